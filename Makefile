@@ -1,0 +1,52 @@
+# Everything runs on a fresh clone: each target makes `.venv` and installs what it needs first.
+#
+#   make train     the quickstart: a tool-using agent learns, in minutes, on this machine
+#   make test      all tests (starts one real vLLM)
+#   make check     ruff, format, strict types
+#   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
+#
+# On a machine without a GPU torch's CPU build is needed. Where plain `pip install torch` would
+# bring the CUDA build, say where the CPU build is: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+TORCH_INDEX ?=
+CONFIG ?= agentic_trainer.yaml
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: setup train test check format serve clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; install Python 3.11 or say make PYTHON=…" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q uv
+ifeq ($(EXTRA),cpu)
+	$(BIN)/python -m pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+endif
+	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev]'
+	touch $@
+
+train: setup
+	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+serve: setup
+	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache .agents build *.egg-info
