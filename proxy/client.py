@@ -1,0 +1,256 @@
+"""`ProxyClient`: the one client of the proxy's control plane.
+
+Invariant: it never retries. A call either happened (its answer came back) or raised, and the
+caller, who knows whether the call is idempotent, decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+
+from proxy.record_format import CONTENT_TYPE, decode_record
+from proxy.records import Reward, Session, SessionKind, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandle:
+    """What an agent needs. Example: SessionHandle("t-1", "sk-…", "http://127.0.0.1:8000/t-1/v1",
+    "http://127.0.0.1:8000/t-1", 1.78e9)"""
+
+    trial_id: str
+    api_key: str
+    base_url: str
+    """For OPENAI_BASE_URL: ends in `/v1`."""
+    anthropic_base_url: str
+    """For ANTHROPIC_BASE_URL: without `/v1`."""
+    expires_at: float
+    """Unix seconds."""
+
+
+class ProxyClientError(Exception):
+    """The proxy answered with an error. `status` is its HTTP status, 0 when it was unreachable."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ProxyClient:
+    """Example:
+    async with ProxyClient("http://127.0.0.1:8000", admin_key) as proxy:
+        session = await proxy.create_session(kind=SessionKind.TRAIN, sampling={"temperature": 1.0})
+        ...                                   # an agent runs on session.base_url
+        await proxy.complete(session.trial_id)
+        record, turns = await proxy.get_turns(session.trial_id)
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        admin_key: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        max_connections: int = 100,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._timeout_s = timeout_s
+        self._max_connections = max_connections
+        self._http: aiohttp.ClientSession | None = None
+
+    async def create_session(
+        self,
+        trial_id: str | None = None,
+        *,
+        kind: SessionKind = SessionKind.TRAIN,
+        sampling: Mapping[str, Any] | None = None,
+        profile: str = "default",
+        limits: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_s: float | None = None,
+    ) -> SessionHandle:
+        """A new session; the proxy names it when `trial_id` is None.
+
+        Raises:
+            ProxyClientError: status 409 when the id exists.
+        """
+        body = {
+            "kind": kind.value,
+            "sampling": dict(sampling or {}),
+            "profile": profile,
+            "limits": dict(limits or {}),
+            "metadata": dict(metadata or {}),
+            "ttl_s": ttl_s,
+        }
+        path = "/sessions" if trial_id is None else _session_path(trial_id)
+        return SessionHandle(**await self._json("POST", path, body))
+
+    async def get_turns(self, trial_id: str) -> tuple[Session, list[Turn]]:
+        """The record of a session, in order of turns. Raises ProxyClientError: 404 if unknown."""
+        return decode_record(
+            await self._bytes(
+                "GET", _session_path(trial_id, "trajectories"), headers={"Accept": CONTENT_TYPE}
+            )
+        )
+
+    async def show(self, trial_id: str) -> dict[str, Any]:
+        """The session without its tokens: status, turns, forks and their causes, rewards."""
+        return await self._json("GET", _session_path(trial_id))
+
+    async def list_sessions(self, **where: str | int) -> list[dict[str, Any]]:
+        """`where`: status, kind, id_prefix, after, limit (as `SessionFilter`)."""
+        query = "&".join(f"{name}={quote(str(value), safe='')}" for name, value in where.items())
+        listing = await self._json("GET", f"/sessions?{query}")
+        sessions: list[dict[str, Any]] = listing["sessions"]
+        return sessions
+
+    async def add_reward(self, trial_id: str, reward: Reward) -> bool:
+        """False when the reward's key was used before: the first value stands."""
+        body = {
+            "key": reward.key,
+            "value": reward.value,
+            "parts": dict(reward.parts),
+            "turn": reward.turn,
+            "branch": reward.branch,
+        }
+        answer = await self._json("POST", _session_path(trial_id, "rewards"), body)
+        return bool(answer["added"])
+
+    async def complete(self, trial_id: str) -> None:
+        """Ends the session: running calls are cut, later ones get 409."""
+        await self._json("POST", _session_path(trial_id, "complete"))
+
+    async def delete(self, trial_id: str) -> None:
+        await self._json("DELETE", _session_path(trial_id))
+
+    async def wait_completed(self, trial_id: str, *, timeout_s: float) -> bool:
+        """Long-poll: True once the session is completed or expired, False after `timeout_s`."""
+        path = _session_path(trial_id, "events") + f"?wait=completed&timeout_s={timeout_s}"
+        answer = await self._json("GET", path, timeout_s=timeout_s + self._timeout_s)
+        return bool(answer["completed"])
+
+    async def events(self, trial_id: str, since: int = 0) -> AsyncIterator[dict[str, Any]]:
+        """Events `{seq, at, kind, …}` as they happen, until the session ends."""
+        path = _session_path(trial_id, "events") + f"?since={since}"
+        headers = {**self._headers, "Accept": "text/event-stream"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        async with self._client().get(
+            self.base_url + path, headers=headers, timeout=timeout
+        ) as response:
+            await _raise_for_status(response)
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    yield orjson.loads(line[6:])
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """One entry per replica, as `EngineInfo`."""
+        engines: list[dict[str, Any]] = (await self._json("GET", "/engines"))["engines"]
+        return engines
+
+    async def add_engine(self, url: str, *, kind: str = "vllm", name: str | None = None) -> None:
+        await self._json("POST", "/engines", {"url": url, "kind": kind, "name": name})
+
+    async def remove_engine(self, name: str) -> None:
+        await self._json("DELETE", f"/engines/{quote(name, safe='')}")
+
+    async def pause(self) -> None:
+        """No call begins to sample until `resume`; agents that wait get keep-alives."""
+        await self._json("POST", "/engines/pause")
+
+    async def resume(self) -> None:
+        await self._json("POST", "/engines/resume")
+
+    async def set_policy_version(self, version: int) -> None:
+        """The version of the weights from now on, for engines that do not tell it themselves."""
+        await self._json("PUT", "/policy_version", {"version": version})
+
+    async def health(self) -> dict[str, Any]:
+        return await self._json("GET", "/health")
+
+    async def ready(self) -> bool:
+        """Whether the proxy has a store that writes and an engine that answers."""
+        try:
+            await self._json("GET", "/ready")
+        except ProxyClientError as error:
+            if error.status not in (0, 503):
+                raise
+            return False
+        return True
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _json(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        data = await self._bytes(method, path, body, timeout_s=timeout_s)
+        answer: dict[str, Any] = orjson.loads(data) if data else {}
+        return answer
+
+    async def _bytes(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        all_headers = {**self._headers, **(headers or {})}
+        if body is not None:
+            all_headers["Content-Type"] = "application/json"
+        try:
+            async with self._client().request(
+                method,
+                self.base_url + path,
+                data=None if body is None else orjson.dumps(body),
+                headers=all_headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s or self._timeout_s),
+            ) as response:
+                await _raise_for_status(response)
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            message = f"{method} {path}: the proxy at {self.base_url} did not answer: {error!r}"
+            raise ProxyClientError(message, 0) from error
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=self._max_connections)
+            self._http = aiohttp.ClientSession(connector=connector)
+        return self._http
+
+
+def _session_path(trial_id: str, *parts: str) -> str:
+    return "/".join(["/sessions", quote(trial_id, safe="/"), *parts])
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    if response.status < 400:
+        return
+    text = (await response.read()).decode(errors="replace")
+    try:
+        message = orjson.loads(text)["error"]["message"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        message = text[:500]
+    where = f"{response.method} {response.url.path}"
+    raise ProxyClientError(f"{where}: {response.status} {message}", response.status)
