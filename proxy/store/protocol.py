@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from proxy.records import Reward, Session, SessionKind, SessionStatus, Turn
+from proxy.records import Reward, Session, SessionKind, SessionStatus, Turn, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,29 @@ class Store(Protocol):
     async def delete_session(self, session_id: str) -> bool: ...
 
     async def begin_turn(self, turn: Turn) -> None:
-        """Intent: everything known before sampling. The index is unique within the session:
-        a second turn of the same index (another proxy was faster) raises `TurnConflict`.
+        """Intent: everything known before sampling. The index is unique within the session.
+
+        Raises:
+            TurnConflict: another writer has begun a turn of this index.
+            SessionError: the session is completed (409), expired (410) or unknown (404), as the
+                store knows it, whatever a proxy's cache still believes.
         """
         ...
 
     async def commit_turn(self, turn: Turn) -> None:
-        """The answer: sampled ids, log-probabilities, versions, status, keys, answer, times."""
+        """The answer: sampled ids, log-probabilities, versions, status, keys, answer, times.
+
+        Raises SessionError (404) when the session was deleted meanwhile.
+        """
         ...
 
-    async def set_turn_status(self, session_id: str, index: int, status: str) -> None: ...
+    async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None: ...
 
     async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
-        """In order of index, from `since`."""
+        """In order of index, from `since`.
+
+        A turn that was left OPEN by a proxy process that has died is CUT, here and in the store.
+        """
         ...
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:

@@ -1,0 +1,175 @@
+"""Records ↔ rows, the same for every store: arrays are little-endian blobs, mappings are JSON.
+
+Invariant: `turn_from_row(intent_row(t) + answer_row(t)) == t` for every turn, bit for bit. A row
+holds only what its turn adds; the arrays read back are views of the row's bytes and read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from proxy.records import (
+    FinishReason,
+    ForkCause,
+    Ids,
+    Logprobs,
+    Reward,
+    Session,
+    SessionKind,
+    SessionStatus,
+    Turn,
+    TurnStatus,
+    VersionSpan,
+)
+
+SESSION_COLUMNS = (
+    "session_id, key_hash, kind, status, created_at, expires_at, completed_at,"
+    " sampling, profile, limits, metadata"
+)
+INTENT_COLUMNS = (
+    "session_id, idx, parent, shared_tokens, fork_cause, prompt_ids, request_key, sampling,"
+    " dialect, agent_id, started_at"
+)
+ANSWER_COLUMNS = (
+    "status, sampled_ids, logprobs, versions, finish_reason, answer_key, answer,"
+    " first_token_s, duration_s"
+)
+REWARD_COLUMNS = "reward_key, value, parts, turn, branch"
+
+
+def session_row(s: Session) -> tuple[Any, ...]:
+    """Values of `SESSION_COLUMNS`."""
+    return (
+        s.session_id,
+        s.key_hash,
+        s.kind.value,
+        s.status.value,
+        s.created_at,
+        s.expires_at,
+        s.completed_at,
+        _json(s.sampling),
+        s.profile,
+        _json(s.limits),
+        _json(s.metadata),
+    )
+
+
+def session_from_row(row: Sequence[Any], rewards: list[Reward]) -> Session:
+    return Session(
+        session_id=row[0],
+        key_hash=bytes(row[1]),
+        kind=SessionKind(row[2]),
+        status=SessionStatus(row[3]),
+        created_at=row[4],
+        expires_at=row[5],
+        completed_at=row[6],
+        sampling=orjson.loads(row[7]),
+        profile=row[8],
+        limits=orjson.loads(row[9]),
+        metadata=orjson.loads(row[10]),
+        rewards=rewards,
+    )
+
+
+def intent_row(t: Turn) -> tuple[Any, ...]:
+    """Values of `INTENT_COLUMNS`: what is known before sampling."""
+    return (
+        t.session_id,
+        t.index,
+        t.parent,
+        t.shared_tokens,
+        t.fork_cause.value if t.fork_cause else None,
+        _ids(t.prompt_ids),
+        t.request_key,
+        _json(t.sampling),
+        t.dialect,
+        t.agent_id,
+        t.started_at,
+    )
+
+
+def answer_row(t: Turn) -> tuple[Any, ...]:
+    """Values of `ANSWER_COLUMNS`: what is known after it."""
+    return (
+        t.status.value,
+        _ids(t.sampled_ids),
+        np.ascontiguousarray(t.logprobs, "<f4").tobytes(),
+        _versions(t.versions),
+        t.finish_reason.value if t.finish_reason else None,
+        t.answer_key,
+        t.answer,
+        t.first_token_s,
+        t.duration_s,
+    )
+
+
+def turn_from_row(row: Sequence[Any]) -> Turn:
+    """From `INTENT_COLUMNS` + `ANSWER_COLUMNS`; a turn without an answer has NULLs there."""
+    turn = Turn(
+        session_id=row[0],
+        index=row[1],
+        parent=row[2],
+        shared_tokens=row[3],
+        fork_cause=ForkCause(row[4]) if row[4] else None,
+        prompt_ids=_ids_from(row[5]),
+        request_key=bytes(row[6]),
+        sampling=orjson.loads(row[7]),
+        dialect=row[8],
+        agent_id=row[9],
+        started_at=row[10],
+    )
+    if row[11] is not None:
+        turn.status = TurnStatus(row[11])
+        turn.sampled_ids = _ids_from(row[12])
+        turn.logprobs = _logprobs_from(row[13])
+        turn.versions = _versions_from(row[14])
+        turn.finish_reason = FinishReason(row[15]) if row[15] else None
+        turn.answer_key = bytes(row[16])
+        turn.answer = bytes(row[17])
+        turn.first_token_s = row[18]
+        turn.duration_s = row[19]
+    return turn
+
+
+def reward_row(r: Reward) -> tuple[Any, ...]:
+    """Values of `REWARD_COLUMNS`."""
+    return (r.key, r.value, _json(r.parts), r.turn, int(r.branch))
+
+
+def reward_from_row(row: Sequence[Any]) -> Reward:
+    return Reward(
+        key=row[0],
+        value=row[1],
+        parts=orjson.loads(row[2]),
+        turn=row[3],
+        branch=bool(row[4]),
+    )
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(value) if value else b"{}"
+
+
+def _ids(ids: Ids) -> bytes:
+    return np.ascontiguousarray(ids, "<i4").tobytes()
+
+
+def _ids_from(blob: bytes) -> Ids:
+    return np.frombuffer(blob, "<i4").view(np.int32)
+
+
+def _logprobs_from(blob: bytes) -> Logprobs:
+    return np.frombuffer(blob, "<f4").view(np.float32)
+
+
+def _versions(spans: tuple[VersionSpan, ...]) -> bytes:
+    return np.array([(v.version, v.start, v.end) for v in spans], "<i4").tobytes()
+
+
+def _versions_from(blob: bytes) -> tuple[VersionSpan, ...]:
+    flat = np.frombuffer(blob, "<i4").reshape(-1, 3).tolist()
+    return tuple(VersionSpan(*span) for span in flat)

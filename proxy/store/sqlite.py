@@ -1,0 +1,284 @@
+"""The embedded store: one SQLite file in WAL mode, one writer thread, group commit.
+
+Invariant: a method that writes returns after the transaction that holds its write was committed.
+With `durability="process"` a commit outlives `kill -9` of the process but the last ones may be
+lost with the machine's power (SQLite's synchronous=NORMAL); with `"power"` each is fsynced first.
+Several processes may open one file; a turn that a dead one left open is read as CUT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import orjson
+
+from proxy.errors import ConfigurationError, SessionError, StoreError
+from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
+from proxy.store import rows
+from proxy.store.ownership import Ownership
+from proxy.store.protocol import SessionFilter, TurnConflict
+from proxy.store.writer import GroupWriter
+
+T = TypeVar("T")
+Durability = Literal["process", "power"]
+
+SCHEMA_VERSION = 1
+CACHE_KIB = 16 * 1024  # per connection; the store's memory must not grow with the file
+
+_TURN_COLUMNS = ", ".join(
+    [f"t.{c.strip()}" for c in rows.INTENT_COLUMNS.split(",")]
+    + [f"a.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(",")]
+    + ["t.owner"]
+)
+_TURNS_FROM = (
+    f"SELECT {_TURN_COLUMNS} FROM turns t LEFT JOIN answers a USING (session_id, idx)"
+    " WHERE t.session_id = ? AND t.idx >= ? ORDER BY t.idx"
+)
+_BEGIN = (
+    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 12)}"
+    " WHERE EXISTS (SELECT 1 FROM sessions WHERE session_id = ?1 AND status = 'open')"
+    " ON CONFLICT DO NOTHING"
+)
+_COMMIT = (
+    f"INSERT INTO answers (session_id, idx, {rows.ANSWER_COLUMNS}) SELECT {', '.join('?' * 11)}"
+    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2)"
+    " ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{c.strip()} = excluded.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(","))
+)
+_SET_STATUS = (
+    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
+    " answer) SELECT ?1, ?2, ?3, x'', x'', x'', x'', x''"
+    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2)"
+    " ON CONFLICT DO UPDATE SET status = excluded.status"
+)
+
+
+class SqliteStore:
+    """Implements `proxy.store.protocol.Store`."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        durability: Durability = "process",
+        busy_timeout_s: float = 5.0,
+        max_pending_writes: int = 10_000,
+        max_file_bytes: int | None = None,
+    ) -> None:
+        """Opens or creates the file.
+
+        Raises:
+            ConfigurationError: the file cannot be opened, or is of another schema version.
+        """
+        self.path = path
+        try:
+            writing = _connect(path, durability, busy_timeout_s)
+            _create_schema(writing, path)
+            _limit_size(writing, max_file_bytes)
+            self._owner = _take_ownership(writing, path)
+            self._reading = _connect(path, durability, busy_timeout_s)
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigurationError(
+                f"store {path}: {error}; give a file in a folder that can be written"
+            ) from error
+        self._writer = GroupWriter(writing, max_pending=max_pending_writes)
+        self._closed = False
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
+
+    async def create_session(self, session: Session) -> bool:
+        row = rows.session_row(session)
+        sql = (
+            f"INSERT INTO sessions ({rows.SESSION_COLUMNS}) VALUES ({', '.join('?' * len(row))})"
+            " ON CONFLICT DO NOTHING"
+        )
+        return await self._changed(sql, row)
+
+    async def get_session(self, session_id: str) -> Session | None:
+        return await self._one_session("session_id = ?", session_id)
+
+    async def find_by_key(self, key_hash: bytes) -> Session | None:
+        return await self._one_session("key_hash = ?", key_hash)
+
+    async def list_sessions(self, where: SessionFilter) -> list[Session]:
+        clauses, values = ["session_id > ?"], [where.after or ""]
+        if where.id_prefix:
+            clauses.append("session_id >= ? AND session_id < ?")
+            values += [where.id_prefix, where.id_prefix + "\U0010ffff"]
+        if where.status is not None:
+            clauses.append("status = ?")
+            values.append(where.status.value)
+        if where.kind is not None:
+            clauses.append("kind = ?")
+            values.append(where.kind.value)
+        clause = " AND ".join(clauses) + " ORDER BY session_id LIMIT ?"
+        return await self._read(lambda c: _sessions(c, clause, (*values, where.limit)))
+
+    async def set_status(self, session_id: str, status: SessionStatus, at: float) -> bool:
+        """`at` becomes `completed_at` unless the session is opened again."""
+        completed_at = None if status is SessionStatus.OPEN else at
+        return await self._changed(
+            "UPDATE sessions SET status = ?, completed_at = ? WHERE session_id = ?",
+            (status.value, completed_at, session_id),
+        )
+
+    async def delete_session(self, session_id: str) -> bool:
+        def delete(c: sqlite3.Connection) -> bool:
+            for table in ("turns", "answers", "rewards", "events"):
+                c.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
+            gone = c.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+            return gone.rowcount > 0
+
+        return await self._writer.write(delete)
+
+    async def begin_turn(self, turn: Turn) -> None:
+        values = (*rows.intent_row(turn), self._owner.number)
+
+        def begin(c: sqlite3.Connection) -> None:
+            if c.execute(_BEGIN, values).rowcount != 1:
+                _refuse_turn(c, turn)
+
+        await self._writer.write(begin)
+
+    async def commit_turn(self, turn: Turn) -> None:
+        values = (turn.session_id, turn.index, *rows.answer_row(turn))
+        if not await self._changed(_COMMIT, values):
+            raise _unknown_turn(turn.session_id, turn.index)
+
+    async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None:
+        if not await self._changed(_SET_STATUS, (session_id, index, status.value)):
+            raise _unknown_turn(session_id, index)
+
+    async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
+        found = await self._read(lambda c: c.execute(_TURNS_FROM, (session_id, since)).fetchall())
+        turns = [rows.turn_from_row(row) for row in found]
+        for turn, row in zip(turns, found, strict=True):
+            if turn.status is TurnStatus.OPEN and not self._owner.alive(row[-1]):
+                turn.status = TurnStatus.CUT
+                await self.set_turn_status(session_id, turn.index, TurnStatus.CUT)
+        return turns
+
+    async def add_reward(self, session_id: str, reward: Reward) -> bool:
+        row = (session_id, *rows.reward_row(reward))
+        return await self._changed(
+            f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT DO NOTHING",
+            row,
+        )
+
+    async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:
+        row = (session_id, time.time(), kind, orjson.dumps(data))
+
+        def insert(c: sqlite3.Connection) -> int:
+            sql = "INSERT INTO events (session_id, at, kind, data) VALUES (?, ?, ?, ?)"
+            return int(c.execute(sql, row).lastrowid or 0)
+
+        return await self._writer.write(insert)
+
+    async def get_events(self, session_id: str, since: int = 0) -> list[dict[str, Any]]:
+        sql = "SELECT seq, at, kind, data FROM events WHERE session_id = ? AND seq > ? ORDER BY seq"
+        found = await self._read(lambda c: c.execute(sql, (session_id, since)).fetchall())
+        return [{**orjson.loads(r[3]), "seq": r[0], "at": r[1], "kind": r[2]} for r in found]
+
+    async def close(self) -> None:
+        """Commits what was written, then lets go of the file. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.to_thread(self._writer.close)
+        await asyncio.to_thread(self._reader.shutdown)
+        self._reading.close()
+        self._owner.release()
+
+    async def _one_session(self, clause: str, value: str | bytes) -> Session | None:
+        found = await self._read(lambda c: _sessions(c, clause, (value,)))
+        return found[0] if found else None
+
+    async def _changed(self, sql: str, values: Sequence[Any]) -> bool:
+        return await self._writer.write(lambda c: c.execute(sql, values).rowcount > 0)
+
+    async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._reader, query, self._reading)
+        except (sqlite3.Error, RuntimeError) as error:
+            raise StoreError(f"could not be read: {error}") from error
+
+
+def _connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
+    )
+    synchronous = "FULL" if durability == "power" else "NORMAL"
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    return connection
+
+
+def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
+    connection.execute("BEGIN IMMEDIATE")  # two processes may open a new file at once
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        schema = resources.files("proxy.store").joinpath("sqlite.sql").read_text()
+        for statement in schema.split(";\n"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+    if version not in (0, SCHEMA_VERSION):
+        connection.close()
+        raise ConfigurationError(
+            f"store {path} has schema version {version}, this program reads {SCHEMA_VERSION}:"
+            " give another file"
+        )
+
+
+def _limit_size(connection: sqlite3.Connection, max_file_bytes: int | None) -> None:
+    if max_file_bytes is not None:
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {max(1, max_file_bytes // page_bytes)}")
+
+
+def _take_ownership(connection: sqlite3.Connection, path: Path) -> Ownership:
+    row = (os.getpid(), time.time())
+    cursor = connection.execute("INSERT INTO owners (pid, started_at) VALUES (?, ?)", row)
+    return Ownership(path.with_name(path.name + "-owners"), int(cursor.lastrowid or 0))
+
+
+def _sessions(c: sqlite3.Connection, clause: str, values: Iterable[Any]) -> list[Session]:
+    sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {clause}"
+    by_id = {
+        row[0]: rows.session_from_row(row, []) for row in c.execute(sql, tuple(values)).fetchall()
+    }
+    for batch in _batches(list(by_id), 500):  # SQLite's bound on parameters is higher
+        marks = ", ".join("?" * len(batch))
+        rewards = f"SELECT session_id, {rows.REWARD_COLUMNS} FROM rewards WHERE session_id IN"
+        for row in c.execute(f"{rewards} ({marks}) ORDER BY rowid", batch):
+            by_id[row[0]].rewards.append(rows.reward_from_row(row[1:]))
+    return list(by_id.values())
+
+
+def _batches(items: list[str], size: int) -> Iterable[list[str]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def _refuse_turn(c: sqlite3.Connection, turn: Turn) -> None:
+    found = c.execute("SELECT status FROM sessions WHERE session_id = ?", (turn.session_id,))
+    row = found.fetchone()
+    if row is None:
+        raise SessionError(f"session {turn.session_id} does not exist", status=404)
+    if row[0] != SessionStatus.OPEN.value:
+        status = 410 if row[0] == SessionStatus.EXPIRED.value else 409
+        raise SessionError(f"session {turn.session_id} is {row[0]}", status=status)
+    raise TurnConflict(f"turn {turn.index} of session {turn.session_id} was begun already")
+
+
+def _unknown_turn(session_id: str, index: int) -> SessionError:
+    return SessionError(f"session {session_id} has no turn {index}: deleted?", status=404)

@@ -1,0 +1,254 @@
+"""What every store keeps: each test runs against each store."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from proxy.errors import SessionError
+from proxy.records import (
+    FinishReason,
+    ForkCause,
+    Reward,
+    Session,
+    SessionKind,
+    SessionStatus,
+    Turn,
+    TurnStatus,
+    VersionSpan,
+)
+from proxy.store.protocol import SessionFilter, Store, TurnConflict
+from tests.proxy.store.conftest import Opener
+
+
+def a_session(session_id: str = "task/7-a", **changes: object) -> Session:
+    session = Session(
+        session_id=session_id,
+        key_hash=hashlib.sha256(session_id.encode()).digest(),
+        kind=SessionKind.TRAIN,
+        status=SessionStatus.OPEN,
+        created_at=1.5,
+        expires_at=99.5,
+        sampling={"temperature": 1.0},
+        limits={"max_turns": 3},
+        metadata={"task": "ü"},
+    )
+    return replace(session, **changes)  # type: ignore[arg-type]
+
+
+def an_intent(session_id: str = "task/7-a", index: int = 0) -> Turn:
+    return Turn(
+        session_id=session_id,
+        index=index,
+        parent=None if index == 0 else index - 1,
+        shared_tokens=index * 10,
+        fork_cause=ForkCause.EDITED if index == 2 else None,
+        prompt_ids=np.array([1, 2, 2**31 - 1], np.int32),
+        request_key=b"\x00request",
+        sampling={"temperature": 0.7, "stop": ["a"]},
+        dialect="messages",
+        agent_id="sub-1",
+        started_at=12.25,
+    )
+
+
+def answered(turn: Turn) -> Turn:
+    return replace(
+        turn,
+        sampled_ids=np.array([5, 6], np.int32),
+        logprobs=np.array([-0.125, -3.4028235e38], np.float32),
+        versions=(VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)),
+        finish_reason=FinishReason.TOOL_CALLS,
+        status=TurnStatus.DONE,
+        answer_key=b"\xffanswer",
+        answer=b'{"role":"assistant"}',
+        first_token_s=0.5,
+        duration_s=2.0,
+    )
+
+
+def assert_same(one: Turn, other: Turn) -> None:
+    for name in Turn.__dataclass_fields__:
+        a, b = getattr(one, name), getattr(other, name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes(), name
+        else:
+            assert a == b, name
+
+
+async def test_session_is_read_back_as_it_was_written(store: Store) -> None:
+    session = a_session()
+    assert await store.create_session(session)
+    assert await store.get_session(session.session_id) == session
+    assert await store.find_by_key(session.key_hash) == session
+    assert await store.get_session("TASK/7-A") is None
+    assert await store.find_by_key(b"other") is None
+
+
+async def test_second_session_of_one_id_changes_nothing(store: Store) -> None:
+    first = a_session()
+    assert await store.create_session(first)
+    assert not await store.create_session(a_session(key_hash=b"another", created_at=77.0))
+    assert await store.get_session(first.session_id) == first
+
+
+async def test_turn_is_read_back_bit_for_bit(store: Store) -> None:
+    await store.create_session(a_session())
+    turns = [an_intent(index=i) for i in range(3)]
+    for turn in turns:
+        await store.begin_turn(turn)
+        await store.commit_turn(answered(turn))
+    for got, turn in zip(await store.get_turns("task/7-a"), turns, strict=True):
+        assert_same(got, answered(turn))
+    assert [t.index for t in await store.get_turns("task/7-a", since=2)] == [2]
+    assert await store.get_turns("nobody") == []
+
+
+async def test_turn_without_answer_is_open_while_its_proxy_lives(store: Store) -> None:
+    await store.create_session(a_session())
+    await store.begin_turn(an_intent())
+    (turn,) = await store.get_turns("task/7-a")
+    assert_same(turn, an_intent())
+    assert turn.status is TurnStatus.OPEN
+
+
+async def test_another_proxy_sees_a_living_proxys_turn_as_open(opener: Opener) -> None:
+    one, two = await opener(), await opener()
+    await one.create_session(a_session())
+    await one.begin_turn(an_intent())
+    assert (await two.get_turns("task/7-a"))[0].status is TurnStatus.OPEN
+    await one.commit_turn(answered(an_intent()))
+    assert (await two.get_turns("task/7-a"))[0].status is TurnStatus.DONE
+
+
+async def test_turn_left_open_by_a_proxy_that_is_gone_is_cut(opener: Opener) -> None:
+    one = await opener()
+    await one.create_session(a_session())
+    await one.begin_turn(an_intent())
+    await one.close()
+    two = await opener()
+    assert (await two.get_turns("task/7-a"))[0].status is TurnStatus.CUT
+    three = await opener()
+    assert (await three.get_turns("task/7-a"))[0].status is TurnStatus.CUT
+
+
+async def test_second_turn_of_one_index_conflicts(opener: Opener) -> None:
+    one, two = await opener(), await opener()
+    await one.create_session(a_session())
+    await one.begin_turn(an_intent())
+    with pytest.raises(TurnConflict):
+        await two.begin_turn(replace(an_intent(), request_key=b"other"))
+    assert (await two.get_turns("task/7-a"))[0].request_key == an_intent().request_key
+
+
+async def test_of_many_turns_begun_at_once_one_of_each_index_wins(opener: Opener) -> None:
+    stores = [await opener(), await opener()]
+    await stores[0].create_session(a_session())
+    calls = [s.begin_turn(an_intent(index=i)) for i in range(8) for s in stores for _ in range(2)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(o is None for o in outcomes) == 8
+    assert sum(isinstance(o, TurnConflict) for o in outcomes) == 24
+    assert [t.index for t in await stores[1].get_turns("task/7-a")] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(SessionStatus.COMPLETED, 409), (SessionStatus.EXPIRED, 410)]
+)
+async def test_late_call_never_lands_in_a_closed_session(
+    opener: Opener, status: SessionStatus, code: int
+) -> None:
+    one, two = await opener(), await opener()
+    await one.create_session(a_session())
+    assert await one.set_status("task/7-a", status, at=50.0)
+    with pytest.raises(SessionError) as refused:
+        await two.begin_turn(an_intent())
+    assert refused.value.status == code
+    assert await two.get_turns("task/7-a") == []
+    session = await two.get_session("task/7-a")
+    assert session is not None
+    assert (session.status, session.completed_at) == (status, 50.0)
+
+
+async def test_turn_of_an_unknown_session_is_refused(store: Store) -> None:
+    with pytest.raises(SessionError) as refused:
+        await store.begin_turn(an_intent("nobody"))
+    assert refused.value.status == 404
+    assert not await store.set_status("nobody", SessionStatus.COMPLETED, at=1.0)
+
+
+async def test_turn_status_changes_and_nothing_else(store: Store) -> None:
+    await store.create_session(a_session())
+    await store.begin_turn(an_intent())
+    await store.commit_turn(answered(an_intent()))
+    await store.set_turn_status("task/7-a", 0, TurnStatus.SUPERSEDED)
+    (turn,) = await store.get_turns("task/7-a")
+    assert_same(turn, replace(answered(an_intent()), status=TurnStatus.SUPERSEDED))
+
+
+async def test_open_turn_can_be_cut_without_an_answer(store: Store) -> None:
+    await store.create_session(a_session())
+    await store.begin_turn(an_intent())
+    await store.set_turn_status("task/7-a", 0, TurnStatus.CUT)
+    (turn,) = await store.get_turns("task/7-a")
+    assert_same(turn, replace(an_intent(), status=TurnStatus.CUT))
+
+
+async def test_reward_is_idempotent_by_key(store: Store) -> None:
+    await store.create_session(a_session())
+    first = Reward(key="verifier", value=1.0, parts={"tests": 0.5})
+    branch = Reward(key="judge", value=-2.5, turn=1, branch=True)
+    assert await store.add_reward("task/7-a", first)
+    assert not await store.add_reward("task/7-a", Reward(key="verifier", value=0.0))
+    assert await store.add_reward("task/7-a", branch)
+    session = await store.get_session("task/7-a")
+    assert session is not None
+    assert session.rewards == [first, branch]
+
+
+async def test_deleted_session_leaves_nothing(store: Store) -> None:
+    await store.create_session(a_session())
+    await store.begin_turn(an_intent())
+    await store.add_reward("task/7-a", Reward(key="verifier", value=1.0))
+    await store.add_event("task/7-a", "refused", {})
+    assert await store.delete_session("task/7-a")
+    assert not await store.delete_session("task/7-a")
+    with pytest.raises(SessionError):
+        await store.commit_turn(answered(an_intent()))
+    await store.create_session(a_session())
+    assert await store.get_turns("task/7-a") == []
+    assert await store.get_events("task/7-a") == []
+    assert (await store.list_sessions(SessionFilter()))[0].rewards == []
+
+
+async def test_events_come_in_order_and_from_where_they_were_left(store: Store) -> None:
+    await store.create_session(a_session())
+    await store.create_session(a_session("other"))
+    first = await store.add_event("task/7-a", "refused", {"status": 400, "field": "n"})
+    await store.add_event("other", "noise", {})
+    second = await store.add_event("task/7-a", "completed", {})
+    events = await store.get_events("task/7-a")
+    assert [(e["seq"], e["kind"]) for e in events] == [(first, "refused"), (second, "completed")]
+    assert events[0]["field"] == "n"
+    assert [e["seq"] for e in await store.get_events("task/7-a", since=first)] == [second]
+
+
+async def test_sessions_are_listed_by_filter_and_page(store: Store) -> None:
+    for name in ("a-1", "a-2", "a-3", "b-1"):
+        await store.create_session(a_session(name))
+    await store.create_session(a_session("a-4", kind=SessionKind.EVAL))
+    await store.set_status("a-2", SessionStatus.COMPLETED, at=2.0)
+
+    async def ids(**where: object) -> list[str]:
+        found = await store.list_sessions(SessionFilter(**where))  # type: ignore[arg-type]
+        return [s.session_id for s in found]
+
+    assert await ids() == ["a-1", "a-2", "a-3", "a-4", "b-1"]
+    assert await ids(id_prefix="a-", kind=SessionKind.TRAIN) == ["a-1", "a-2", "a-3"]
+    assert await ids(status=SessionStatus.COMPLETED) == ["a-2"]
+    assert await ids(limit=2) == ["a-1", "a-2"]
+    assert await ids(after="a-2", limit=2) == ["a-3", "a-4"]

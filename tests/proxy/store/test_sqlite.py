@@ -1,0 +1,120 @@
+"""What only the SQLite store can show: real full disks, locks, killed processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proxy.errors import ConfigurationError, StoreError
+from proxy.records import Turn, TurnStatus
+from proxy.store.sqlite import SqliteStore
+from tests.proxy.store.test_conformance import a_session, an_intent
+
+
+async def test_full_store_refuses_the_call_and_recovers(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.sqlite", max_file_bytes=256 * 1024)
+    await store.create_session(a_session())
+    huge = replace(an_intent(), prompt_ids=np.zeros(200_000, np.int32))
+    with pytest.raises(StoreError, match="full"):
+        await store.begin_turn(huge)
+    assert await store.get_turns("task/7-a") == []
+    await store.begin_turn(an_intent())
+    assert len(await store.get_turns("task/7-a")) == 1
+    await store.close()
+
+
+async def test_locked_store_refuses_the_call_and_recovers(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.sqlite", busy_timeout_s=0.05)
+    await store.create_session(a_session())
+    other = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="locked"):
+        await store.begin_turn(an_intent())
+    other.execute("ROLLBACK")
+    other.close()
+    await store.begin_turn(an_intent())
+    await store.close()
+
+
+async def test_writes_pending_past_the_bound_are_refused(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.sqlite", max_pending_writes=4)
+    calls = [store.create_session(a_session(f"s-{i}")) for i in range(20)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(o is True for o in outcomes) == 4
+    assert sum(isinstance(o, StoreError) for o in outcomes) == 16
+    await store.close()
+
+
+async def test_closed_store_refuses(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.sqlite")
+    await store.close()
+    with pytest.raises(StoreError, match="closed"):
+        await store.create_session(a_session())
+
+
+def test_store_of_another_schema_is_refused_by_name(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "s.sqlite")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(ConfigurationError, match=r"s\.sqlite has schema version 99"):
+        SqliteStore(tmp_path / "s.sqlite")
+
+
+def test_unwritable_path_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere/s\.sqlite"):
+        SqliteStore(tmp_path / "nowhere" / "s.sqlite")
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from proxy.store.sqlite import SqliteStore
+from tests.proxy.store.test_conformance import a_session, an_intent
+
+async def main():
+    store = SqliteStore(Path(sys.argv[1]))
+    await store.create_session(a_session())
+    for index in range(1_000_000):
+        await store.begin_turn(an_intent(index=index))
+        print("begun", index, flush=True)
+        await store.commit_turn(answered(an_intent(index=index)))
+        print("done", index, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_what_was_reported_as_committed_outlives_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "s.sqlite"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(101)]
+    process.send_signal(signal.SIGKILL)
+    lines += process.stdout.readlines()
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    reported = [line.split() for line in lines if line.endswith("\n")]
+    begun = [int(n) for word, n in reported if word == "begun"]
+    done = [int(n) for word, n in reported if word == "done"]
+
+    turns = asyncio.run(read_turns(path))
+    assert len(turns) >= len(begun) >= 50
+    assert all(turns[n].status is TurnStatus.DONE for n in done)
+    assert all(t.status in (TurnStatus.DONE, TurnStatus.CUT) for t in turns)
+
+
+async def read_turns(path: Path) -> list[Turn]:
+    store = SqliteStore(path)
+    turns = await store.get_turns("task/7-a")
+    await store.close()
+    return turns
