@@ -1,0 +1,106 @@
+"""How weights travel to the engines: one small protocol, one class per backend of vLLM.
+
+`shm`   shared memory, any device, engines on this machine (the default; ours)
+`ipc`   CUDA IPC handles, engines on this machine's GPUs (vLLM's own client)
+`nccl`  broadcast over NCCL, engines anywhere (vLLM's own client)
+
+`ipc` and `nccl` follow vLLM's documented trainer-side API and were not run here: no GPU.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, Literal, Protocol
+
+import torch
+
+from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.segment import Named, SegmentWriter
+
+Backend = Literal["shm", "ipc", "nccl"]
+
+
+class Transport(Protocol):
+    def send(self, weights: Iterable[Named]) -> None:
+        """Start, update and finish, on every engine."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SharedMemoryTransport:
+    """Every engine maps the same memory: one copy out of the trainer, however many engines."""
+
+    def __init__(self, control: EngineControl) -> None:
+        self._control = control
+        self._segment = SegmentWriter()
+        control.init_weight_transfer_engine({})
+
+    def send(self, weights: Iterable[Named]) -> None:
+        written = self._segment.write(weights)
+        self._control.start_weight_update()
+        self._control.update_weights(asdict(written))
+        self._control.finish_weight_update()
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+class VllmTransport:
+    """vLLM's own trainer-side engine for `ipc` or `nccl`, fed with our named weights."""
+
+    def __init__(self, control: EngineControl, backend: Literal["ipc", "nccl"]) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        self._source = _Source()
+        self._engine: Any = WeightTransferTrainerFactory.trainer_init(
+            _trainer_init_info(control, backend), client=control, source=self._source
+        )
+
+    def send(self, weights: Iterable[Named]) -> None:
+        self._source.named = list(weights)
+        self._engine.send_weights()
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+def open_transport(backend: Backend, control: EngineControl) -> Transport:
+    if backend == "shm":
+        return SharedMemoryTransport(control)
+    return VllmTransport(control, backend)
+
+
+class _Source:
+    """vLLM's `WeightSource`, over weights that are gathered already."""
+
+    def __init__(self) -> None:
+        self.named: list[Named] = []
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.named]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.named)
+
+
+def _trainer_init_info(control: EngineControl, backend: Literal["ipc", "nccl"]) -> Any:
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(rank=0)
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return NCCLTrainerInitInfo(
+        rank=0,
+        master_address=socket.gethostbyname(socket.gethostname()),
+        master_port=port,
+        world_size=1 + sum(control.world_sizes()),
+    )

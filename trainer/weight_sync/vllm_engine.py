@@ -1,0 +1,95 @@
+"""vLLM's side of the `shm` backend: loads the trainer's weights from shared memory.
+
+Runs inside vLLM's worker processes. Invariant: an update is applied whole or fails: bytes whose
+digest differs from the trainer's, and an update that leaves one of the model's weights untouched,
+are errors, and the update's caller is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from trainer.weight_sync import segment
+
+
+@dataclass
+class SharedMemoryInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing to agree on: each update says where its memory is."""
+
+
+@dataclass
+class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    path: str
+    size_bytes: int
+    digest: str
+
+
+class SharedMemoryEngine(
+    WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]  # type: ignore[misc]
+):
+    init_info_cls = SharedMemoryInit
+    update_info_cls = SharedMemoryUpdate
+
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
+        try:
+            self._load(update_info)
+        except BaseException:
+            # Ends the reload, so that the next update starts from layers that are whole.
+            self.finish_weight_update()
+            raise
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack_embeddings(self.model)
+
+    def _load(self, update_info: SharedMemoryUpdate) -> None:
+        tensors = segment.read(segment.open_segment(update_info.path, update_info.size_bytes))
+        received = segment.digest(tensors)
+        if received != update_info.digest:
+            raise ValueError(
+                f"weights received have digest {received}, the trainer sent {update_info.digest}: "
+                "the shared memory was written to during the update"
+            )
+        loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+        missing = self._expected() - set(loaded or self._expected())
+        if missing:
+            raise ValueError(f"the update left these weights as they were: {sorted(missing)[:5]}")
+
+    def _expected(self) -> set[str]:
+        names = {name for name, _ in self.model.named_parameters()}
+        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        return names - {"lm_head.weight"} if tied else names
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _repack_embeddings(model: torch.nn.Module) -> None:
+    """On CPU vLLM keeps each linear weight a second time, packed for oneDNN. A tied `lm_head` is
+    not reloaded by its own name, so its packed copy would stay the old one, without any error:
+    the server would sample from a mixture of old and new weights.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
