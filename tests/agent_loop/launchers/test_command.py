@@ -1,0 +1,234 @@
+"""The command launcher against agents that misbehave: each ends, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent_loop.errors import LaunchError
+from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
+from agent_loop.launchers.supervised import Limits
+from agent_loop.records import Task
+from proxy.errors import ConfigurationError
+
+MakeTrial = Callable[..., Trial]
+
+
+@pytest.fixture
+def make_trial(tmp_path: Path) -> MakeTrial:
+    def make(timeout_s: float = 20.0, **data: object) -> Trial:
+        directory = tmp_path / "trial"
+        directory.mkdir()
+        return Trial(
+            trial_id="t-1",
+            task=Task("task", {"prompt": "do it", **data}),
+            base_url="http://127.0.0.1:9/v1",
+            api_key="key-of-t-1",
+            model="policy",
+            directory=directory,
+            timeout_s=timeout_s,
+        )
+
+    return make
+
+
+async def run_python(trial: Trial, code: str, **settings: object) -> AgentResult:
+    argv = (sys.executable, "-I", "-S", "-c", code)
+    launcher = CommandLauncher(CommandSettings(argv=argv, **settings))  # type: ignore[arg-type]
+    return await launcher.run(trial)
+
+
+def alive(pid_file: Path) -> bool:
+    pid = int(pid_file.read_text())
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def log_of(trial: Trial) -> str:
+    return (trial.directory / "agent.log").read_text()
+
+
+DAEMON = """
+import os, sys, time
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    if os.fork() == 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        open("daemon.tmp", "w").write(str(os.getpid()))
+        os.rename("daemon.tmp", "daemon.pid")
+        time.sleep(600)
+    os._exit(0)
+os.waitpid(pid, 0)
+while not os.path.exists("daemon.pid"):
+    time.sleep(0.01)
+"""
+
+
+async def test_agent_gets_every_familys_environment_and_no_secret(
+    make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "hunter2")
+    monkeypatch.setenv("GEMINI_API_KEY", "hunter2")
+    trial = make_trial()
+    code = "import os, json; print(json.dumps({**os.environ, 'cwd': os.getcwd()}))"
+    result = await run_python(trial, code, env={"EXTRA": "{model}/{task.prompt}/{unknown}"})
+    assert result.end is AgentEnd.EXITED
+    seen = json.loads(log_of(trial))
+    assert seen["OPENAI_BASE_URL"] == seen["OPENAI_API_BASE"] == "http://127.0.0.1:9/v1"
+    assert seen["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
+    assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"] == "key-of-t-1"
+    assert seen["AGENT_MODEL"] == seen["OPENAI_MODEL"] == "policy"
+    assert seen["TASK_PROMPT"] == "do it"
+    assert json.loads(Path(seen["TASK_FILE"]).read_text()) == {"prompt": "do it"}
+    assert seen["cwd"] == str(trial.workspace)
+    assert seen["EXTRA"] == "policy/do it/{unknown}"
+    assert "hunter2" not in log_of(trial)
+
+
+async def test_working_directory_is_a_copy_of_the_tasks_template(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    (tmp_path / "templates" / "a").mkdir(parents=True)
+    (tmp_path / "templates" / "a" / "file.txt").write_text("before")
+    trial = make_trial(folder="a")
+    template = str(tmp_path / "templates" / "{task.folder}")
+    result = await run_python(trial, "open('file.txt', 'w').write('after')", template=template)
+    assert result.end is AgentEnd.EXITED
+    assert (trial.workspace / "file.txt").read_text() == "after"
+    assert (tmp_path / "templates" / "a" / "file.txt").read_text() == "before"
+
+
+async def test_agent_that_exits_at_once_is_a_crash_with_its_code(make_trial: MakeTrial) -> None:
+    result = await run_python(make_trial(), "raise SystemExit(3)")
+    assert (result.end, result.error) == (AgentEnd.CRASHED, "exit code 3")
+
+
+async def test_gigabytes_of_output_are_bounded_keeping_first_and_last(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial(timeout_s=60)
+    code = (
+        "import os\nos.write(1, b'first')\nblock = b'x' * (1 << 20)\n"
+        "for _ in range(2048):\n    os.write(1, block)\nos.write(1, b'last')"
+    )
+    result = await run_python(trial, code, log_bytes=4096)
+    assert result.end is AgentEnd.EXITED
+    log = log_of(trial)
+    assert len(log) < 4096 + 100
+    assert log.startswith("first")
+    assert log.endswith("last")
+    assert f"{(1 << 31) + 9 - 4096} bytes not kept" in log
+    assert result.metrics["agent_output_bytes"] == (1 << 31) + 9
+
+
+async def test_daemon_in_a_session_of_its_own_is_ended_with_the_agent(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial()
+    result = await run_python(trial, DAEMON)
+    assert result.end is AgentEnd.EXITED
+    assert result.metrics["agent_left_over_processes"] == 1
+    assert not alive(trial.workspace / "daemon.pid")
+
+
+async def test_agent_that_ignores_sigterm_is_killed_after_its_grace(
+    make_trial: MakeTrial,
+) -> None:
+    code = (
+        "import signal, time, os\nsignal.signal(signal.SIGTERM, lambda *_: print('no', flush=True))"
+        "\nopen('agent.pid', 'w').write(str(os.getpid()))\nwhile True:\n    time.sleep(600)"
+    )
+    trial = make_trial(timeout_s=1.0)
+    result = await run_python(trial, code, grace_s=0.3)
+    assert result.end is AgentEnd.TIMED_OUT
+    assert log_of(trial) == "no\n"
+    assert not alive(trial.workspace / "agent.pid")
+
+
+async def test_agent_may_finish_its_work_within_the_grace(make_trial: MakeTrial) -> None:
+    code = (
+        "import signal, time, sys\n"
+        "def stop(*_):\n    open('saved', 'w').write('yes')\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\nwhile True:\n    time.sleep(600)"
+    )
+    trial = make_trial(timeout_s=1.0)
+    result = await run_python(trial, code, grace_s=10)
+    assert result.end is AgentEnd.TIMED_OUT
+    assert (trial.workspace / "saved").read_text() == "yes"
+
+
+async def test_cancelling_ends_the_agent_and_its_daemons_before_it_raises(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial(timeout_s=600)
+    running = asyncio.ensure_future(run_python(trial, DAEMON + "time.sleep(600)", grace_s=0.2))
+    while not (trial.workspace / "daemon.pid").exists():
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not alive(trial.workspace / "daemon.pid")
+
+
+async def test_killed_supervisor_is_our_failure_and_takes_the_agent_along(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial()
+    code = (
+        "import os, signal, time\nopen('agent.pid', 'w').write(str(os.getpid()))\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(600)"
+    )
+    with pytest.raises(LaunchError, match="supervisor"):
+        await run_python(trial, code)
+    while alive(trial.workspace / "agent.pid"):
+        await asyncio.sleep(0.01)
+
+
+async def test_memory_limit_reaches_the_agent(make_trial: MakeTrial) -> None:
+    trial = make_trial()
+    limits = Limits(memory_bytes=200 << 20)
+    result = await run_python(trial, "x = b'x' * (1 << 30)", limits=limits)
+    assert result.end is AgentEnd.CRASHED
+    assert "MemoryError" in log_of(trial)
+
+
+def test_command_that_does_not_exist_is_told_before_anything_starts() -> None:
+    with pytest.raises(ConfigurationError, match="no-such-agent.*PATH"):
+        CommandLauncher(CommandSettings(argv=("no-such-agent",)))
+
+
+async def test_program_named_by_the_task_that_does_not_exist_is_our_failure(
+    make_trial: MakeTrial,
+) -> None:
+    launcher = CommandLauncher(CommandSettings(argv=("{task.program}",)))
+    with pytest.raises(LaunchError, match="No such file"):
+        await launcher.run(make_trial(program="no-such-agent"))
+
+
+async def test_repeated_trials_leave_no_descriptor_open(tmp_path: Path) -> None:
+    launcher = CommandLauncher(CommandSettings(argv=("true",)))
+
+    async def once(number: int) -> None:
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        trial = Trial(str(number), Task("t", {}), "http://x/v1", "k", "m", directory, 20.0)
+        assert (await launcher.run(trial)).end is AgentEnd.EXITED
+
+    await once(0)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(1, 6):
+        await once(number)
+    assert len(os.listdir("/proc/self/fd")) == before
