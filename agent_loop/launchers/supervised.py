@@ -65,7 +65,7 @@ class Job:
     grace_s: float = 5.0
     """Between SIGTERM to its process group and SIGKILL to everything that came of it."""
     log_bytes: int = 1 << 20
-    limits: Limits = field(default_factory=lambda: Limits())
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)
