@@ -66,8 +66,12 @@ class SessionError(ProxyError):
 
 
 class EngineError(ProxyError):
+    """503: another replica, or a later try, may do better. 502: the engine answered nonsense."""
+
     status = 503
     retry_after_s = 1.0
+    started = False
+    """Whether a sampled token was given out before: then no other replica may answer the call."""
 
 
 class StoreError(ProxyError):

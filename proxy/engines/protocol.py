@@ -6,7 +6,7 @@ the stop token included where it sampled one, each with its log-probability.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,12 +73,20 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     def generate(
-        self, prompt_ids: Ids, sampling: Sampling, *, request_id: str, cache_salt: str | None = None
-    ) -> AsyncIterator[Chunk]:
-        """Yields chunks as they are sampled. Closing the iterator aborts the generation.
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yields chunks as they are sampled, or one chunk with all where `stream` is False, which
+        costs less. Closing the generator (`aclose`, or cancelling its reader) aborts the call.
 
         Raises:
             EngineError: the replica failed; `started` tells whether a token was yielded before.
+            RequestError: the engine refuses these parameters; another replica would, too.
         """
         ...
 

@@ -1,16 +1,22 @@
-"""Where turns are recorded: `open_store` gives the store that a path or URL names."""
+"""Where turns are recorded: `open_store` gives the store that a URL names."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from proxy.errors import ConfigurationError
 from proxy.store.protocol import Store
 from proxy.store.sqlite import Durability, SqliteStore
 
 
-async def open_store(where: str, *, durability: Durability = "process") -> Store:
-    """`where` is a file (SQLite).
+async def open_store(url: str, *, durability: Durability = "process") -> Store:
+    """`sqlite:///FILE` (four slashes for an absolute path), or the file alone.
 
     Raises ConfigurationError when it cannot be opened.
     """
-    return SqliteStore(Path(where), durability=durability)
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return SqliteStore(Path(url), durability=durability)
+    if scheme == "sqlite":
+        return SqliteStore(Path(rest.removeprefix("/")), durability=durability)
+    raise ConfigurationError(f"store: {url!r} is neither sqlite:///FILE nor a file")

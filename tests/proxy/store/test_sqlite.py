@@ -77,7 +77,7 @@ WRITER = """
 import asyncio, sys
 from pathlib import Path
 from proxy.store.sqlite import SqliteStore
-from tests.proxy.store.test_conformance import a_session, an_intent
+from tests.proxy.store.test_conformance import a_session, an_intent, answered
 
 async def main():
     store = SqliteStore(Path(sys.argv[1]))

@@ -1,0 +1,376 @@
+"""An engine without a model: a server that speaks vLLM's wire and answers as a script says.
+
+For tests (in the process: `async with ScriptedEngine(script) as engine`) and for benchmarks
+(`python -m proxy.engines.scripted --answer-tokens 200`). It remembers every call, ids in and ids
+out; `scripted_logprob` depends on the ids alone, so that a replay can be checked; with
+`expect_extension` it refuses any prompt that does not extend a path of its session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import orjson
+from aiohttp import web
+
+from proxy.engines.vllm import ABORT, GENERATE, REQUEST_PREFIX
+
+Script = Callable[[list[int]], Sequence[int]]
+"""Prompt ids → answer ids, its stop token included."""
+FaultKind = Literal["error", "die", "stall", "missing_logprob", "nonsense"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one call, once `after_tokens` tokens were sent.
+
+    `error` answers 500 (in a stream: an error event), `die` cuts the connection, `stall` says
+    nothing more, `missing_logprob` and `nonsense` break the protocol.
+    """
+
+    kind: FaultKind
+    after_tokens: int = 0
+
+
+@dataclass(slots=True)
+class ScriptedCall:
+    """One call as the engine saw it."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    cache_salt: str | None
+    stream: bool
+    fault: Fault | None = None
+    answer_ids: list[int] = field(default_factory=list)
+    """What was sent, a part of the script's answer where the call was cut."""
+    versions: list[int] = field(default_factory=list)
+    """Of each id of the answer."""
+    finish_reason: str | None = None
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first token was sampled."""
+    abort: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the abort route, and by the client's going away."""
+
+    @property
+    def breaks(self) -> bool:
+        """Whether its fault ends it before its answer's end."""
+        return self.fault is not None and self.fault.kind != "missing_logprob"
+
+    @property
+    def path(self) -> list[int]:
+        return self.prompt_ids + self.answer_ids
+
+
+class ScriptedEngine:
+    """Add a `Fault` to `faults` and the next call has it."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        model: str = "scripted",
+        max_context_tokens: int = 131_072,
+        token_delay_s: float = 0.0,
+        expect_extension: bool = False,
+        remember_calls: bool = True,
+    ) -> None:
+        self.script = script
+        self.model = model
+        self.max_context_tokens = max_context_tokens
+        self.token_delay_s = token_delay_s
+        self.expect_extension = expect_extension
+        self.remember_calls = remember_calls
+        self.version = 0
+        self.healthy = True
+        self.calls: list[ScriptedCall] = []
+        self.called = asyncio.Event()
+        """Set when a call has come in."""
+        self.violations: list[str] = []
+        """With `expect_extension`: what each refused prompt did wrong."""
+        self.faults: list[Fault] = []
+        self.url = ""
+        self._running: dict[str, ScriptedCall] = {}
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._runner: web.AppRunner | None = None
+
+    def build_app(self) -> web.Application:
+        app = web.Application(client_max_size=64 * 2**20)
+        app.add_routes(
+            [
+                web.post(GENERATE, self._generate),
+                web.post(ABORT, self._abort),
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.get("/weight_info", self._weight_info),
+                web.post("/update_weight_version", self._update_version),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+            ]
+        )
+        return app
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listens, and returns the URL."""
+        self._runner = web.AppRunner(
+            self.build_app(), access_log=None, handler_cancellation=True, shutdown_timeout=0
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        bound_port = self._runner.addresses[0][1]
+        self.url = f"http://{host}:{bound_port}"
+        return self.url
+
+    async def close(self) -> None:
+        """Stops listening and cuts every connection, as a dying engine does."""
+        if self._runner is not None:
+            for call in self._running.values():
+                call.abort.set()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        call = ScriptedCall(
+            request_id=body["request_id"],
+            prompt_ids=body["token_ids"],
+            sampling=body["sampling_params"],
+            cache_salt=body.get("cache_salt"),
+            stream=bool(body.get("stream")),
+            fault=self.faults.pop(0) if self.faults else None,
+        )
+        refusal = self._refusal(call)
+        if refusal is not None:
+            return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
+        if self.remember_calls:
+            self.calls.append(call)
+        self._running[call.request_id] = call
+        self.called.set()
+        try:
+            return await (
+                self._stream(request, call) if call.stream else self._whole(request, call)
+            )
+        except asyncio.CancelledError:
+            call.finish_reason = "abort"
+            call.abort.set()
+            raise
+        finally:
+            del self._running[call.request_id]
+
+    def _refusal(self, call: ScriptedCall) -> str | None:
+        """Words like vLLM's."""
+        if len(call.prompt_ids) >= self.max_context_tokens:
+            return f"The prompt (length {len(call.prompt_ids)}) exceeds max_model_len"
+        if not self.expect_extension:
+            return None
+        earlier = [c.path for c in self.calls if c.cache_salt == call.cache_salt]
+        if not earlier or any(call.prompt_ids[: len(path)] == path for path in earlier):
+            return None
+        words = f"call {call.request_id} extends none of {len(earlier)} paths of its session"
+        self.violations.append(words)
+        return words
+
+    async def _whole(self, request: web.Request, call: ScriptedCall) -> web.StreamResponse:
+        async for _ in self._sample(call):
+            pass
+        if call.fault is not None:
+            broken = await self._break(request, call, call.fault)
+            if broken is not None:
+                return broken
+        choice = _choice(call, 0, len(call.answer_ids))
+        body = {"request_id": call.request_id, "model": self.model, "choices": [choice]}
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+    async def _stream(self, request: web.Request, call: ScriptedCall) -> web.StreamResponse:
+        if call.fault is not None and call.fault.kind == "error" and not call.fault.after_tokens:
+            return web.json_response({"error": {"message": "scripted fault"}}, status=500)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        with suppress(ConnectionResetError):  # the client has gone: nothing is left to say
+            sent = 0
+            async for at in self._sample(call):
+                await response.write(_event(call, sent, at))
+                sent = at
+            if not call.breaks:
+                await response.write(_event(call, sent, len(call.answer_ids)))
+                await response.write(b"data: [DONE]\n\n")
+            elif call.fault is not None:
+                await self._break(request, call, call.fault, response)
+        return response
+
+    async def _sample(self, call: ScriptedCall) -> Any:
+        """Yields how many tokens are sampled, one at a time, all but the last."""
+        await self._resumed.wait()
+        answer, finish = _bounded(list(self.script(call.prompt_ids)), call.sampling)
+        if call.breaks:
+            answer = answer[: call.fault.after_tokens] if call.fault else []
+        for at, token in enumerate(answer):
+            await self._wait_for_token(call)
+            if call.abort.is_set():
+                call.finish_reason = "abort"
+                return
+            call.answer_ids.append(token)
+            call.versions.append(self.version)
+            call.began.set()
+            if call.stream and at + 1 < len(answer):
+                yield at + 1
+        call.finish_reason = None if call.breaks else finish
+
+    async def _wait_for_token(self, call: ScriptedCall) -> None:
+        if not self._resumed.is_set():
+            await self._resumed.wait()
+        if self.token_delay_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(call.abort.wait(), self.token_delay_s)
+
+    async def _break(
+        self,
+        request: web.Request,
+        call: ScriptedCall,
+        fault: Fault,
+        response: web.StreamResponse | None = None,
+    ) -> web.StreamResponse | None:
+        if response is not None and call.answer_ids:
+            await response.write(_event(call, len(call.answer_ids) - 1, len(call.answer_ids)))
+        if fault.kind == "stall":
+            await call.abort.wait()
+        elif fault.kind == "die" and request.transport is not None:
+            request.transport.abort()
+        elif fault.kind == "error" and response is not None:
+            await response.write(b'data: {"error": {"message": "scripted fault", "code": 500}}\n\n')
+        elif fault.kind == "error":
+            return web.json_response({"error": {"message": "scripted fault"}}, status=500)
+        elif fault.kind == "nonsense" and response is not None:
+            await response.write(b"data: {nonsense\n\n")
+        elif fault.kind == "nonsense":
+            return web.Response(text="{nonsense")
+        return None
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        for request_id in (await request.json())["request_ids"]:
+            call = self._running.get(request_id.removeprefix(REQUEST_PREFIX))
+            if call is not None:
+                call.abort.set()
+        return web.Response()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self.model, "object": "model", "max_model_len": self.max_context_tokens}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": str(self.version)})
+
+    async def _update_version(self, request: web.Request) -> web.Response:
+        self.version = int((await request.json())["new_version"])
+        return web.json_response({"success": True})
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self._resumed.clear()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self._resumed.set()
+        return web.json_response({"status": "resumed"})
+
+
+def scripted_logprob(previous_id: int, token_id: int) -> float:
+    """In [-2, 0), exact in float32, the same for the same two ids."""
+    return -((previous_id * 31 + token_id * 17) % 1024 + 1) / 512
+
+
+def text_script(
+    answer: Callable[[str], str],
+    *,
+    decode: Callable[[list[int]], str],
+    encode: Callable[[str], list[int]],
+    end_ids: Sequence[int],
+) -> Script:
+    """A script written as text: `answer` sees the decoded prompt, special tokens included."""
+    return lambda prompt_ids: [*encode(answer(decode(prompt_ids))), *end_ids]
+
+
+def _bounded(answer: list[int], sampling: dict[str, Any]) -> tuple[list[int], str]:
+    stops = set(sampling.get("stop_token_ids") or ())
+    end = next((at + 1 for at, token in enumerate(answer) if token in stops), len(answer))
+    limit = int(sampling["max_tokens"])
+    return (answer[:limit], "length") if end > limit else (answer[:end], "stop")
+
+
+def _event(call: ScriptedCall, start: int, end: int) -> bytes:
+    body = {"request_id": call.request_id, "choices": [_choice(call, start, end)]}
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def _choice(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
+    ids = call.answer_ids[start:end]
+    previous = ([call.prompt_ids[-1], *call.answer_ids])[start:end]
+    content = [
+        {"token_id": b, "logprob": scripted_logprob(a, b), "rank": 1}
+        for a, b in zip(previous, ids, strict=True)
+    ]
+    if call.fault is not None and call.fault.kind == "missing_logprob" and content:
+        content[-1]["logprob"] = -9999.0
+    last = end == len(call.answer_ids) and call.finish_reason is not None
+    return {
+        "index": 0,
+        "token_ids": ids,
+        "logprobs": {"content": content},
+        "finish_reason": call.finish_reason if last else None,
+        "stop_reason": None,
+        "weight_versions": list(_spans(call.versions)) if last else None,
+    }
+
+
+def _spans(versions: list[int]) -> Iterator[dict[str, Any]]:
+    start = 0
+    for at in range(1, len(versions) + 1):
+        if at == len(versions) or versions[at] != versions[start]:
+            yield {"version": str(versions[start]), "start": start, "end": at}
+            start = at
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    answer = [7] * (arguments.answer_tokens - 1) + [2]
+    engine = ScriptedEngine(
+        lambda _: answer, token_delay_s=arguments.token_delay_s, remember_calls=False
+    )
+    sys.stdout.write(f"{await engine.start(arguments.host, arguments.port)}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Prints its URL when it listens."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--answer-tokens", type=int, default=200)
+    parser.add_argument("--token-delay-s", type=float, default=0.0)
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

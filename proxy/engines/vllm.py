@@ -1,0 +1,267 @@
+"""vLLM's token-in/token-out route, `POST /inference/v1/generate` (needs `--enable-scale-out`).
+
+Invariant: every id comes with its log-probability under the distribution that was sampled (the
+server runs with `--logprobs-mode processed_logprobs`); a missing one is an error. `abort` is CUT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import orjson
+
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.upstream import Upstream
+from proxy.errors import EngineError
+from proxy.records import FinishReason, Ids, VersionSpan
+
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+REQUEST_PREFIX = "generate-tokens-"
+"""vLLM knows a request of this route by its id behind this."""
+MISSING_LOGPROB = -9999.0
+"""What vLLM sends for NaN, minus infinity, or a token that is not in its own table."""
+CONTROL_TIMEOUT_S = 5.0
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.CUT,
+}
+
+
+class _Alternative(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Token(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+    top_logprobs: list[_Alternative] = []
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Token] | None = None
+
+
+class _Version(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[_Version] | None = None
+
+
+class _Answer(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    error: dict[str, Any] | None = None
+
+
+class VllmEngine:
+    """Implements `proxy.engines.protocol.Engine`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        api_key: str | None = None,
+        model: str | None = None,
+        stall_timeout_s: float = 600.0,
+    ) -> None:
+        self._upstream = Upstream(url, api_key=api_key, stall_timeout_s=stall_timeout_s)
+        self._decoder = msgspec.json.Decoder(_Answer)
+        self._info = EngineInfo(
+            name=name or urlsplit(self._upstream.url).netloc, url=self._upstream.url, model=model
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def generate(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        body = request_body(prompt_ids, sampling, request_id, self._info.model, cache_salt, stream)
+        chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
+        started, self._info.in_flight = False, self._info.in_flight + 1
+        try:
+            async for chunk in chunks:
+                yield chunk
+                started = True
+                if chunk.finish_reason is not None:
+                    return
+            raise self._upstream.fault("ended its stream without a finish_reason")
+        except EngineError as error:
+            error.started = started
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            with contextlib.suppress(EngineError):
+                await self.abort(request_id)
+            raise
+        finally:
+            self._info.in_flight -= 1
+            await chunks.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
+        await self._upstream.post(ABORT, body, timeout_s=CONTROL_TIMEOUT_S)
+
+    async def check(self) -> None:
+        info = self._info
+        info.healthy = False
+        await self._upstream.get("/health", timeout_s=CONTROL_TIMEOUT_S)
+        if info.max_context_tokens is None:
+            listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
+            served: dict[str, Any] = next(iter((listing or {}).get("data", [])), {})
+            info.model = info.model or served.get("id")
+            info.max_context_tokens = served.get("max_model_len")
+        weights = await self._upstream.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
+        info.version = _version((weights or {}).get("weight_version", ""), info.version)
+        info.healthy = True
+
+    async def close(self) -> None:
+        await self._upstream.close()
+
+    async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        async with contextlib.aclosing(self._upstream.events(GENERATE, body)) as events:
+            async for payloads in events:
+                choices, failure = self._choices(payloads)
+                if choices:
+                    yield self._chunk(choices, sampling)
+                if failure is not None:
+                    raise failure
+
+    async def _whole(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        answer = self._decode(await self._upstream.post(GENERATE, body))
+        yield self._chunk(answer.choices, sampling)
+
+    def _choices(self, payloads: list[bytes]) -> tuple[list[_Choice], EngineError | None]:
+        """What was sampled before the failure, if there is one, is still given out."""
+        choices: list[_Choice] = []
+        try:
+            for payload in payloads:
+                if payload != b"[DONE]":
+                    choices += self._decode(payload).choices
+        except EngineError as failure:
+            return choices, failure
+        return choices, None
+
+    def _decode(self, payload: bytes) -> _Answer:
+        try:
+            answer = self._decoder.decode(payload)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
+        if answer.error is not None:
+            raise self._upstream.fault(f"failed: {answer.error.get('message', answer.error)}")
+        return answer
+
+    def _chunk(self, choices: list[_Choice], sampling: Sampling) -> Chunk:
+        """One chunk from the choices of events that came together (all are choice 0)."""
+        chunk = Chunk([], [])
+        tokens: list[_Token] = []
+        for choice in choices:
+            chunk.ids += choice.token_ids or ()
+            tokens += (choice.logprobs and choice.logprobs.content) or ()
+            if choice.finish_reason is not None:
+                self._finish(chunk, choice)
+        chunk.logprobs = [token.logprob for token in tokens]
+        self._check(chunk, tokens)
+        if sampling.top_logprobs:
+            chunk.top_logprobs = [
+                [(a.token_id, a.logprob) for a in token.top_logprobs] for token in tokens
+            ]
+        return chunk
+
+    def _finish(self, chunk: Chunk, choice: _Choice) -> None:
+        if choice.finish_reason not in _FINISH:
+            raise self._upstream.fault(f"gave finish_reason {choice.finish_reason!r}")
+        chunk.finish_reason = _FINISH[choice.finish_reason]
+        chunk.stop_reason = choice.stop_reason
+        chunk.versions = self._versions(choice.weight_versions or ())
+
+    def _versions(self, spans: Iterable[_Version]) -> tuple[VersionSpan, ...]:
+        versions = tuple(
+            VersionSpan(_version(s.version, self._info.version), s.start, s.end) for s in spans
+        )
+        if versions:
+            self._info.version = versions[-1].version
+        return versions
+
+    def _check(self, chunk: Chunk, tokens: list[_Token]) -> None:
+        if chunk.ids != [token.token_id for token in tokens]:
+            raise self._upstream.fault(
+                f"sent {len(chunk.ids)} tokens and log-probabilities of {len(tokens)}, or of others"
+            )
+        if chunk.logprobs and min(chunk.logprobs) <= MISSING_LOGPROB:
+            raise self._upstream.fault("sent a token without its log-probability")
+
+
+def request_body(
+    prompt_ids: Ids,
+    sampling: Sampling,
+    request_id: str,
+    model: str | None,
+    cache_salt: str | None,
+    stream: bool,
+) -> bytes:
+    """The ids go from the array to JSON without a Python object each."""
+    body = {
+        "request_id": request_id,
+        "token_ids": np.ascontiguousarray(prompt_ids),
+        "sampling_params": sampling_params(sampling),
+        "stream": stream,
+    }
+    if model is not None:
+        body["model"] = model
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def sampling_params(s: Sampling) -> dict[str, Any]:
+    """vLLM's SamplingParams. Neutral values are said, too: generation_config.json has others."""
+    params: dict[str, Any] = {
+        "max_tokens": s.max_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "min_p": s.min_p,
+        "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty,
+        "repetition_penalty": s.repetition_penalty,
+        "logprobs": s.top_logprobs,
+        "detokenize": bool(s.stop),
+    }
+    if s.seed is not None:
+        params["seed"] = s.seed
+    if s.stop:
+        params["stop"] = list(s.stop)
+    if s.stop_token_ids:
+        params["stop_token_ids"] = list(s.stop_token_ids)
+    if s.structured is not None:
+        params["structured_outputs"] = s.structured
+    return params
+
+
+def _version(label: str, otherwise: int) -> int:
+    """vLLM's label is text; until someone sets a number it is `default`."""
+    return int(label) if label.isascii() and label.isdigit() else otherwise

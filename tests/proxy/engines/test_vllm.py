@@ -1,0 +1,202 @@
+"""The vLLM client against the scripted server of its wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
+from proxy.engines.vllm import VllmEngine
+from proxy.errors import EngineError, RequestError
+from proxy.records import FinishReason, VersionSpan
+
+PROMPT = np.array([11, 12, 13], np.int32)
+ANSWER = [5, 6, 7, 2]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(lambda _: ANSWER) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def engine(server: ScriptedEngine) -> AsyncIterator[VllmEngine]:
+    client = VllmEngine(server.url, stall_timeout_s=5.0)
+    yield client
+    await client.close()
+
+
+async def sample(engine: VllmEngine, *, stream: bool, **sampling: object) -> list[Chunk]:
+    wanted = Sampling(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
+    call = engine.generate(PROMPT, wanted, request_id="r-1", cache_salt="s", stream=stream)
+    return [chunk async for chunk in call]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_gives_what_the_engine_sampled(
+    server: ScriptedEngine, engine: VllmEngine, stream: bool
+) -> None:
+    server.version = 3
+    chunks = await sample(engine, stream=stream)
+    assert [i for c in chunks for i in c.ids] == ANSWER
+    path = [13, *ANSWER]
+    expected = [scripted_logprob(a, b) for a, b in zip(path, ANSWER, strict=False)]
+    assert [p for c in chunks for p in c.logprobs] == expected
+    assert [c.finish_reason for c in chunks if c.finish_reason] == [FinishReason.STOP]
+    assert chunks[-1].versions == (VersionSpan(3, 0, 4),)
+    assert engine.info.version == 3
+    assert engine.info.in_flight == 0
+    (call,) = server.calls
+    assert call.prompt_ids == PROMPT.tolist()
+    assert (call.request_id, call.cache_salt, call.stream) == ("r-1", "s", stream)
+
+
+async def test_engines_own_defaults_never_bend_the_distribution(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    await sample(engine, stream=False)
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 0}
+    assert neutral.items() <= server.calls[0].sampling.items()
+    assert server.calls[0].sampling["repetition_penalty"] == 1.0
+
+
+async def test_truncation_is_what_the_engine_says(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    chunks = await sample(engine, stream=True, max_tokens=2)
+    assert [i for c in chunks for i in c.ids] == ANSWER[:2]
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_versions_change_in_mid_answer(server: ScriptedEngine, engine: VllmEngine) -> None:
+    server.token_delay_s = 0.02
+    versions = ()
+    async for chunk in engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r"):
+        server.version = 4
+        versions = chunk.versions or versions
+    assert versions == (VersionSpan(0, 0, 1), VersionSpan(4, 1, 4))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("kind", ["error", "die", "nonsense", "missing_logprob"])
+async def test_engine_that_fails_is_an_engine_error(
+    server: ScriptedEngine, engine: VllmEngine, kind: str, stream: bool
+) -> None:
+    server.faults = [Fault(kind)]  # type: ignore[arg-type]
+    with pytest.raises(EngineError) as failed:
+        await sample(engine, stream=stream)
+    assert server.url in failed.value.message
+    assert engine.info.in_flight == 0
+
+
+@pytest.mark.parametrize("kind", ["error", "die", "nonsense"])
+async def test_failure_in_mid_stream_is_known_to_have_started(
+    server: ScriptedEngine, engine: VllmEngine, kind: str
+) -> None:
+    server.faults = [Fault(kind, after_tokens=2)]  # type: ignore[arg-type]
+    seen: list[int] = []
+
+    async def read() -> None:
+        async for chunk in engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r"):
+            seen.extend(chunk.ids)
+
+    with pytest.raises(EngineError) as failed:
+        await read()
+    assert seen == ANSWER[:2]
+    assert failed.value.started
+
+
+async def test_failure_before_the_first_token_has_not_started(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    server.faults = [Fault("die")]
+    with pytest.raises(EngineError) as failed:
+        await sample(engine, stream=True)
+    assert not failed.value.started
+
+
+async def test_silent_engine_is_given_up(server: ScriptedEngine) -> None:
+    engine = VllmEngine(server.url, stall_timeout_s=0.1)
+    server.faults = [Fault("stall", after_tokens=1)]
+    with pytest.raises(EngineError, match="in time") as failed:
+        await sample(engine, stream=True)
+    assert failed.value.started
+    await engine.close()
+
+
+async def test_refused_parameters_are_the_requests_fault(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    server.max_context_tokens = 2
+    with pytest.raises(RequestError, match="max_model_len"):
+        await sample(engine, stream=True)
+
+
+async def test_closing_the_generator_aborts_the_call(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    server.faults = [Fault("stall", after_tokens=1)]
+    async with aclosing(
+        engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r")
+    ) as generation:
+        await anext(generation)
+    assert server.calls[0].abort.is_set()
+    assert engine.info.in_flight == 0
+
+
+async def test_cancelled_reader_aborts_the_call(server: ScriptedEngine, engine: VllmEngine) -> None:
+    server.faults = [Fault("stall", after_tokens=1)]
+    reader = asyncio.create_task(sample(engine, stream=True))
+    await server.called.wait()
+    await server.calls[0].began.wait()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert server.calls[0].abort.is_set()
+
+
+async def test_aborted_by_the_engine_is_cut(server: ScriptedEngine, engine: VllmEngine) -> None:
+    server.token_delay_s = 30.0
+    reader = asyncio.create_task(sample(engine, stream=False))
+    await server.called.wait()
+    await engine.abort("r-1")
+    assert (await reader)[-1].finish_reason is FinishReason.CUT
+
+
+async def test_check_learns_model_context_and_version(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    server.version = 12
+    await engine.check()
+    info = engine.info
+    assert (info.model, info.max_context_tokens, info.version) == ("scripted", 131_072, 12)
+    server.healthy = False
+    with pytest.raises(EngineError):
+        await engine.check()
+    assert not info.healthy
+
+
+async def test_engine_that_is_not_there_is_an_engine_error() -> None:
+    engine = VllmEngine("http://127.0.0.1:9")
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
+        await engine.check()
+    await engine.close()
+
+
+async def test_scripted_engine_refuses_a_prompt_that_does_not_extend(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    server.expect_extension = True
+    await sample(engine, stream=False)
+    with pytest.raises(RequestError, match="extends none"):
+        await sample(engine, stream=False)
+    extended = np.array([*PROMPT, *ANSWER, 99], np.int32)
+    call = engine.generate(extended, Sampling(max_tokens=9), request_id="r-3", cache_salt="s")
+    assert [i async for c in call for i in c.ids] == ANSWER
+    assert len(server.violations) == 1
