@@ -1,0 +1,230 @@
+"""Token tree → segments → trajectories: what of a recorded session is trained, and where.
+
+Invariant: every token that the policy sampled in an answered turn has `mask` True in exactly one
+segment, nothing else has; and a path from a root segment to a leaf is a prefix of what the engine
+saw and gave back, id by id.
+
+How. A turn's own tokens (its prompt after the shared ones, then its answer) are one *block*. A
+turn hangs on its parent's path at `shared_tokens`, which may lie in the block of a grandparent:
+`_attach` finds the block. Blocks are cut where others hang (`_cut`), and what leads to no trained
+token is dropped (`_prune`). All of it is numpy over whole blocks; nothing is done per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agent_loop.errors import TrajectoryError
+from agent_loop.records import Mask, Segment, Trajectory
+from proxy.records import Ids, Logprobs, Turn
+
+
+def build_segments(
+    turns: Sequence[Turn], *, untrained: Collection[int] = ()
+) -> tuple[Segment, ...]:
+    """The session's tree, each segment behind its parent.
+
+    `untrained` are turns that take no credit (`credit.py`): context like any prompt. For an eval
+    session the caller names them all.
+
+    Raises:
+        TrajectoryError: the turns are not a tree of sampled tokens.
+    """
+    blocks = [_block(turn, index, index not in untrained) for index, turn in enumerate(turns)]
+    hangs = _attach(turns)
+    return _prune(_cut(blocks, hangs))
+
+
+def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
+    """One trajectory per leaf. A segment that several share is trained in the first of them and
+    context in the others.
+    """
+    inner = {segment.parent for segment in segments}
+    claimed = np.zeros(len(segments), bool)
+    trajectories = []
+    for leaf in range(len(segments)):
+        if leaf in inner:
+            continue
+        path = _path(segments, leaf)
+        parts = [segments[i] for i in path]
+        masks = [segments[i].mask & ~claimed[i] for i in path]
+        claimed[path] = True
+        mask = np.concatenate(masks)
+        logprobs = np.concatenate([part.logprobs for part in parts])
+        versions = np.concatenate([part.versions for part in parts])
+        trajectories.append(
+            Trajectory(
+                ids=np.concatenate([part.ids for part in parts]),
+                mask=mask,
+                logprobs=np.where(mask, logprobs, np.float32(0)),
+                versions=np.where(mask, versions, np.int32(-1)),
+                turns=np.concatenate([part.turns for part in parts]),
+            )
+        )
+    return trajectories
+
+
+@dataclass(slots=True)
+class _Block:
+    """Arrays as in `Segment`, all `[T]`, of one turn's own tokens."""
+
+    ids: Ids
+    mask: Mask
+    logprobs: Logprobs
+    versions: Ids
+    turn: int
+
+    def piece(self, parent: int, start: int, end: int) -> Segment:
+        return Segment(
+            parent=parent,
+            ids=self.ids[start:end],
+            mask=self.mask[start:end],
+            logprobs=self.logprobs[start:end],
+            versions=self.versions[start:end],
+            turns=np.full(end - start, self.turn, np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Hang:
+    """Where a block begins: behind `offset` tokens of block `block`; block -1 for a root."""
+
+    block: int
+    offset: int
+
+
+def _block(turn: Turn, index: int, credited: bool) -> _Block:
+    _check(turn, index)
+    prompt, sampled = len(turn.prompt_ids), len(turn.sampled_ids)
+    trained = turn.sampled and credited
+    mask = np.zeros(prompt + sampled, bool)
+    logprobs = np.zeros(prompt + sampled, np.float32)
+    versions = np.full(prompt + sampled, -1, np.int32)
+    if trained:
+        mask[prompt:] = True
+        logprobs[prompt:] = turn.logprobs
+        for span in turn.versions:
+            versions[prompt + span.start : prompt + span.end] = span.version
+    ids = np.concatenate([turn.prompt_ids, turn.sampled_ids]).astype(np.int32, copy=False)
+    return _Block(ids, mask, logprobs, versions, index)
+
+
+def _check(turn: Turn, index: int) -> None:
+    where = f"session {turn.session_id!r} turn {index}"
+    if turn.index != index:
+        raise TrajectoryError(f"{where}: has index {turn.index}; give all turns, in order")
+    if turn.parent is not None and not 0 <= turn.parent < index:
+        raise TrajectoryError(f"{where}: parent {turn.parent} is not an earlier turn")
+    if not turn.sampled:
+        return
+    sampled = len(turn.sampled_ids)
+    if len(turn.logprobs) != sampled:
+        raise TrajectoryError(
+            f"{where}: {len(turn.logprobs)} log-probabilities for {sampled} sampled tokens"
+        )
+    if not np.isfinite(turn.logprobs).all():
+        raise TrajectoryError(f"{where}: a log-probability is not finite")
+    ends = [0, *(span.end for span in turn.versions)]
+    if [span.start for span in turn.versions] != ends[:-1] or ends[-1] != sampled:
+        raise TrajectoryError(
+            f"{where}: version spans {turn.versions} do not cover its {sampled} sampled tokens"
+        )
+
+
+def _attach(turns: Sequence[Turn]) -> list[_Hang]:
+    """Climbs from each turn's parent to the block that holds the last token they share."""
+    hangs: list[_Hang] = []
+    for index, turn in enumerate(turns):
+        owner, shared = turn.parent, turn.shared_tokens
+        if shared and (owner is None or shared > turns[owner].path_tokens):
+            raise TrajectoryError(
+                f"session {turn.session_id!r} turn {index}: shares {shared} tokens, "
+                f"more than the path of its parent {owner}"
+            )
+        while owner is not None and shared <= turns[owner].shared_tokens:
+            owner = turns[owner].parent
+        if owner is None or shared == 0:
+            hangs.append(_Hang(-1, 0))
+        else:
+            hangs.append(_Hang(owner, shared - turns[owner].shared_tokens))
+    return hangs
+
+
+def _cut(blocks: Sequence[_Block], hangs: Sequence[_Hang]) -> list[Segment]:
+    """Cuts each block where another hangs on it."""
+    cuts: list[set[int]] = [{len(block.ids)} for block in blocks]
+    for hang in hangs:
+        if hang.block >= 0:
+            cuts[hang.block].add(hang.offset)
+    pieces: list[Segment] = []
+    last_of: dict[tuple[int, int], int] = {}
+    for index, (block, hang) in enumerate(zip(blocks, hangs, strict=True)):
+        parent = last_of[hang.block, hang.offset] if hang.block >= 0 else -1
+        start = 0
+        for end in sorted(cuts[index]):
+            if end > start:
+                pieces.append(block.piece(parent, start, end))
+                parent = len(pieces) - 1
+            last_of[index, end] = parent
+            start = end
+    return pieces
+
+
+def _prune(pieces: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Drops what leads to no trained token: whole branches, and the tail of a leaf."""
+    leads = np.array([bool(piece.mask.any()) for piece in pieces], bool)
+    children = np.zeros(len(pieces), int)
+    for index in range(len(pieces) - 1, -1, -1):
+        parent = pieces[index].parent
+        if leads[index] and parent >= 0:
+            leads[parent] = True
+            children[parent] += 1
+    kept: list[list[Segment]] = []
+    parents: list[int] = []
+    moved: dict[int, int] = {-1: -1}
+    for index, piece in enumerate(pieces):
+        if not leads[index]:
+            continue
+        if children[index] == 0:
+            piece = _head(piece, int(np.flatnonzero(piece.mask)[-1]) + 1)
+        if piece.parent >= 0 and children[piece.parent] == 1:
+            moved[index] = moved[piece.parent]
+            kept[moved[index]].append(piece)
+        else:
+            moved[index] = len(kept)
+            kept.append([piece])
+            parents.append(moved[piece.parent])
+    return tuple(_join(parent, parts) for parent, parts in zip(parents, kept, strict=True))
+
+
+def _head(piece: Segment, length: int) -> Segment:
+    return Segment(
+        piece.parent,
+        piece.ids[:length],
+        piece.mask[:length],
+        piece.logprobs[:length],
+        piece.versions[:length],
+        piece.turns[:length],
+    )
+
+
+def _join(parent: int, parts: Sequence[Segment]) -> Segment:
+    return Segment(
+        parent=parent,
+        ids=np.concatenate([part.ids for part in parts]),
+        mask=np.concatenate([part.mask for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        versions=np.concatenate([part.versions for part in parts]),
+        turns=np.concatenate([part.turns for part in parts]),
+    )
+
+
+def _path(segments: Sequence[Segment], leaf: int) -> list[int]:
+    path = []
+    while leaf >= 0:
+        path.append(leaf)
+        leaf = segments[leaf].parent
+    return path[::-1]
