@@ -33,9 +33,14 @@ def prompt_of(data: Mapping[str, object]) -> str:
     return ""
 
 
+def inherited_environment() -> dict[str, str]:
+    """Ours without secrets."""
+    return {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+
+
 def agent_environment(trial: Trial, extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours without secrets, then what the agent families read, then `extra` (templates)."""
-    env = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    """What is inherited, then what the agent families read, then `extra` (templates)."""
+    env = inherited_environment()
     root = trial.base_url.removesuffix("/v1")
     env |= {
         "OPENAI_BASE_URL": trial.base_url,

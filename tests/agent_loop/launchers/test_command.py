@@ -17,26 +17,7 @@ from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
 from agent_loop.launchers.supervised import Limits
 from agent_loop.records import Task
 from proxy.errors import ConfigurationError
-
-MakeTrial = Callable[..., Trial]
-
-
-@pytest.fixture
-def make_trial(tmp_path: Path) -> MakeTrial:
-    def make(timeout_s: float = 20.0, **data: object) -> Trial:
-        directory = tmp_path / "trial"
-        directory.mkdir()
-        return Trial(
-            trial_id="t-1",
-            task=Task("task", {"prompt": "do it", **data}),
-            base_url="http://127.0.0.1:9/v1",
-            api_key="key-of-t-1",
-            model="policy",
-            directory=directory,
-            timeout_s=timeout_s,
-        )
-
-    return make
+from tests.agent_loop.conftest import MakeTrial
 
 
 async def run_python(trial: Trial, code: str, **settings: object) -> AgentResult:

@@ -1,0 +1,160 @@
+"""How good the policy is on held-out tasks: success, mean reward and pass@k, per source.
+
+Invariant: evaluation runs in EVAL sessions (the agent's own sampling, no token trainable), and
+its rollouts go nowhere but into the report. A failed trial is counted and left out of every mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agent_loop.producers.groups import RunsTrials, run_group
+from agent_loop.records import Group, Rollout, RolloutStatus, Task
+from proxy.records import SessionKind
+
+Z_95 = 1.959964
+"""Standard normal quantile of a two-sided 95 % interval."""
+
+
+class EvalSettings(BaseModel):
+    """Example: EvalSettings(rollouts_per_task=4, ks=(1, 4))"""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollouts_per_task: int = Field(1, ge=1)
+    ks: tuple[int, ...] = (1,)
+    """The k of pass@k; those above `rollouts_per_task` are left out."""
+    success_reward: float = 1.0
+    """A rollout whose reward is at least this is a success."""
+    max_concurrent: int = Field(32, ge=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Example: Score(success=0.75, interval=(0.53, 0.89), mean_reward=0.8, pass_at_k={1: 0.75},
+    tasks=20, rollouts=20, failed=0, mean_turns=3.2)"""
+
+    success: float
+    """Mean over tasks of the share of its rollouts that succeeded; NaN without a rollout."""
+    interval: tuple[float, float]
+    """95 % Wilson interval of `success`, the tasks being the sample: rollouts of one task are
+    not independent."""
+    mean_reward: float
+    pass_at_k: Mapping[int, float]
+    tasks: int
+    rollouts: int
+    failed: int
+    mean_turns: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    version: int
+    overall: Score
+    per_source: Mapping[str, Score]
+    rollouts: Sequence[Rollout]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without the rollouts, for `summary.json`."""
+        return {
+            "version": self.version,
+            **asdict(self.overall),
+            "per_source": {name: asdict(score) for name, score in self.per_source.items()},
+        }
+
+
+class Evaluator:
+    def __init__(
+        self, loop: RunsTrials, tasks: Sequence[Task], settings: EvalSettings, *, seed: int = 0
+    ) -> None:
+        self._loop = loop
+        self._tasks = tasks
+        self._settings = settings
+        self._seed = seed
+
+    async def evaluate(self, version: int) -> EvalReport:
+        """All tasks once, with the same seeds every time. May run beside training."""
+        slots = asyncio.Semaphore(self._settings.max_concurrent)
+        async with asyncio.TaskGroup() as running:
+            started = [
+                running.create_task(
+                    run_group(
+                        self._loop,
+                        task,
+                        number=number,
+                        size=self._settings.rollouts_per_task,
+                        seed=self._seed,
+                        version=version,
+                        slots=slots,
+                        kind=SessionKind.EVAL,
+                    )
+                )
+                for number, task in enumerate(self._tasks)
+            ]
+        return self._report(version, [group.result() for group in started])
+
+    def _report(self, version: int, groups: Sequence[Group]) -> EvalReport:
+        sources = sorted({group.task.source for group in groups})
+        return EvalReport(
+            version,
+            score(groups, self._settings),
+            {
+                source: score([g for g in groups if g.task.source == source], self._settings)
+                for source in sources
+            },
+            [rollout for group in groups for rollout in group.rollouts],
+        )
+
+
+def score(groups: Sequence[Group], settings: EvalSettings) -> Score:
+    judged = [[r for r in group.rollouts if _judged(r)] for group in groups]
+    judged = [rollouts for rollouts in judged if rollouts]
+    successes = [
+        sum(r.reward is not None and r.reward >= settings.success_reward for r in rollouts)
+        for rollouts in judged
+    ]
+    flat = [rollout for rollouts in judged for rollout in rollouts]
+    share = _mean([c / len(rollouts) for c, rollouts in zip(successes, judged, strict=True)])
+    ks = [k for k in settings.ks if k <= settings.rollouts_per_task]
+    counted = [(len(rollouts), c) for c, rollouts in zip(successes, judged, strict=True)]
+    return Score(
+        success=share,
+        interval=wilson_interval(share, len(judged)),
+        mean_reward=_mean([r.reward for r in flat if r.reward is not None]),
+        pass_at_k={k: _mean([pass_at_k(n, c, k) for n, c in counted if n >= k]) for k in ks},
+        tasks=len(judged),
+        rollouts=len(flat),
+        failed=sum(len(group.rollouts) for group in groups) - len(flat),
+        mean_turns=_mean([float(r.num_turns) for r in flat]),
+    )
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """1 − C(n−c, k) / C(n, k): the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """95 % score interval of a proportion (Wilson 1927); (0, 1) without a sample."""
+    if n == 0:
+        return (0.0, 1.0)
+    spread = Z_95 * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n * n))
+    middle, scale = share + Z_95**2 / (2 * n), 1 + Z_95**2 / n
+    return (max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale))
+
+
+def _judged(rollout: Rollout) -> bool:
+    return (
+        rollout.status in (RolloutStatus.DONE, RolloutStatus.TRUNCATED)
+        and rollout.reward is not None
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

@@ -1,0 +1,250 @@
+"""One trial: session → agent → reward → Rollout.
+
+Invariant: every trial has an id, a key, a directory and a recording that no other trial had, a
+retry included; when `run` returns or is cancelled, its agent is ended and its session completed.
+
+How a trial's end becomes a status (DESIGN.md, rule 6):
+
+    the agent ended by itself                     → done (truncated if its last answer was)
+    the agent ran out of time, or crashed         → truncated, and a verifier's reward stands
+    it crashed without a reward, or on a call     → failed
+      that was cut on our side
+    it never had an answer from the model         → failed
+    launcher, verifier or proxy failed            → failed, tried again up to `max_retries` times
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import shortuuid
+from pydantic import BaseModel, ConfigDict, Field
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
+
+from agent_loop.errors import AgentLoopError
+from agent_loop.launchers.protocol import AgentEnd, AgentResult, Launcher, Trial
+from agent_loop.records import Rollout, RolloutStatus, Task
+from agent_loop.rewards.protocol import Graded, RewardSource
+from agent_loop.trajectory import build_segments
+from proxy.client import ProxyClient, ProxyClientError
+from proxy.records import FinishReason, SessionKind, Turn, TurnStatus
+
+Result = TypeVar("Result")
+
+SESSION_MARGIN_S = 300.0
+"""A session lives this much longer than its agent may, for its reward and its collection."""
+
+
+class LoopSettings(BaseModel):
+    """Example: LoopSettings(trials_dir=Path("runs/a/trials"), timeout_s=120)"""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trials_dir: Path
+    """Each trial's directory is made in it."""
+    model: str = "policy"
+    """The model name that agents are told."""
+    timeout_s: float = Field(600.0, gt=0)
+    """An agent's time."""
+    max_retries: int = Field(1, ge=0)
+    """New trials for one that failed on our side."""
+    sampling: Mapping[str, Any] = Field(default_factory=dict)
+    """Pinned over the agent's own in TRAIN sessions. Example: {"temperature": 1.0}"""
+    seeded: bool = False
+    """Also pins the rollout's seed: reproducible sampling, slower in large batches on a GPU."""
+    profile: str = "default"
+    """The proxy's agent profile."""
+    session_limits: Mapping[str, Any] = Field(default_factory=dict)
+    """`max_turns`, `max_tokens`, …, as the proxy takes them."""
+    keep_workspaces: bool = False
+    """Working directories are removed after the reward; logs stay either way."""
+    proxy_patience_s: float = Field(60.0, ge=0)
+    """How long the proxy may be away (it is being restarted) at the end of a trial."""
+
+
+class RemoteAgentLoop:
+    """Example: rollout = await RemoteAgentLoop(proxy, launcher, rewards, settings).run(task, …)"""
+
+    def __init__(
+        self,
+        proxy: ProxyClient,
+        launcher: Launcher,
+        rewards: RewardSource | None,
+        settings: LoopSettings,
+    ) -> None:
+        self._proxy = proxy
+        self._launcher = launcher
+        self._rewards = rewards
+        self._settings = settings
+
+    async def run(
+        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+    ) -> Rollout:
+        """A rollout of the task, whatever happens to its trials.
+
+        Cancelling ends the agent and completes the session before it raises.
+        """
+        failures = 0
+        while True:
+            rollout = await self._try(task, kind, seed, version)
+            if rollout.status is not RolloutStatus.FAILED or failures == self._settings.max_retries:
+                rollout.metrics = {**rollout.metrics, "failed_attempts": failures}
+                return rollout
+            failures += 1
+
+    async def close(self) -> None:
+        await self._launcher.close()
+        if self._rewards is not None:
+            await self._rewards.close()
+
+    async def _try(self, task: Task, kind: SessionKind, seed: int, version: int) -> Rollout:
+        started = time.monotonic()
+        trial_id = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', task.task_id)[:80]}-{shortuuid.uuid()[:12]}"
+        rollout = Rollout(trial_id, task, RolloutStatus.FAILED, None)
+        rollout.seed, rollout.started_version = seed, version
+        rollout.logs = str(self._settings.trials_dir / trial_id)
+        try:
+            await self._trial(rollout, kind)
+        except (AgentLoopError, ProxyClientError, OSError) as error:
+            rollout.status = RolloutStatus.FAILED
+            rollout.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            if not self._settings.keep_workspaces:
+                shutil.rmtree(Path(rollout.logs) / "work", ignore_errors=True)
+        rollout.times_s = {**rollout.times_s, "total": time.monotonic() - started}
+        return rollout
+
+    async def _trial(self, rollout: Rollout, kind: SessionKind) -> None:
+        opening = asyncio.ensure_future(self._open(rollout, kind))
+        try:
+            trial = await asyncio.shield(opening)
+            agent = await self._launcher.run(trial)
+        finally:
+            await self._complete(opening)
+        _, turns = await self._patiently(lambda: self._proxy.get_turns(trial.trial_id))
+        _record(rollout, agent, turns)
+        began = time.monotonic()
+        graded = await self._grade(trial, agent, turns)
+        rollout.times_s = {**rollout.times_s, "verifier": time.monotonic() - began}
+        _conclude(rollout, agent, turns, graded)
+        eval_only = kind is SessionKind.EVAL
+        rollout.segments = build_segments(turns, untrained=range(len(turns)) if eval_only else ())
+
+    async def _open(self, rollout: Rollout, kind: SessionKind) -> Trial:
+        settings = self._settings
+        assert rollout.logs is not None
+        directory = Path(rollout.logs)
+        directory.mkdir(parents=True, mode=0o700)
+        sampling: dict[str, Any] = {}
+        if kind is SessionKind.TRAIN:
+            sampling = dict(settings.sampling)
+        if settings.seeded:
+            sampling["seed"] = rollout.seed
+        session = await self._proxy.create_session(
+            rollout.trial_id,
+            kind=kind,
+            sampling=sampling,
+            profile=settings.profile,
+            limits=settings.session_limits,
+            metadata={"task_id": rollout.task.task_id, "source": rollout.task.source},
+            ttl_s=settings.timeout_s + SESSION_MARGIN_S,
+        )
+        return Trial(
+            trial_id=session.trial_id,
+            task=rollout.task,
+            base_url=session.base_url,
+            api_key=session.api_key,
+            model=settings.model,
+            directory=directory,
+            timeout_s=settings.timeout_s,
+            seed=rollout.seed,
+        )
+
+    async def _complete(self, opening: asyncio.Future[Trial]) -> None:
+        """Also where the trial was cancelled while its session was being made."""
+        await asyncio.wait([opening])
+        if not opening.cancelled() and opening.exception() is None:
+            trial_id = opening.result().trial_id
+            await self._patiently(lambda: self._proxy.complete(trial_id))
+
+    async def _grade(self, trial: Trial, agent: AgentResult, turns: Sequence[Turn]) -> Graded:
+        if self._rewards is None:
+            return Graded(agent.reward, agent.reward_parts)
+        return await self._rewards.grade(trial, agent, turns)
+
+    async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Repeats an idempotent control call while the proxy is away, and through cancellation."""
+
+        async def repeated() -> Result:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception(_is_away),
+                stop=stop_after_delay(self._settings.proxy_patience_s),
+                wait=wait_exponential(multiplier=0.05, max=2.0),
+                reraise=True,
+            ):
+                with attempt:
+                    result = await call()
+            return result
+
+        task = asyncio.ensure_future(repeated())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+
+
+def _is_away(error: BaseException) -> bool:
+    return isinstance(error, ProxyClientError) and error.status in (0, 503)
+
+
+def _record(rollout: Rollout, agent: AgentResult, turns: Sequence[Turn]) -> None:
+    """What the trial was, before it is judged."""
+    answered = [turn for turn in turns if turn.sampled]
+    rollout.num_turns = len(answered)
+    rollout.forks = Counter(turn.fork_cause.value for turn in turns if turn.fork_cause)
+    rollout.truncated_turns = tuple(
+        turn.index for turn in answered if turn.finish_reason is FinishReason.LENGTH
+    )
+    rollout.times_s = {
+        "agent": agent.wall_s,
+        "generate": sum(turn.duration_s or 0.0 for turn in turns),
+    }
+    statuses = Counter(turn.status for turn in turns)
+    rollout.metrics = {
+        **agent.metrics,
+        "sampled_tokens": sum(len(turn.sampled_ids) for turn in answered),
+        "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
+        "cut_turns": statuses[TurnStatus.CUT] + statuses[TurnStatus.OPEN],
+        "superseded_turns": statuses[TurnStatus.SUPERSEDED],
+    }
+
+
+def _conclude(rollout: Rollout, agent: AgentResult, turns: Sequence[Turn], graded: Graded) -> None:
+    """Status and reward, by the table above."""
+    rollout.reward, rollout.reward_parts = graded.value, graded.parts
+    crashed = agent.end is AgentEnd.CRASHED
+    cut = bool(turns) and turns[-1].status in (TurnStatus.CUT, TurnStatus.OPEN)
+    if not rollout.num_turns:
+        rollout.status = RolloutStatus.FAILED
+        rollout.error = "the agent never had an answer from the model"
+        if agent.error:
+            rollout.error += f" ({agent.error}); see {rollout.logs}/agent.log"
+    elif crashed and (cut or graded.value is None):
+        rollout.status = RolloutStatus.FAILED
+        rollout.error = f"the agent crashed: {agent.error}; see {rollout.logs}/agent.log"
+    elif agent.end is not AgentEnd.EXITED:
+        rollout.status = RolloutStatus.TRUNCATED
+        rollout.error = f"the agent {agent.end.value.replace('_', ' ')}: {agent.error}"
+    elif turns[-1].index in rollout.truncated_turns:
+        rollout.status = RolloutStatus.TRUNCATED
+        rollout.error = "its last answer reached the length limit"
+    else:
+        rollout.status = RolloutStatus.DONE

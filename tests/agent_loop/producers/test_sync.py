@@ -1,0 +1,58 @@
+"""The synchronous producer: whole batches, in an order that scheduling cannot change."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_loop.producers.groups import ProductionError
+from agent_loop.producers.sync import BatchSettings, SyncProducer
+from agent_loop.records import Group, Task
+from agent_loop.tasks import Source, TaskStream
+from tests.agent_loop.scripted_loop import ScriptedLoop
+
+
+def stream(seed: int = 0) -> TaskStream:
+    return TaskStream([Source("a", [Task(f"a{i}", {}, "a") for i in range(10)])], seed=seed)
+
+
+def shape(groups: list[Group]) -> list[tuple[str, str, list[int]]]:
+    return [(g.group_id, g.task.task_id, [r.seed for r in g.rollouts]) for g in groups]
+
+
+async def test_batch_is_the_streams_tasks_in_groups() -> None:
+    loop = ScriptedLoop()
+    settings = BatchSettings(groups=3, group_size=4, max_concurrent=5)
+    producer = SyncProducer(loop, stream(), settings, seed=1)
+    groups = await producer.next_batch(version=7)
+    twin = stream()
+    assert [g.task for g in groups] == [twin.draw() for _ in range(3)]
+    assert [len(g.rollouts) for g in groups] == [4, 4, 4]
+    assert {r.started_version for g in groups for r in g.rollouts} == {7}
+    assert len({r.seed for g in groups for r in g.rollouts}) == 12
+    assert loop.most_running == 5
+    assert [g.group_id for g in await producer.next_batch(8)] == ["g3", "g4", "g5"]
+
+
+async def test_order_does_not_depend_on_how_long_trials_take() -> None:
+    settings = BatchSettings(groups=3, group_size=4, max_concurrent=6)
+    slow = ScriptedLoop(duration=lambda seed: seed % 5 / 200)
+    one = await SyncProducer(ScriptedLoop(), stream(), settings, seed=1).next_batch(0)
+    two = await SyncProducer(slow, stream(), settings, seed=1).next_batch(0)
+    other = await SyncProducer(slow, stream(), settings, seed=2).next_batch(0)
+    assert shape(one) == shape(two) != shape(other)
+
+
+async def test_failed_rollout_stays_in_its_group_untrainable() -> None:
+    loop = ScriptedLoop(fails=lambda task, seed: seed % 2 == 0)
+    settings = BatchSettings(groups=2, group_size=8)
+    groups = await SyncProducer(loop, stream(), settings, seed=0).next_batch(0)
+    trainable = [r.trainable for g in groups for r in g.rollouts]
+    assert trainable == [r.seed % 2 == 1 for g in groups for r in g.rollouts]
+    assert any(trainable)
+
+
+async def test_batch_without_a_single_rollout_says_why_and_stops() -> None:
+    loop = ScriptedLoop(fails=lambda task, seed: True)
+    producer = SyncProducer(loop, stream(), BatchSettings(groups=2, group_size=2), seed=0)
+    with pytest.raises(ProductionError, match=r"all 4 trials .* 4 of them so: scripted failure"):
+        await producer.next_batch(0)

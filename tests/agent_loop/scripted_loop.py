@@ -1,0 +1,57 @@
+"""A loop whose trials are scripted: what producers and the evaluator are tested on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agent_loop.records import Rollout, RolloutStatus, Task
+from agent_loop.trajectory import build_segments
+from proxy.records import SessionKind
+from tests.agent_loop.recorded import turn
+
+
+@dataclass
+class ScriptedLoop:
+    """A trial lasts `duration(seed)` seconds of its event loop's clock. The reward and the ids
+    are functions of the task and the seed, the version that of the trial's start.
+    """
+
+    duration: Callable[[int], float] = lambda seed: 0.0
+    reward: Callable[[Task, int], float | None] = lambda task, seed: float(seed % 2)
+    fails: Callable[[Task, int], bool] = lambda task, seed: False
+    running: int = 0
+    most_running: int = 0
+    kinds: list[SessionKind] = field(default_factory=list)
+    started: int = 0
+    cancelled: int = 0
+
+    async def run(
+        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+    ) -> Rollout:
+        self.started += 1
+        self.kinds.append(kind)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(self.duration(seed))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        turns = [turn(0, None, 0, [1], [seed % 50, seed % 7], version=version)]
+        failed = self.fails(task, seed)
+        return Rollout(
+            trial_id=f"{task.task_id}-{self.started}",
+            task=task,
+            status=RolloutStatus.FAILED if failed else RolloutStatus.DONE,
+            reward=None if failed else self.reward(task, seed),
+            segments=() if failed or kind is SessionKind.EVAL else build_segments(turns),
+            num_turns=1,
+            started_version=version,
+            error="scripted failure" if failed else None,
+            logs="nowhere",
+            seed=seed,
+        )

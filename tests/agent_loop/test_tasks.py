@@ -1,0 +1,99 @@
+"""Task files, and draws that a cursor resumes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.errors import TaskFileError
+from agent_loop.records import Task
+from agent_loop.tasks import Source, TaskStream, read_jsonl
+
+
+def test_tasks_are_read_with_their_ids_and_the_source(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"task_id": "a", "x": 1}\n\n{"x": 2}\n{"id": 7}\n')
+    assert read_jsonl(path) == [
+        Task("a", {"task_id": "a", "x": 1}, "sums"),
+        Task("sums-3", {"x": 2}, "sums"),
+        Task("7", {"id": 7}, "sums"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"a": 1}\n{"a": oops}\n', r"t\.jsonl:2: not JSON .*oops.*fix or remove"),
+        ("[1, 2]\n", r"t\.jsonl:1: a task is a JSON object, this is list"),
+        ('{"task_id": "x"}\n{"task_id": "x"}\n', r"t\.jsonl:2: task_id 'x' is used twice"),
+        ('{"task_id": [1]}\n', r"t\.jsonl:1: task_id \[1\] is not a name"),
+        ("\n", r"t\.jsonl: no task in it"),
+    ],
+)
+def test_broken_file_is_one_line_with_place_value_and_remedy(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(TaskFileError, match=told) as error:
+        read_jsonl(path)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(TaskFileError, match=r"none\.jsonl: cannot read"):
+        read_jsonl(tmp_path / "none.jsonl")
+
+
+def source(name: str, size: int, weight: float = 1.0) -> Source:
+    return Source(name, [Task(f"{name}{i}", {}, name) for i in range(size)], weight)
+
+
+def test_an_epoch_holds_every_task_once_and_the_next_is_in_another_order() -> None:
+    stream = TaskStream([source("a", 20)], seed=1)
+    first = [stream.draw().task_id for _ in range(20)]
+    second = [stream.draw().task_id for _ in range(20)]
+    assert sorted(first) == sorted(second) == sorted(f"a{i}" for i in range(20))
+    assert first != second
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 10)), min_size=1, max_size=4),
+    st.integers(0, 60),
+    st.integers(0, 3),
+)
+def test_restored_stream_continues_with_the_same_tasks(
+    shapes: list[tuple[int, float]], before: int, seed: int
+) -> None:
+    sources = [source(f"s{i}", size, weight) for i, (size, weight) in enumerate(shapes)]
+    whole, part = TaskStream(sources, seed=seed), TaskStream(sources, seed=seed)
+    for _ in range(before):
+        whole.draw()
+        part.draw()
+    resumed = TaskStream(sources, seed=seed)
+    resumed.restore(part.cursor.taken)
+    assert [whole.draw() for _ in range(20)] == [resumed.draw() for _ in range(20)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.5, 4), min_size=1, max_size=4), st.integers(1, 200))
+def test_every_prefix_keeps_to_the_weights(weights: list[float], draws: int) -> None:
+    stream = TaskStream([source(f"s{i}", 3, w) for i, w in enumerate(weights)], seed=0)
+    drawn = Counter(stream.draw().source for _ in range(draws))
+    for i, weight in enumerate(weights):
+        assert abs(drawn[f"s{i}"] - draws * weight / sum(weights)) <= len(weights)
+
+
+def test_source_added_later_joins_at_its_share() -> None:
+    old = TaskStream([source("a", 3)], seed=0)
+    for _ in range(100):
+        old.draw()
+    stream = TaskStream([source("a", 3), source("b", 3)], seed=0)
+    stream.restore(old.cursor.taken)
+    drawn = Counter(stream.draw().source for _ in range(10))
+    assert drawn == {"a": 5, "b": 5}
