@@ -1,0 +1,209 @@
+"""What one training step learns from: the trained tokens of a batch of groups, as flat columns.
+
+Invariant: a sampled token of a rollout is exactly one entry of the columns, however many paths run
+through it, and no other token has one. Every loss, weight and statistic is a function of these
+columns; there is no mask to get wrong.
+
+Shapes: `G` groups, `R` rollouts, `S` sequences (one per trajectory), `N` trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agent_loop.records import Group, Rollout, Segment
+from proxy.records import Ids
+
+Column = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The trained tokens of `R` rollouts.
+
+    Example: two rollouts of one task, the second with one token fewer:
+        sequences        = ([5 6 7 8], [5 6 9])       # p p s s | p p s
+        sequence_rollout = [0 1]     group = [0 0]     rewards = [1.0 0.0]
+        sequence         = [0 0 1]   position = [2 3 2]   ids = [7 8 9]   turns = [0 0 0]
+        logprobs         = [-0.1 -2.3 -0.7]   versions = [4 4 4]   returns = [1.0 1.0 0.0]
+    """
+
+    trial_ids: tuple[str, ...]
+    """`[R]`, for naming a rollout in an error."""
+    group: Tensor
+    """`[R]` int64, index of the rollout's group."""
+    rewards: Tensor
+    """`[R]` float32; what baselines and their statistics are computed from."""
+    sequences: tuple[Ids, ...]
+    """`[S]` arrays of token ids: every input, prompt and sampled."""
+    sequence_rollout: Tensor
+    """`[S]` int64, index of the sequence's rollout."""
+
+    sequence: Tensor
+    """`[N]` int64, index of the token's sequence; ascending, so a sequence's tokens are a slice."""
+    position: Tensor
+    """`[N]` int64, the token's position in its sequence; at least 1."""
+    ids: Tensor
+    """`[N]` int64, the token itself."""
+    turns: Tensor
+    """`[N]` int64, index of the turn within its session."""
+    logprobs: Tensor
+    """`[N]` float32, of the behaviour policy, as recorded at sampling."""
+    versions: Tensor
+    """`[N]` int64, of the weights that sampled the token."""
+    returns: Tensor
+    """`[N]` float32, what the token's turn is credited with; the rollout's reward by default."""
+
+    prox_logprobs: Tensor | None = None
+    """`[N]` float32, under the policy at the start of the update."""
+    ref_logprobs: Tensor | None = None
+    """`[N]` float32, under the frozen reference."""
+    teacher_logprobs: Tensor | None = None
+    """`[N]` float32, under the model that is distilled."""
+    values: Tensor | None = None
+    """`[N]` float32, the critic's value of the state in which the token was sampled."""
+    advantages: Tensor | None = None
+    """`[N]` float32."""
+    value_targets: Tensor | None = None
+    """`[N]` float32, what the critic is to predict."""
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group.max()) + 1 if len(self.group) else 0
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.trial_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are trained, `N`."""
+        return len(self.ids)
+
+    @property
+    def input_tokens(self) -> int:
+        """How many tokens the sequences hold together, before any sharing of prefixes."""
+        return sum(len(ids) for ids in self.sequences)
+
+    @property
+    def rollout(self) -> Tensor:
+        """`[N]` int64, index of the token's rollout."""
+        return self.sequence_rollout[self.sequence]
+
+    @property
+    def rollout_tokens(self) -> Tensor:
+        """`[R]` float32, how many tokens each rollout trains."""
+        return torch.bincount(self.rollout, minlength=self.num_rollouts).float()
+
+    def name(self, token: int) -> str:
+        """Which trial and turn trained token `token` belongs to, for an error message."""
+        trial = self.trial_ids[int(self.rollout[token])]
+        return f"rollout {trial}, turn {int(self.turns[token])}"
+
+
+def build_batch(groups: Sequence[Group]) -> Batch:
+    """The trained tokens of all trainable rollouts of `groups`; others are left out.
+
+    Raises ValueError for a rollout whose records contradict each other (a non-finite
+    log-probability, arrays of different lengths, a trained token with nothing before it).
+    """
+    rollouts = [(g, r) for g, group in enumerate(groups) for r in group.rollouts if r.trainable]
+    sequences: list[Ids] = []
+    sequence_rollout: list[int] = []
+    columns: list[tuple[Column, ...]] = []
+    for index, (_, rollout) in enumerate(rollouts):
+        for ids, fields in _sequences(rollout):
+            columns.append((np.full(len(fields[0]), len(sequences)), *fields))
+            sequences.append(ids)
+            sequence_rollout.append(index)
+    merged = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.zeros(0)] * 7
+    sequence, position, token, turn, version, logprob, returns = merged
+    return Batch(
+        trial_ids=tuple(rollout.trial_id for _, rollout in rollouts),
+        group=_renumber([g for g, _ in rollouts]),
+        rewards=_float([rollout.reward for _, rollout in rollouts]),
+        sequences=tuple(sequences),
+        sequence_rollout=_int(sequence_rollout),
+        sequence=_int(sequence),
+        position=_int(position),
+        ids=_int(token),
+        turns=_int(turn),
+        versions=_int(version),
+        logprobs=_float(logprob),
+        returns=_float(returns),
+    )
+
+
+def _sequences(rollout: Rollout) -> Iterator[tuple[Ids, tuple[Column, ...]]]:
+    """The rollout's paths from root to leaf, each with the columns of the tokens it trains.
+
+    A segment is trained in the first path that holds it.
+    """
+    segments = rollout.segments
+    for index, segment in enumerate(segments):
+        _check(rollout, index, segment)
+    parents = {segment.parent for segment in segments}
+    trained: set[int] = set()
+    for leaf in (i for i in range(len(segments)) if i not in parents):
+        path = _path(segments, leaf)
+        here = [segments[i].mask & (i not in trained) for i in path]
+        trained.update(path)
+        mask = np.concatenate(here)
+        if not mask.any():
+            continue
+        if mask[0]:
+            raise ValueError(f"rollout {rollout.trial_id}: its first token is marked as sampled")
+        ids, turns, versions, logprobs = (
+            np.concatenate([getattr(segments[i], name) for i in path])
+            for name in ("ids", "turns", "versions", "logprobs")
+        )
+        returns = [rollout.turn_returns.get(int(t), rollout.reward) for t in turns[mask]]
+        position = np.flatnonzero(mask)
+        yield (
+            ids,
+            (position, ids[mask], turns[mask], versions[mask], logprobs[mask], np.array(returns)),
+        )
+
+
+def _path(segments: Sequence[Segment], leaf: int) -> list[int]:
+    path = [leaf]
+    while (parent := segments[path[-1]].parent) >= 0:
+        path.append(parent)
+    return path[::-1]
+
+
+def _check(rollout: Rollout, index: int, segment: Segment) -> None:
+    where = f"rollout {rollout.trial_id}, segment {index}"
+    lengths = {
+        name: len(getattr(segment, name))
+        for name in ("ids", "mask", "logprobs", "versions", "turns")
+    }
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{where}: lengths differ: {lengths}")
+    if segment.parent >= index:
+        raise ValueError(f"{where}: parent {segment.parent} does not come before it")
+    bad = np.flatnonzero(segment.mask & ~np.isfinite(segment.logprobs))
+    if len(bad):
+        turn = int(segment.turns[bad[0]])
+        value = segment.logprobs[bad[0]]
+        raise ValueError(f"{where}, turn {turn}: log-probability {value} is not finite")
+
+
+def _renumber(groups: Sequence[int]) -> Tensor:
+    """Group indices without the gaps that left-out groups leave."""
+    return _int(np.unique(np.array(groups, np.int64), return_inverse=True)[1])
+
+
+def _int(values: npt.ArrayLike) -> Tensor:
+    return torch.as_tensor(np.asarray(values, np.int64))
+
+
+def _float(values: object) -> Tensor:
+    return torch.as_tensor(np.asarray(values, np.float32))

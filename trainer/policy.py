@@ -1,0 +1,194 @@
+"""The policy in training: scores of recorded tokens, gradients of a loss over them, the step.
+
+Invariant: a step's gradient is that of the sum of the per-token losses over all its micro-batches.
+The loss function weighs each token by a denominator of the whole batch, so how it was cut into
+micro-batches (or ranks) changes nothing but rounding.
+
+Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.batch import Batch
+from trainer.errors import TrainingError
+from trainer.model import (
+    DTYPES,
+    CausalScorer,
+    ModelConfig,
+    context_tokens,
+    load_model,
+    named_hf_parameters,
+)
+from trainer.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from trainer.packing import MicroBatch, pack
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the policy says of each trained token: `[N]` float32 each, on the CPU.
+
+    Example: Scores(logprobs=[-0.1 -2.3 -0.7], entropy=[0.4 1.9 0.8])
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A loss function's answer for the `M` tokens of a micro-batch."""
+
+    losses: Tensor
+    """`[M]`, already weighted: their sum over all micro-batches is the loss of the step."""
+    metrics: Mapping[str, Tensor]
+    """Contributions that add up, over all micro-batches, to the step's metric."""
+
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], TokenLoss]
+"""`(logprobs [M], entropy [M], targets [M]) → TokenLoss`; `targets` index the batch's columns."""
+
+
+class Policy:
+    """A Hugging Face causal model with its optimizer.
+
+    Example:
+        policy = Policy(ModelConfig(path=…), OptimizerConfig(lr=1e-5))
+        batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
+        for micro in policy.pack(batch):
+            metrics = policy.forward_backward(micro, batch, loss, temperature=1.0)
+        metrics |= policy.step()
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        total_steps: int | None = None,
+    ) -> None:
+        """Without an `optimizer` the policy is frozen: a reference or a teacher."""
+        self.config = config
+        self.device = torch.device(device)
+        self.model: Any = load_model(config, trainable=optimizer is not None).to(self.device)
+        self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype])
+        self.optimizer: Optimizer | None = None
+        self.schedule: LambdaLR | None = None
+        self.max_grad_norm = 0.0
+        if optimizer is not None:
+            self.optimizer = build_optimizer(self.model, optimizer)
+            self.schedule = build_schedule(self.optimizer, optimizer, total_steps)
+            self.max_grad_norm = optimizer.max_grad_norm
+
+    def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
+        """The batch (or some of its sequences) as micro-batches within the configured budget.
+
+        Raises TrainingError for a rollout longer than the model's context.
+        """
+        limit = context_tokens(self.model)
+        for index, ids in enumerate(batch.sequences):
+            if len(ids) > limit:
+                trial = batch.trial_ids[int(batch.sequence_rollout[index])]
+                raise TrainingError(
+                    f"rollout {trial}: a sequence of {len(ids)} tokens is longer than the model's"
+                    f" context of {limit}; lower the engine's context length to it"
+                )
+        return pack(
+            batch,
+            max_tokens=self.config.max_micro_batch_tokens,
+            share_prefixes=self.config.share_prefixes,
+            sequences=sequences,
+        )
+
+    @torch.no_grad()
+    def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
+        """Log-probability and entropy of every trained token at the rollout's temperature."""
+        self.scorer.eval()
+        logprobs, entropy = torch.empty(batch.num_tokens), torch.empty(batch.num_tokens)
+        for micro in self.pack(batch):
+            scores = self._score(micro, batch, temperature, entropy_grad=False)
+            logprobs[micro.targets], entropy[micro.targets] = (score.cpu() for score in scores)
+        return Scores(logprobs, entropy)
+
+    def forward_backward(
+        self,
+        micro: MicroBatch,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        temperature: float,
+        entropy_grad: bool = False,
+    ) -> Metrics:
+        """Adds the gradient of the micro-batch's losses; its contributions to the metrics.
+
+        Raises TrainingError, naming rollout and turn, where a loss is not finite.
+        """
+        self.scorer.train()
+        logprobs, entropy = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
+        result = loss(logprobs, entropy, micro.targets)
+        if not torch.isfinite(result.losses).all():
+            _raise_not_finite(batch, micro, logprobs.detach(), result.losses.detach())
+        result.losses.sum().backward()  # type: ignore[no-untyped-call]
+        return {name: float(value.detach()) for name, value in result.metrics.items()}
+
+    def step(self) -> Metrics:
+        """Clips the gradient, updates the weights, clears the gradient.
+
+        Raises TrainingError, leaving the weights as they are, where the gradient is not finite.
+        """
+        if self.optimizer is None or self.schedule is None:
+            raise TrainingError("this policy is frozen: it was made without an optimizer")
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(f"the gradient's norm is {float(norm)}: the step was not made")
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": float(norm), "lr": float(lr)}
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` as in a Hugging Face checkpoint; tied weights appear once."""
+        return named_hf_parameters(self.model)
+
+    def adapters_off(self) -> AbstractContextManager[Any]:
+        """Within it the policy is its own reference: LoRA's adapters do not count.
+
+        Raises TrainingError for a policy without adapters.
+        """
+        if self.config.lora is None:
+            raise TrainingError("this policy has no adapters to switch off: set model.lora")
+        manager: AbstractContextManager[Any] = self.model.disable_adapter()
+        return manager
+
+    def _score(
+        self, micro: MicroBatch, batch: Batch, temperature: float, *, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        ids = batch.ids[micro.targets].to(self.device)
+        scores: tuple[Tensor, Tensor] = self.scorer(
+            micro.to(self.device), ids, temperature, entropy_grad=entropy_grad
+        )
+        return scores
+
+
+def _raise_not_finite(batch: Batch, micro: MicroBatch, logprobs: Tensor, losses: Tensor) -> None:
+    bad = int((~torch.isfinite(losses)).nonzero()[0])
+    raise TrainingError(
+        f"{batch.name(int(micro.targets[bad]))}: the loss of a token is {float(losses[bad])}"
+        f" (log-probability {float(logprobs[bad])}, recorded"
+        f" {float(batch.logprobs[micro.targets[bad]])})"
+    )

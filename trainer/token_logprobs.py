@@ -1,0 +1,90 @@
+"""Log-probabilities and entropies of given tokens from hidden states, a piece of `V` at a time.
+
+Invariant: equal, value and gradient, to `log_softmax(hidden @ weight.T / temperature)` gathered at
+the tokens, while `M × V` in full precision never exists: logits are computed for `chunk` rows at a
+time, and once more in the backward pass (the idea of Liger's and Unsloth's fused linear losses).
+
+Shapes: `M` tokens, `D` hidden size, `V` vocabulary, `C` rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+CHUNK_LOGITS = 1 << 24
+"""Logits held at once: 64 MiB of float32, large enough to keep a matrix product efficient."""
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`(log-probabilities, entropies)`, both `[M]` float32, of the tempered distribution.
+
+    `hidden` `[M, D]` in the compute type, `weight` `[V, D]`, `ids` `[M]`. The entropy has a
+    gradient only with `entropy_grad` (an entropy bonus); without it, a backward pass is cheaper.
+    """
+    scores = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, ids, temperature, entropy_grad
+    )
+    logprobs, entropy = scores
+    return logprobs, entropy if entropy_grad else entropy.detach()
+
+
+class _TokenLogprobs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, normalizer = (
+            hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(3)
+        )
+        kernel = weight.to(hidden.dtype)
+        for rows in _chunks(len(ids), len(weight)):
+            logits_C_V = (hidden[rows] @ kernel.T).float() / temperature
+            normalizer[rows] = logits_C_V.logsumexp(-1)
+            picked = logits_C_V.gather(-1, ids[rows, None]).squeeze(-1)
+            logprobs[rows] = picked - normalizer[rows]
+            logits_C_V -= normalizer[rows, None]
+            entropy[rows] = -(logits_C_V.exp() * logits_C_V).sum(-1)
+        ctx.save_for_backward(hidden, weight, ids, normalizer, entropy)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, ids, normalizer, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        kernel = weight.to(hidden.dtype)
+        for rows in _chunks(len(ids), len(weight)):
+            logp_C_V = (hidden[rows] @ kernel.T).float() / ctx.temperature
+            logp_C_V -= normalizer[rows, None]
+            probs = logp_C_V.exp()
+            # d logp[id] = onehot − p;   d H = −p (logp + H)
+            grad = probs * -grad_logprobs[rows, None]
+            grad.scatter_add_(-1, ids[rows, None], grad_logprobs[rows, None])
+            if ctx.with_entropy:
+                logp_C_V += entropy[rows, None]
+                grad -= grad_entropy[rows, None] * probs * logp_C_V
+            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad_hidden[rows] = grad @ kernel
+            grad_weight += grad.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_LOGITS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
