@@ -78,6 +78,15 @@ class Upstream:
         """The engine answered, and what it answered cannot be used."""
         return EngineError(f"engine {self.url} {words}", status=502)
 
+    def refusal(self, status: int, words: str) -> EngineError | RequestError:
+        """What an HTTP status, or the `code` of an error event, means."""
+        if status in _REQUEST_FAULTS:
+            return RequestError(f"the engine refuses: {words}")
+        retryable = status in (429, 500, 503)
+        return EngineError(
+            f"engine {self.url} answered {status}: {words}", status=503 if retryable else 502
+        )
+
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
@@ -104,11 +113,7 @@ class Upstream:
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> EngineError | RequestError:
         body = await response.content.read(MAX_ERROR_BYTES)
-        words = _error_message(body)
-        if response.status in _REQUEST_FAULTS:
-            return RequestError(f"the engine refuses: {words}", status=400)
-        status = 503 if response.status in (429, 500, 503) else 502
-        return EngineError(f"engine {self.url} answered {response.status}: {words}", status=status)
+        return self.refusal(response.status, _error_message(body))
 
 
 def _error_message(body: bytes) -> str:

@@ -18,7 +18,7 @@ import orjson
 
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import Upstream
-from proxy.errors import EngineError
+from proxy.errors import EngineError, ProxyError
 from proxy.records import FinishReason, Ids, VersionSpan
 
 GENERATE = "/inference/v1/generate"
@@ -64,9 +64,14 @@ class _Choice(msgspec.Struct, gc=False):
     weight_versions: list[_Version] | None = None
 
 
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+    code: int = 500
+
+
 class _Answer(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
-    error: dict[str, Any] | None = None
+    error: _Error | None = None
 
 
 class VllmEngine:
@@ -154,14 +159,14 @@ class VllmEngine:
         answer = self._decode(await self._upstream.post(GENERATE, body))
         yield self._chunk(answer.choices, sampling)
 
-    def _choices(self, payloads: list[bytes]) -> tuple[list[_Choice], EngineError | None]:
+    def _choices(self, payloads: list[bytes]) -> tuple[list[_Choice], ProxyError | None]:
         """What was sampled before the failure, if there is one, is still given out."""
         choices: list[_Choice] = []
         try:
             for payload in payloads:
                 if payload != b"[DONE]":
                     choices += self._decode(payload).choices
-        except EngineError as failure:
+        except ProxyError as failure:
             return choices, failure
         return choices, None
 
@@ -171,7 +176,7 @@ class VllmEngine:
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise self._upstream.fault(f"did not speak its protocol: {error}") from error
         if answer.error is not None:
-            raise self._upstream.fault(f"failed: {answer.error.get('message', answer.error)}")
+            raise self._upstream.refusal(answer.error.code, answer.error.message)
         return answer
 
     def _chunk(self, choices: list[_Choice], sampling: Sampling) -> Chunk:

@@ -1,0 +1,110 @@
+"""The process between us and a server that we started: ends all of it, whatever happens to us.
+
+A program of its own that imports the standard library only: `python -I -S guard.py PARENT GRACE_S
+ARGV…`. Invariant: when it exits, no descendant of the server lives. It ends the server (SIGTERM to
+its process group, then SIGKILL to everything below) when standard input closes, when it gets
+SIGTERM, when process PARENT ends, `kill -9` included, and when the server's main process ends. It
+exits with the server's exit code, 128 + N for signal N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> int:
+    parent, grace_s, argv = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    parent_fd = os.pidfd_open(parent)
+    wake_fd = _wake_on(signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        return 1
+    server = _start(argv)
+    server_fd = os.pidfd_open(server)
+    _wait((server_fd, wake_fd, parent_fd, sys.stdin.fileno()), None)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server, signal.SIGTERM)
+    _wait((server_fd,), grace_s)
+    status = _end_everything(server)
+    return status if status >= 0 else 128 - status
+
+
+def _start(argv: list[str]) -> int:
+    guard = os.getpid()
+    server = os.fork()
+    if server:
+        return server
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == guard:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        try:
+            os.execvp(argv[0], argv)
+        except OSError as error:
+            os.write(2, f"{argv[0]}: {error}\n".encode())
+    os._exit(127)
+
+
+def _wake_on(number: signal.Signals) -> int:
+    """A file descriptor that becomes readable when the signal came."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(write_fd)
+    return read_fd
+
+
+def _wait(fds: tuple[int, ...], timeout_s: float | None) -> None:
+    """Until one of them is readable or closed, or the time is over."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN | select.POLLHUP)
+    poll.poll(None if timeout_s is None else timeout_s * 1000)
+
+
+def _end_everything(server: int) -> int:
+    """Kills and reaps until there is no child; returns the server's exit code."""
+    code = 1
+    while True:
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code
+        if pid == server:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    children = [int(child) for child in file.read().split()]
+                found += children
+                pending += children
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

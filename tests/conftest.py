@@ -1,0 +1,48 @@
+"""The real parts of the test run: one tiny checkpoint, and one vLLM server on it, for all tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxy.engines.vllm_server import VllmOptions, VllmServer
+
+TINY_CONTEXT_TOKENS = 2048
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Qwen3 checkpoint with random weights (fp32), tokenizer and chat template."""
+    from examples.starter_model.checkpoint import Shape, new_model, save_model
+    from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    shape = Shape(
+        vocab_size=512, hidden_size=64, layers=2, heads=2, context_tokens=TINY_CONTEXT_TOKENS
+    )
+    tokenizer = train_tokenizer([__doc__ or ""], shape.vocab_size)
+    save_tokenizer(tokenizer, folder, shape.context_tokens)
+    end, padding = (tokenizer.token_to_id(word) for word in ("<|im_end|>", "<|endoftext|>"))
+    save_model(new_model(shape, seed=0), folder, end_of_turn=end, padding=padding)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """The one vLLM server of the test run. Who updates its weights puts the old ones back."""
+    options = VllmOptions(
+        model=tiny_model,
+        log=tmp_path_factory.mktemp("vllm") / "vllm.log",
+        dtype="float32",
+        served_model_name="tiny",
+        max_sequences=32,
+        weight_transfer='{"backend": "shm"}',
+    )
+    with asyncio.Runner() as runner:
+        server = VllmServer(options)
+        runner.run(server.start())
+        yield server
+        runner.run(server.stop())

@@ -1,0 +1,134 @@
+"""The vLLM client against a real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm_server import VllmServer
+from proxy.errors import RequestError
+from proxy.records import FinishReason
+from tests.conftest import TINY_CONTEXT_TOKENS
+
+pytestmark = pytest.mark.engine
+PROMPT = np.arange(20, 60, dtype=np.int32)
+
+
+@pytest.fixture
+async def engine(vllm: VllmServer) -> AsyncIterator[VllmEngine]:
+    client = VllmEngine(vllm.url)
+    await client.check()
+    yield client
+    await client.close()
+
+
+async def sample(engine: VllmEngine, sampling: Sampling, *, stream: bool = True) -> list[Chunk]:
+    call = engine.generate(PROMPT, sampling, request_id="r", cache_salt="s", stream=stream)
+    return [chunk async for chunk in call]
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [i for chunk in chunks for i in chunk.ids]
+
+
+def logprobs(chunks: list[Chunk]) -> list[float]:
+    return [p for chunk in chunks for p in chunk.logprobs]
+
+
+async def test_check_learns_model_and_context(engine: VllmEngine) -> None:
+    assert engine.info.healthy
+    assert engine.info.model == "tiny"
+    assert engine.info.max_context_tokens == TINY_CONTEXT_TOKENS
+
+
+async def test_streamed_and_whole_answers_are_the_same_sample(engine: VllmEngine) -> None:
+    sampling = Sampling(max_tokens=24, temperature=0.8, seed=7)
+    streamed = await sample(engine, sampling)
+    (whole,) = await sample(engine, sampling, stream=False)
+    assert len(streamed) > 1
+    assert ids(streamed) == whole.ids
+    np.testing.assert_allclose(logprobs(streamed), whole.logprobs, atol=1e-4)
+    assert streamed[-1].finish_reason is whole.finish_reason is FinishReason.LENGTH
+    (span,) = whole.versions
+    assert (span.start, span.end) == (0, 24)
+    assert streamed[-1].versions == whole.versions
+
+
+async def test_logprobs_are_of_the_distribution_that_was_sampled(engine: VllmEngine) -> None:
+    """Of two tokens left by top_k, each has its share: the alternatives sum to one."""
+    (whole,) = await sample(
+        engine, Sampling(max_tokens=4, temperature=0.5, top_k=2, top_logprobs=2), stream=False
+    )
+    assert whole.top_logprobs is not None
+    for chosen, alternatives in zip(whole.logprobs, whole.top_logprobs, strict=True):
+        assert len(alternatives) == 2
+        assert sum(np.exp(p) for _, p in alternatives) == pytest.approx(1.0, abs=1e-4)
+        assert chosen == pytest.approx(alternatives[0][1])
+
+
+async def test_stop_token_ends_the_answer_and_is_part_of_it(engine: VllmEngine) -> None:
+    greedy = Sampling(max_tokens=8, temperature=0.0)
+    (free,) = await sample(engine, greedy, stream=False)
+    wanted = free.ids[2]
+    stopping = Sampling(max_tokens=8, temperature=0.0, stop_token_ids=(wanted,))
+    (stopped,) = await sample(engine, stopping, stream=False)
+    assert stopped.ids == free.ids[: free.ids.index(wanted) + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.stop_reason == wanted
+
+
+async def test_every_parameter_is_understood(engine: VllmEngine) -> None:
+    sampling = Sampling(
+        max_tokens=16,
+        temperature=0.9,
+        top_p=0.9,
+        top_k=50,
+        min_p=0.01,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        seed=3,
+        stop=("zzzz",),
+        structured={"regex": "[ab]{3}"},
+    )
+    (whole,) = await sample(engine, sampling, stream=False)
+    assert whole.finish_reason is FinishReason.STOP
+
+
+async def test_prompt_past_the_context_is_the_requests_fault(engine: VllmEngine) -> None:
+    prompt = np.ones(TINY_CONTEXT_TOKENS + 1, np.int32)
+    call = engine.generate(prompt, Sampling(max_tokens=1), request_id="r")
+    with pytest.raises(RequestError, match=str(TINY_CONTEXT_TOKENS)):
+        await anext(call)
+
+
+async def test_closed_call_is_aborted_and_the_engine_goes_on(engine: VllmEngine) -> None:
+    long = Sampling(max_tokens=1900, stop_token_ids=())
+    async with aclosing(engine.generate(PROMPT, long, request_id="gone")) as generation:
+        await anext(generation)
+    assert engine.info.in_flight == 0
+    assert len(ids(await sample(engine, Sampling(max_tokens=3)))) == 3
+
+
+async def test_aborted_call_is_cut(engine: VllmEngine) -> None:
+    long = Sampling(max_tokens=1900)
+    chunks = []
+    async for chunk in engine.generate(PROMPT, long, request_id="gone"):
+        if not chunks:
+            await engine.abort("gone")
+        chunks.append(chunk)
+    assert chunks[-1].finish_reason is FinishReason.CUT
+    assert len(ids(chunks)) < 1900
+
+
+async def test_many_calls_at_once_each_get_their_own(engine: VllmEngine) -> None:
+    greedy = Sampling(max_tokens=8, temperature=0.0)
+    alone = ids(await sample(engine, greedy))
+    together = await asyncio.gather(*(sample(engine, greedy) for _ in range(16)))
+    assert all(ids(chunks) == alone for chunks in together)

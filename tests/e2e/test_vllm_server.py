@@ -1,0 +1,92 @@
+"""A real vLLM process: it says why it does not start, and it never outlives us."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.errors import ConfigurationError, EngineError
+
+pytestmark = pytest.mark.engine
+
+STARTER = """
+import asyncio, sys
+from pathlib import Path
+from proxy.engines.vllm_server import VllmOptions, VllmServer
+
+options = VllmOptions(model=Path(sys.argv[1]), log=Path(sys.argv[2]), max_context_tokens=256)
+asyncio.run(VllmServer(options).start())
+"""
+
+
+@pytest.fixture
+def options(tiny_model: Path, tmp_path: Path) -> VllmOptions:
+    return VllmOptions(model=tiny_model, log=tmp_path / "vllm.log")
+
+
+async def test_server_that_dies_at_start_gives_its_reason_in_one_line(
+    options: VllmOptions,
+) -> None:
+    server = VllmServer(replace(options, extra_args=("--no-such-flag",)))
+    with pytest.raises(EngineError, match=r"exit code 2.*--no-such-flag.*vllm\.log") as died:
+        await server.start()
+    assert "\n" not in died.value.message
+    assert not server.running
+
+
+def test_model_that_is_no_checkpoint_is_refused_by_name(
+    options: VllmOptions, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"empty has no config\.json"):
+        VllmServer(replace(options, model=tmp_path / "empty"))
+
+
+def test_port_in_use_is_refused_by_number(options: VllmOptions) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {port} .*in use"):
+            VllmServer(replace(options, port=port))
+
+
+def test_kill_9_of_its_parent_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    with subprocess.Popen([sys.executable, "-c", STARTER, str(tiny_model), str(log)]) as parent:
+        pids = _wait_for_engine_core(parent.pid, log)
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        parent.kill()
+        assert all(select.select([fd], [], [], 30)[0] for fd in pidfds)
+    assert len(pidfds) >= 3  # the guard, the API server, the engine's core
+
+
+def _wait_for_engine_core(parent: int, log: Path) -> list[int]:
+    """The tree below `parent` once the log shows the engine's own process at work."""
+    follow = subprocess.Popen(
+        ["tail", "-F", "-n", "+1", str(log)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert follow.stdout is not None
+    for line in follow.stdout:
+        if b"EngineCore" in line:
+            break
+    follow.kill()
+    follow.wait()
+    follow.stdout.close()
+    return _descendants(parent)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    ]
+    return children + [below for child in children for below in _descendants(child)]
