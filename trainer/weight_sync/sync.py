@@ -68,7 +68,7 @@ class WeightSync:
                 raise WeightSyncError(
                     f"{url} does not serve the trainer's weights: mean |Δ log p| is {mean:.2e} on "
                     f"{len(gaps)} probe tokens, at most {tolerance:.0e} is expected "
-                    "(engine.verify_tolerance); check that engine.dtype equals model.dtype"
+                    "(engine.verify_tolerance); check that engine.dtype equals model.compute_dtype"
                 )
             worst = max(worst, mean)
         return worst

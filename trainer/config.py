@@ -1,0 +1,211 @@
+"""The one configuration of a training run. Unknown keys are refused, ranges are checked before
+anything starts, and every key is documented where it is defined.
+
+`trainer.config_sources.load` builds it from a YAML file, the environment and the command line.
+Sections of other rooms are those rooms' own models: `optimizer`, `algorithm`, the launchers'.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agent_loop.launchers.command import CommandSettings
+from agent_loop.rewards.verifier import VerifierSettings
+from trainer.model import ModelConfig
+from trainer.optimizer import OptimizerConfig
+from trainer.weight_sync.transports import Backend
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(Section):
+    train_files: tuple[Path, ...] = ()
+    """JSONL files of tasks to train on; one object per line."""
+    val_files: tuple[Path, ...] = ()
+    """JSONL files of held-out tasks, for evaluation only."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """How often tasks of a source (a file's name without its ending) are drawn; default 1."""
+    shuffle: bool = True
+    seed: int = 0
+    """Of the order of tasks."""
+
+
+class EngineConfig(Section):
+    urls: tuple[str, ...] = ()
+    """vLLM servers that run already, in development mode; none: start `replicas` of our own."""
+    replicas: int = Field(1, ge=1)
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """`auto`: as `model.compute_dtype`. Another one is a mismatch at every token."""
+    max_context_tokens: int | None = Field(None, ge=2)
+    """Prompt and answer of one call together; None: the checkpoint's own limit."""
+    max_sequences: int | None = Field(None, ge=1)
+    """That one replica samples at a time; None: vLLM's default."""
+    kv_cache_gib: int | None = Field(None, ge=1)
+    """Memory for keys and values per replica on CPU; None: 1."""
+    gpu_memory_share: float | None = Field(None, gt=0, le=1)
+    """Of the GPU, per replica; the trainer needs the rest when colocated. None: vLLM's default."""
+    args: tuple[str, ...] = ()
+    """Further arguments of vLLM's server, such as `["--tensor-parallel-size", "2"]`."""
+    env: dict[str, str] = Field(default_factory=dict)
+    start_timeout_s: float = Field(600.0, gt=0)
+    weight_transfer: Backend = "shm"
+    """How weights travel: `shm` on one machine, `ipc` or `nccl` between GPUs."""
+    verify: bool = True
+    """After each update compare the engine's log-probabilities with the trainer's on a probe."""
+    verify_tolerance: float = Field(0.0, ge=0)
+    """Largest mean |Δ log p|; 0: 1e-3 in float32, 2e-2 in bfloat16."""
+
+
+class ProxyServerConfig(Section):
+    url: str | None = None
+    """A proxy that runs already (its admin key in AGENTIC_PROXY_ADMIN_KEY); none: start one."""
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """0: a free one."""
+    llm_proxy_ip: str | None = None
+    """The address that agents on other machines reach the proxy by."""
+    renderer: str = "auto"
+    """How messages become tokens: a renderer's name, `template`, or `auto`."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, such as `enable_thinking`."""
+    profile: str = "default"
+    """The agent profile: what is scrubbed, matched, kept."""
+    patience_s: float = Field(60.0, ge=0)
+    """How long the proxy may be away at the end of a trial: it is being restarted."""
+    start_timeout_s: float = Field(60.0, gt=0)
+
+
+class RemoteAgentConfig(Section):
+    command: CommandSettings | None = None
+    """The agent is a program: `command.argv` starts it, its environment tells it the rest."""
+    verifier: VerifierSettings | None = None
+    """A program that gives the reward, after the agent has ended."""
+    model_name: str = "policy"
+    """The model name that agents are told."""
+    timeout_s: float = Field(600.0, gt=0)
+    """An agent's time."""
+    max_retries: int = Field(1, ge=0)
+    """New trials for one that failed on our side."""
+    keep_workspaces: bool = False
+    """Keep each trial's working directory; its logs stay in any case."""
+
+    @model_validator(mode="after")
+    def _one_launcher(self) -> Self:
+        if self.command is None:
+            raise ValueError(
+                "no agent: set remote_agent.command.argv to the program that starts it"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    temperature: float = Field(1.0, gt=0)
+    """Pinned over the agent's own in training; the trainer scales its logits by the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    """Anything but top_p=1, top_k=-1 samples another distribution than the trainer's."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Per answer; None: what the agent asks for, within the context."""
+    max_turns: int | None = Field(None, ge=1)
+    """Model calls per trial; None: the proxy's own limit."""
+    seeded: bool = False
+    """Sampling that repeats with the run's seed; slower in large batches on a GPU."""
+    groups_per_step: int = Field(8, ge=1)
+    """Tasks per training step."""
+    group_size: int = Field(8, ge=1)
+    """Trials per task, which share a baseline."""
+    concurrency: int = Field(32, ge=1)
+    """Trials that run at a time."""
+    max_staleness: int = Field(1, ge=0)
+    """Separate only: a group whose oldest token is older than this many updates is dropped."""
+    drop_uniform_groups: bool = False
+    """Groups whose rewards are all equal are replaced by others (DAPO's dynamic sampling)."""
+    max_resamples: int = Field(4, ge=1)
+    """With `drop_uniform_groups`: at most this many times `groups_per_step` per step."""
+
+
+class TrainerSection(Section):
+    run_dir: Path = Path("runs/default")
+    """Everything that the run leaves behind."""
+    mode: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: sample, then train. `separate`: the producer never stops."""
+    steps: int = Field(100, ge=1)
+    """Training steps, one weight update each."""
+    seed: int = 0
+    max_wall_s: float | None = Field(None, gt=0)
+    """Stop after the step that passes this."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, or `auto`: the first GPU where there is one."""
+    save_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept, besides the one with the best evaluation."""
+    stop_at_success: float | None = Field(None, gt=0, le=1)
+    """Stop when an evaluation on schedule reaches this."""
+
+
+class EvalConfig(Section):
+    before: bool = True
+    after: bool = True
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: none in between."""
+    repeats: int = Field(1, ge=1)
+    """Trials per held-out task; more than 1 also gives pass@k."""
+    limit: int | None = Field(None, ge=1)
+    """Held-out tasks to use; None: all."""
+    temperature: float | None = Field(None, ge=0)
+    """None: what the agent asks for."""
+    success_at: float = 1.0
+    """A reward of at least this is a success."""
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    """Log to Weights & Biases as well (package `wandb`)."""
+    mlflow_experiment: str | None = None
+    """Log to MLflow as well (package `mlflow`)."""
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """`auto`: a live display in a terminal, plain lines elsewhere."""
+    report_trials: int = Field(3, ge=0)
+    """Trials that the report shows in full."""
+
+
+class TrainerConfig(Section):
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    engine: EngineConfig = EngineConfig()
+    proxy_server: ProxyServerConfig = ProxyServerConfig()
+    remote_agent: RemoteAgentConfig
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerSection = TrainerSection()
+    eval: EvalConfig = EvalConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def engine_dtype(self) -> str:
+        return self.model.compute_dtype if self.engine.dtype == "auto" else self.engine.dtype
+
+    @property
+    def mismatch_tolerance(self) -> float:
+        """Largest mean |Δ log p| between trainer and engine on the same weights."""
+        exact = self.model.compute_dtype == self.engine_dtype == "float32"
+        return self.engine.verify_tolerance or (1e-3 if exact else 2e-2)
+
+    @model_validator(mode="after")
+    def _one_distribution(self) -> Self:
+        if self.rollout.top_p != 1 or self.rollout.top_k != -1:
+            raise ValueError(
+                f"rollout.top_p={self.rollout.top_p}, rollout.top_k={self.rollout.top_k}: the "
+                "trainer's probabilities are those of the whole distribution; use 1 and -1 and "
+                "rollout.temperature"
+            )
+        return self

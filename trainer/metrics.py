@@ -1,0 +1,109 @@
+"""Metrics out: JSONL and TensorBoard always, Weights & Biases and MLflow when asked.
+
+Invariant: a step's metrics are one JSONL line, written whole and flushed when `log` returns; the
+other places get the same numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.errors import ConfigError
+
+
+class Sink(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Example: log.log(12, {"reward/mean": 0.62, "time/step_s": 3.1})"""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, values)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonlSink:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        line: dict[str, Any] = {"step": step, "time": time.time()}
+        line |= {name: _plain(value) for name, value in values.items()}
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """`purge_step`: points from this step on, of a run that was cut, are hidden."""
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        make: Callable[..., Any] = SummaryWriter
+        self._writer = make(str(folder), purge_step=purge_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    def __init__(self, project: str, name: str, config: Mapping[str, Any]) -> None:
+        wandb = _import("wandb", "logging.wandb_project")
+        self._run = wandb.init(project=project, name=name, id=name, config=config, resume="allow")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    def __init__(self, experiment: str, name: str, config: Mapping[str, Any]) -> None:
+        self._mlflow = _import("mlflow", "logging.mlflow_experiment")
+        self._mlflow.set_experiment(experiment)
+        self._mlflow.start_run(run_name=name)
+        self._mlflow.log_dict(dict(config), "config.json")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _import(package: str, key: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} is set but {package} is not installed: pip install {package}, or remove the key"
+        ) from error
+
+
+def _plain(value: float) -> float | int | None:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

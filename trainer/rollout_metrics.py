@@ -1,0 +1,116 @@
+"""What a batch of groups and its scores say, by the field's names. Pure functions.
+
+Invariant: a rollout that failed is counted in `rollout/failed` and in no mean of rewards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from agent_loop.records import Group, Rollout, RolloutStatus
+from trainer.batch import Batch
+
+Metrics = dict[str, float]
+
+
+def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
+    """Rewards, ends and sizes of the trials of a step; nothing where there is none."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
+    usable = [rollout for rollout in rollouts if rollout.trainable]
+    ends = Counter(rollout.status for rollout in rollouts)
+    metrics = {
+        "rollout/trials": float(len(rollouts)),
+        "rollout/failed": ends[RolloutStatus.FAILED] / len(rollouts),
+        "rollout/truncated": ends[RolloutStatus.TRUNCATED] / len(rollouts),
+        "rollout/aborted": ends[RolloutStatus.ABORTED] / len(rollouts),
+        "rollout/untrainable": 1 - len(usable) / len(rollouts),
+        "rollout/uniform_groups": _mean([float(_uniform(group)) for group in groups]),
+    }
+    if usable:
+        metrics |= _rewards(usable, success_at) | _sizes(usable)
+    return metrics
+
+
+def staleness_metrics(batch: Batch, version: int) -> Metrics:
+    """Updates between sampling and training, per trained token, and their histogram."""
+    ages = version - batch.versions
+    metrics = {
+        "staleness/mean": float(ages.float().mean()),
+        "staleness/max": float(ages.max()),
+    }
+    for age, count in zip(*torch.unique(ages, return_counts=True), strict=True):
+        metrics[f"staleness/tokens_at_{int(age)}"] = float(count)
+    return metrics
+
+
+def mismatch_metrics(batch: Batch, logprobs: torch.Tensor, version: int) -> Metrics:
+    """Trainer against engine. Δ = log p_trainer − log p_engine of each trained token.
+
+    `logprob_abs_mean`: mean |Δ| over tokens that the present weights sampled: on the same weights
+    it is the numerical noise of two implementations, so anything more is a bug. `k3` = mean of
+    e^Δ − 1 − Δ (Schulman, "Approximating KL Divergence") and `ess` = (Σ e^Δ)² / (N Σ e^2Δ), the
+    effective sample size as a share, are over all tokens, stale ones too.
+    """
+    delta = (logprobs - batch.logprobs).double()
+    weights = delta.clamp(-20, 20).exp()
+    metrics = {
+        "mismatch/k3": float((weights - 1 - delta.clamp(-20, 20)).mean()),
+        "mismatch/ess": float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+        "mismatch/all_abs_mean": float(delta.abs().mean()),
+    }
+    fresh = delta[batch.versions == version]
+    if len(fresh):
+        metrics["mismatch/logprob_abs_mean"] = float(fresh.abs().mean())
+        metrics["mismatch/logprob_abs_max"] = float(fresh.abs().max())
+        metrics["mismatch/logprob_mean"] = float(fresh.mean())
+    return metrics
+
+
+def _rewards(usable: Sequence[Rollout], success_at: float) -> Metrics:
+    rewards = np.array([rollout.reward for rollout in usable], np.float64)
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "rollout/success": float((rewards >= success_at).mean()),
+    }
+    sources = {rollout.task.source for rollout in usable}
+    if len(sources) > 1:
+        for source in sorted(sources):
+            of_source = [r.reward or 0.0 for r in usable if r.task.source == source]
+            metrics[f"reward/source/{source}"] = _mean(of_source)
+    return metrics
+
+
+def _sizes(usable: Sequence[Rollout]) -> Metrics:
+    forks: Counter[str] = Counter()
+    for rollout in usable:
+        forks.update(rollout.forks)
+    metrics = {
+        "rollout/turns": _mean([float(r.num_turns) for r in usable]),
+        "rollout/sampled_tokens": float(sum(r.sampled_tokens for r in usable)),
+        "rollout/tokens_per_trial": _mean([float(r.sampled_tokens) for r in usable]),
+        "rollout/branches": _mean([float(_leaves(r)) for r in usable]),
+        "rollout/seconds": _mean([r.times_s.get("total", 0.0) for r in usable]),
+        "rollout/seconds_max": max(r.times_s.get("total", 0.0) for r in usable),
+    }
+    return metrics | {f"forks/{cause}": float(count) for cause, count in sorted(forks.items())}
+
+
+def _leaves(rollout: Rollout) -> int:
+    return len(rollout.segments) - len({s.parent for s in rollout.segments if s.parent >= 0})
+
+
+def _uniform(group: Group) -> bool:
+    return len({rollout.reward for rollout in group.rollouts if rollout.trainable}) <= 1
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")

@@ -1,0 +1,101 @@
+"""What a run tells: metrics, finished trials, progress, the summary; one object that knows where.
+
+Invariant: `summary.json` is true at any time: it is replaced after every step and evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from agent_loop.evaluator import EvalReport
+from agent_loop.records import Rollout
+from trainer.config import TrainerConfig
+from trainer.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
+from trainer.progress import Progress
+from trainer.run_folder import RunFolder
+
+
+class RunLog:
+    def __init__(self, config: TrainerConfig, folder: RunFolder, *, first_step: int = 1) -> None:
+        self._folder = folder
+        self._metrics = MetricsLog(_sinks(config, folder, first_step))
+        self._trials = folder.trials_log.open("a", buffering=1)
+        self._started = time.monotonic()
+        self.progress = Progress(config.logging.progress, config.trainer.steps)
+        self.summary: dict[str, Any] = folder.read_summary()
+        self._wall_before_s = float(self.summary.get("wall_s", 0.0))
+        self._summarise(status="running")
+
+    @property
+    def wall_s(self) -> float:
+        """Of the whole run, the parts before a resume included."""
+        return self._wall_before_s + time.monotonic() - self._started
+
+    def step(self, step: int, metrics: Mapping[str, float], rollouts: Iterable[Rollout]) -> None:
+        self._metrics.log(step, metrics)
+        self._log_trials(step, "train", rollouts)
+        self.progress.step(step, metrics)
+        self._summarise(steps=step)
+
+    def evaluation(self, step: int, name: str, report: EvalReport) -> None:
+        """`name`: before, after, or the step of one on schedule."""
+        values = report.as_dict()
+        values["reward"] = values.pop("mean_reward")
+        values["trials"] = values.pop("rollouts")
+        overall = report.overall
+        scores = {"eval/success": overall.success, "eval/reward": overall.mean_reward}
+        scores |= {f"eval/pass_at_{k}": share for k, share in overall.pass_at_k.items() if k > 1}
+        self._metrics.log(step, scores)
+        self._log_trials(step, "eval", report.rollouts)
+        low, high = overall.interval
+        self.progress.say(
+            f"evaluation {name}: success {overall.success:.3f} (95% {low:.2f} to {high:.2f}), "
+            f"{overall.rollouts} trials of {overall.tasks} tasks, {overall.failed} failed"
+        )
+        self._summarise(eval=self.summary.get("eval", {}) | {name: {"step": step} | values})
+
+    def finish(self, status: str, **values: Any) -> None:
+        """`status`: done, stopped, or failed."""
+        self._summarise(status=status, **values)
+
+    def close(self) -> None:
+        self.progress.close()
+        self._metrics.close()
+        self._trials.close()
+
+    def _summarise(self, **values: Any) -> None:
+        self.summary |= values | {"wall_s": round(self.wall_s, 1)}
+        self._folder.write_summary(self.summary)
+
+    def _log_trials(self, step: int, kind: str, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            line = {
+                "step": step,
+                "kind": kind,
+                "trial_id": rollout.trial_id,
+                "task_id": rollout.task.task_id,
+                "source": rollout.task.source,
+                "status": rollout.status.value,
+                "reward": rollout.reward,
+                "turns": rollout.num_turns,
+                "sampled_tokens": int(rollout.metrics.get("sampled_tokens", 0)),
+                "seconds": round(rollout.times_s.get("total", 0.0), 3),
+                "error": rollout.error,
+            }
+            self._trials.write(json.dumps(line) + "\n")
+
+
+def _sinks(config: TrainerConfig, folder: RunFolder, first_step: int) -> list[Sink]:
+    resolved = config.model_dump(mode="json")
+    name = folder.path.name
+    sinks: list[Sink] = [JsonlSink(folder.metrics)]
+    if config.logging.tensorboard:
+        sinks.append(TensorBoardSink(folder.tensorboard, purge_step=first_step))
+    if config.logging.wandb_project:
+        sinks.append(WandbSink(config.logging.wandb_project, name, resolved))
+    if config.logging.mlflow_experiment:
+        sinks.append(MlflowSink(config.logging.mlflow_experiment, name, resolved))
+    return sinks
