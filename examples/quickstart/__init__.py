@@ -1,0 +1,1 @@
+"""A shop assistant that looks up prices and adds up an order: what `make train` trains."""

@@ -1,0 +1,24 @@
+"""The verifier: exit code 0 if `answer.txt` in its working directory is the total, else 1."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from shop import total
+
+
+def main() -> int:
+    task = json.loads(Path(os.environ["TASK_FILE"]).read_text())
+    try:
+        answer = Path("answer.txt").read_text().strip()
+    except FileNotFoundError:
+        print("the agent gave no answer")
+        return 1
+    wanted = str(total(task["order"], task["prices"]))
+    print(f"answered {answer!r}, wanted {wanted!r}")
+    return 0 if answer == wanted else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

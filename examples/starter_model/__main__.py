@@ -1,0 +1,141 @@
+"""`python -m examples.starter_model --expert MODULE:FUNCTION --out DIR`: make it, or keep what is there.
+
+Invariant: a folder whose `starter.json` names this very recipe (arguments and source code) is
+complete and is not made again; anything else is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import pydoc_data.topics
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from renderers import Qwen3RendererConfig, create_renderer
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from examples.starter_model.checkpoint import Shape, new_model, save_model
+from examples.starter_model.tokenizer import CONTROL_WORDS, save_tokenizer, train_tokenizer
+from examples.starter_model.transcripts import Expert, Transcript, encode, load_expert
+from examples.starter_model.warmup import Recipe, warm_up
+
+_RECORD = "starter.json"
+# Transcripts that the tokenizer is trained on: enough for every word of an agent's prompts.
+_TOKENIZER_TRANSCRIPTS = 500
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 when the folder is ready, 2 for bad arguments."""
+    arguments = _parser().parse_args(argv)
+    shape = Shape(**{field.name: getattr(arguments, field.name) for field in fields(Shape)})
+    recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in fields(Recipe)})
+    try:
+        expert = load_expert(arguments.expert)
+    except ValueError as error:
+        print(f"starter_model: {error}", file=sys.stderr)
+        return 2
+    fingerprint = _fingerprint(arguments, expert)
+    out: Path = arguments.out
+    if _is_made(out, fingerprint):
+        print(f"starter model: {out} is up to date")
+        return 0
+    started = time.monotonic()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        loss = make(folder, expert, shape, recipe)
+        record = {"fingerprint": fingerprint, "loss": loss, "wall_s": time.monotonic() - started}
+        (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        shutil.rmtree(out, ignore_errors=True)
+        folder.rename(out)
+    print(f"starter model: {out} made in {time.monotonic() - started:.0f} s, loss {loss:.3f}")
+    return 0
+
+
+def make(folder: Path, expert: Expert, shape: Shape, recipe: Recipe) -> float:
+    """Writes the whole checkpoint into the empty `folder`; returns the last warm-up loss, in nats."""
+    rng = random.Random(recipe.seed)
+    transcripts = [expert(rng) for _ in range(recipe.transcripts)]
+    save_tokenizer(
+        train_tokenizer(_texts(transcripts[:_TOKENIZER_TRANSCRIPTS]), shape.vocab_size),
+        folder,
+        shape.context_tokens,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    renderer = create_renderer(tokenizer, Qwen3RendererConfig())
+    encoded = [encode(transcript, renderer) for transcript in transcripts]
+    lengths = sorted(len(item.ids) for item in encoded)
+    print(
+        f"{len(encoded)} transcripts of {lengths[len(lengths) // 2]} tokens (longest {lengths[-1]}),"
+        f" {len(tokenizer)} words"
+    )
+    if lengths[-1] > shape.context_tokens:
+        raise ValueError(
+            f"a transcript of {lengths[-1]} tokens is longer than {shape.context_tokens}"
+        )
+    model = new_model(shape, recipe.seed)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    loss = warm_up(model, encoded, recipe, lambda line: print(line, flush=True))
+    end, padding = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    save_model(model, folder, end_of_turn=end, padding=padding)
+    return loss
+
+
+def _texts(transcripts: list[Transcript]) -> Iterator[str]:
+    """What the tokenizer is trained on: Python's manual, and the agents' conversations as rendered."""
+    yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
+    for transcript in transcripts:
+        text = render_jinja_template(
+            [transcript.messages],
+            tools=transcript.tools or None,
+            chat_template=Path(__file__).with_name("chat_template.jinja").read_text(),
+        )[0][0]
+        yield from re.split("|".join(map(re.escape, CONTROL_WORDS)), text)
+
+
+def _fingerprint(arguments: argparse.Namespace, expert: Expert) -> str:
+    digest = hashlib.sha256(
+        json.dumps({k: str(v) for k, v in vars(arguments).items() if k != "out"}).encode()
+    )
+    expert_source = inspect.getsourcefile(expert)
+    folders = {Path(__file__).parent, Path(expert_source or __file__).parent}
+    for folder in sorted(folders):
+        for file in sorted(p for p in folder.iterdir() if p.suffix in {".py", ".jinja", ".json"}):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_made(out: Path, fingerprint: str) -> bool:
+    try:
+        record: dict[str, Any] = json.loads((out / _RECORD).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    return record.get("fingerprint") == fingerprint
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m examples.starter_model", description=__doc__)
+    parser.add_argument("--expert", required=True, help="module:function that writes a Transcript")
+    parser.add_argument("--out", required=True, type=Path, help="the checkpoint's folder")
+    for part in (Shape, Recipe):
+        for field in fields(part):
+            flag = "--" + field.name.replace("_", "-")
+            parser.add_argument(flag, type=type(field.default), default=field.default)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
