@@ -1,6 +1,7 @@
 # Everything runs on a fresh clone: each target makes `.venv` and installs what it needs first.
 #
 #   make train     the quickstart: a tool-using agent learns, in minutes, on this machine
+#   make starter   only the small model that it starts from
 #   make test      all tests (starts one real vLLM)
 #   make check     ruff, format, strict types
 #   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
@@ -16,7 +17,7 @@ TORCH_INDEX ?=
 CONFIG ?= agentic_trainer.yaml
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup train test check format serve clean
+.PHONY: setup starter train test check format serve clean
 
 setup: $(VENV)/.ready
 
@@ -30,7 +31,10 @@ endif
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev]'
 	touch $@
 
-train: setup
+starter: setup
+	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out .cache/starter/quickstart
+
+train: starter
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
 
 test: setup

@@ -1,4 +1,4 @@
-"""`python -m examples.starter_model --expert MODULE:FUNCTION --out DIR`: make it, or keep what is there.
+"""`python -m examples.starter_model --expert MODULE:FUNCTION --out DIR`: make it, or keep it.
 
 Invariant: a folder whose `starter.json` names this very recipe (arguments and source code) is
 complete and is not made again; anything else is replaced as a whole.
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make(folder: Path, expert: Expert, shape: Shape, recipe: Recipe) -> float:
-    """Writes the whole checkpoint into the empty `folder`; returns the last warm-up loss, in nats."""
+    """Writes the whole checkpoint into the empty `folder`; returns the last loss, in nats."""
     rng = random.Random(recipe.seed)
     transcripts = [expert(rng) for _ in range(recipe.transcripts)]
     save_tokenizer(
@@ -79,12 +79,13 @@ def make(folder: Path, expert: Expert, shape: Shape, recipe: Recipe) -> float:
     encoded = [encode(transcript, renderer) for transcript in transcripts]
     lengths = sorted(len(item.ids) for item in encoded)
     print(
-        f"{len(encoded)} transcripts of {lengths[len(lengths) // 2]} tokens (longest {lengths[-1]}),"
-        f" {len(tokenizer)} words"
+        f"{len(encoded)} transcripts of {lengths[len(lengths) // 2]} tokens "
+        f"(longest {lengths[-1]}), {len(tokenizer)} words"
     )
     if lengths[-1] > shape.context_tokens:
         raise ValueError(
-            f"a transcript of {lengths[-1]} tokens is longer than {shape.context_tokens}"
+            f"a transcript of {lengths[-1]} tokens is longer than --context-tokens "
+            f"{shape.context_tokens}; raise it"
         )
     model = new_model(shape, recipe.seed)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -95,7 +96,7 @@ def make(folder: Path, expert: Expert, shape: Shape, recipe: Recipe) -> float:
 
 
 def _texts(transcripts: list[Transcript]) -> Iterator[str]:
-    """What the tokenizer is trained on: Python's manual, and the agents' conversations as rendered."""
+    """What the tokenizer is trained on: Python's manual, and conversations as rendered."""
     yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
     for transcript in transcripts:
         text = render_jinja_template(

@@ -59,7 +59,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers writes them."""
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers has them."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,7 +1,7 @@
 """What an expert writes (`Transcript`) and the tokens that the proxy would have recorded for it.
 
 Invariant: `encode` builds a transcript as a recorded session grows: prompt, completion, bridge to
-the next prompt, completion, … with the same `renderers` package, so warm-up and RL see the same ids.
+the next prompt, completion, … with the same `renderers` package, so warm-up and RL see one form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Transcript:
     """One conversation in the chat-completions shape, ending with an assistant message.
 
     Example: Transcript(tools=[{"type": "function", …}],
-                        messages=[{"role": "system", …}, {"role": "user", …}, {"role": "assistant", …}])
+                        messages=[{"role": "user", …}, {"role": "assistant", …}])
     """
 
     messages: list[Message]
@@ -35,7 +35,7 @@ Expert = Callable[[random.Random], Transcript]
 
 @dataclass(frozen=True)
 class Encoded:
-    """`ids` `[T]`, and `mask` `[T]`: True where the expert, in the policy's place, chose the token."""
+    """`ids` `[T]`; `mask` `[T]`: True where the expert, in the policy's place, chose it."""
 
     ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
@@ -52,7 +52,7 @@ def load_expert(name: str) -> Expert:
 
 
 def encode(transcript: Transcript, renderer: Any) -> Encoded:
-    """The ids of a session in which the engine sampled exactly the transcript's assistant messages."""
+    """The ids of a session in which the engine sampled the transcript's assistant messages."""
     messages, tools = transcript.messages, transcript.tools
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     ids = list(
