@@ -1,0 +1,175 @@
+"""What an agent asked, free of its dialect; and what makes two messages the same message.
+
+Every dialect parses its request into a `Conversation` and writes its answer from an assistant
+`Message`. Matching against the record compares **digests of canonical messages**: tool arguments
+parsed, text and block content alike, tool results named by the position of the call that they
+answer rather than by its id, surrounding white space of an assistant's text and (unless the
+profile follows the agent) its reasoning left out.
+
+Invariant: `Keys` are chained, `keys[i]` depending on all messages up to `i`, so that one look-up of
+a digest finds the turn that a conversation continues, whatever its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+import orjson
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """Example: ToolCall(id="call_3f…", name="shell", arguments='{"cmd": "ls"}')"""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text. What an agent sends back may be any text: it is compared by what it parses to."""
+
+
+@dataclass(slots=True)
+class Message:
+    """Example: Message("tool", "3 files", tool_call_id="call_3f…")"""
+
+    role: Role
+    text: str = ""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_call_id: str | None = None
+    """On a tool's result: the call that it answers."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """As in Chat Completions: `{"type": "function", "function": {"name", "parameters", …}}`."""
+
+
+CHAIN = slice(0, 16)
+"""Of a key: tools, system and every message up to here."""
+TOOLS = slice(16, 24)
+SYSTEM = slice(24, 32)
+"""The messages before the first one that is not the system's."""
+BODY = slice(32, 48)
+"""Every message up to here but the system's first, and without the tools."""
+
+
+def conversation_keys(conversation: Conversation, *, with_reasoning: bool = False) -> list[bytes]:
+    """A key of 48 bytes per message; the last one is the request's. Raises nothing."""
+    tools = _digest(_dump(conversation.tools), 8)
+    chain, system, body = tools, bytes(8), bytes(16)
+    calls: list[str] = []
+    keys = []
+    in_system = True
+    for message in conversation.messages:
+        digest = message_digest(message, calls, with_reasoning=with_reasoning)
+        in_system = in_system and message.role == "system"
+        chain = _digest(chain + digest, 16)
+        if in_system:
+            system = _digest(system + digest, 8)
+        else:
+            body = _digest(body + digest, 16)
+        keys.append(_key(chain, tools, system, body))
+        if message.role == "assistant":
+            calls = [call.id for call in message.tool_calls]
+    return keys
+
+
+def answer_key(request_key: bytes, answer: Message, *, with_reasoning: bool = False) -> bytes:
+    """The key of the conversation with `answer` appended: what a continuation is matched by."""
+    digest = message_digest(answer, [], with_reasoning=with_reasoning)
+    return _key(
+        _digest(request_key[CHAIN] + digest, 16),
+        request_key[TOOLS],
+        request_key[SYSTEM],
+        _digest(request_key[BODY] + digest, 16),
+    )
+
+
+def message_digest(
+    message: Message, open_calls: Sequence[str], *, with_reasoning: bool = False
+) -> bytes:
+    """`open_calls` are the ids of the assistant's calls before this message, in order."""
+    canonical: list[Any]
+    if message.role == "assistant":
+        calls = [[call.name, parsed_arguments(call.arguments)] for call in message.tool_calls]
+        canonical = ["assistant", message.text.strip(), calls]
+        if with_reasoning:
+            canonical.append((message.reasoning or "").strip())
+    elif message.role == "tool":
+        call_id = message.tool_call_id or ""
+        position = open_calls.index(call_id) if call_id in open_calls else -1
+        canonical = ["tool", position, message.text]
+    else:
+        canonical = [message.role, message.text]
+    return _digest(_dump(canonical), 16)
+
+
+def parsed_arguments(text: str) -> Any:
+    """A tool call's arguments as JSON; text that is none stays text, and nothing is `{}`."""
+    if not text.strip():
+        return {}
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def merged(messages: Iterable[Message]) -> list[Message]:
+    """Neighbouring assistant messages as one: some agents split a turn of several calls."""
+    out: list[Message] = []
+    for message in messages:
+        if out and message.role == "assistant" == out[-1].role:
+            out[-1] = _joined(out[-1], message)
+        else:
+            out.append(message)
+    return out
+
+
+def dump_answer(message: Message) -> bytes:
+    """The neutral JSON that a `Turn` keeps as its `answer`."""
+    return orjson.dumps(
+        {
+            "text": message.text,
+            "reasoning": message.reasoning,
+            "tool_calls": [
+                {"id": call.id, "name": call.name, "arguments": call.arguments}
+                for call in message.tool_calls
+            ],
+        }
+    )
+
+
+def load_answer(data: bytes) -> Message:
+    fields = orjson.loads(data)
+    return Message(
+        "assistant",
+        fields["text"],
+        fields["reasoning"],
+        [ToolCall(call["id"], call["name"], call["arguments"]) for call in fields["tool_calls"]],
+    )
+
+
+def _joined(first: Message, second: Message) -> Message:
+    texts = [message.text for message in (first, second) if message.text]
+    reasoning = [message.reasoning for message in (first, second) if message.reasoning]
+    calls = [*first.tool_calls, *second.tool_calls]
+    return Message("assistant", "\n".join(texts), "\n".join(reasoning) or None, calls)
+
+
+def _key(chain: bytes, tools: bytes, system: bytes, body: bytes) -> bytes:
+    return chain + tools + system + body
+
+
+def _dump(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+
+
+def _digest(data: bytes, size: int) -> bytes:
+    return blake2b(data, digest_size=size).digest()

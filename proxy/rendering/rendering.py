@@ -1,0 +1,189 @@
+"""Messages → token ids, appended to the recorded ones; sampled ids → an assistant message.
+
+Invariant: nothing here is trusted to extend the record. `bridge` and `suffix_after` return only
+the tokens that come *after* the recorded path, and only where the renderer's output was compared,
+id for id, with what it was to extend; else None, and the turn forks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from jinja2 import TemplateError
+from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+
+from proxy.config import RenderingConfig
+from proxy.conversation import Conversation, Message, ToolCall, parsed_arguments
+from proxy.errors import RequestError
+from proxy.records import Ids
+from proxy.rendering.selection import choose_renderer
+from proxy.rendering.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 1024
+"""How much of the prompt's end a bridge is shown: it needs the last turn's opening, not the
+history, and so joining a turn costs the same at 1k and at 128k tokens."""
+
+_REFUSED = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    TemplateError,
+    TypeError,
+    ValueError,
+)
+"""What renderers raise on a conversation that their template cannot express."""
+
+
+class Rendering:
+    """One checkpoint's language. All methods are pure and may run in a thread."""
+
+    def __init__(self, tokenizer: Tokenizer, config: RenderingConfig) -> None:
+        self.tokenizer = tokenizer
+        self.name, self._renderer = choose_renderer(tokenizer, config)
+        own = self._renderer.get_stop_token_ids()
+        self.stop_token_ids = tuple(dict.fromkeys([*own, *tokenizer.stop_token_ids]))
+        self._closes = frozenset(self.stop_token_ids)
+
+    def full(self, conversation: Conversation) -> Ids:
+        """The whole prompt, up to where the answer begins. Raises RequestError."""
+        ids = self._render(conversation.messages, conversation.tools, generate=True)
+        return np.array(ids, np.int32)
+
+    def bridge(
+        self,
+        prompt_end: Ids,
+        sampled: Ids,
+        new: Sequence[Message],
+        tools: list[dict[str, Any]],
+        calls: Sequence[ToolCall],
+    ) -> Ids | None:
+        """The tokens that `new` messages add behind `…prompt_end + sampled`, or None.
+
+        `calls` are the answered message's tool calls, for templates that name the tool in a result.
+        The close that a truncated answer lacks is part of what is returned: it was not sampled.
+        """
+        head = prompt_end[-CONTEXT_TOKENS:].tolist()
+        tail = sampled.tolist()
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                head, tail, _to_template(new, calls), tools=tools or None
+            )
+        except _REFUSED:
+            return None
+        if bridged is None:
+            return None
+        ids, known = bridged.token_ids, head + tail
+        if ids[: len(known)] != known:
+            return None
+        return np.array(ids[len(known) :], np.int32)
+
+    def suffix_after(self, conversation: Conversation, answered: int, last_id: int) -> Ids | None:
+        """The tokens behind a recorded path that ends with message `answered`, or None.
+
+        Proven on the template: the conversation up to and including that message must render to a
+        prefix of the whole; what follows its last end-of-turn token is then what was added. It
+        serves chat templates without a renderer, and histories in which messages that were not
+        sampled follow. `last_id` is the path's last token: the close, if it was sampled.
+        """
+        try:
+            whole = self._render(conversation.messages, conversation.tools, generate=True)
+            known = self._render(
+                conversation.messages[: answered + 1], conversation.tools, generate=False
+            )
+        except RequestError:
+            return None
+        close = next((i for i in reversed(range(len(known))) if known[i] in self._closes), None)
+        if close is None or whole[: len(known)] != known:
+            return None
+        start = close + 1 if last_id in self._closes else close
+        return np.array(whole[start:], np.int32)
+
+    def parse(
+        self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]], *, calls: bool
+    ) -> Message:
+        """The assistant message that `sampled` says. Without `calls` tool calls stay text.
+
+        A call that does not parse stays text too, as the model wrote it.
+        """
+        try:
+            parsed = self._renderer.parse_response(
+                sampled, tools=tools or None, prompt_ids=prompt_end[-CONTEXT_TOKENS:].tolist()
+            )
+        except _REFUSED:
+            parsed = ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
+        return self._assembled(parsed, sampled, calls)
+
+    def before_stop(self, sampled: list[int]) -> list[int]:
+        end = next((i for i, token in enumerate(sampled) if token in self._closes), len(sampled))
+        return sampled[:end]
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer.encode(text))
+
+    def _render(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]], *, generate: bool
+    ) -> list[int]:
+        try:
+            ids: list[int] = self._renderer.render_ids(
+                _to_template(messages), tools=tools or None, add_generation_prompt=generate
+            )
+        except _REFUSED as error:
+            raise RequestError(
+                f"messages: this conversation cannot be rendered for the model: {error}",
+                param="messages",
+            ) from error
+        return ids
+
+    def _assembled(self, parsed: ParsedResponse, sampled: list[int], calls: bool) -> Message:
+        texts = [parsed.content] if parsed.content else []
+        tool_calls = []
+        for attempt in parsed.tool_calls:
+            if calls and attempt.status is ToolCallParseStatus.OK and attempt.name:
+                tool_calls.append(_tool_call(attempt))
+            else:
+                texts.append(self._raw(attempt, sampled))
+        return Message("assistant", "\n".join(texts), parsed.reasoning_content or None, tool_calls)
+
+    def _raw(self, attempt: ParsedToolCall, sampled: list[int]) -> str:
+        if attempt.token_span is None:
+            return attempt.raw
+        start, end = attempt.token_span
+        text: str = self.tokenizer.decode(self.before_stop(sampled)[start:end])
+        return text
+
+
+def _tool_call(parsed: ParsedToolCall) -> ToolCall:
+    arguments = parsed.arguments
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
+    return ToolCall(parsed.id or f"call_{os.urandom(12).hex()}", str(parsed.name), text)
+
+
+def _to_template(
+    messages: Sequence[Message], open_calls: Sequence[ToolCall] = ()
+) -> list[dict[str, Any]]:
+    """Messages as chat templates take them."""
+    names = {call.id: call.name for call in open_calls}
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        entry: dict[str, Any] = {"role": message.role, "content": message.text}
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            entry["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+            names.update((call.id, call.name) for call in message.tool_calls)
+        if message.role == "tool":
+            entry["tool_call_id"] = message.tool_call_id or ""
+            entry["name"] = names.get(message.tool_call_id or "", "")
+        out.append(entry)
+    return out
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": parsed_arguments(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}

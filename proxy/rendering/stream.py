@@ -1,0 +1,267 @@
+"""Sampled ids → deltas of text, reasoning and tool calls, while the model still samples.
+
+Invariant: the deltas of one answer, put together, are the message that `finish` returns, and that
+message is what is recorded, shown to the agent and matched later. Only what no later token can
+take back is sent: white space and possible beginnings of a stop string wait, and a tool call
+leaves whole when its block closes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from proxy.conversation import Message, ToolCall
+from proxy.records import Ids
+from proxy.rendering.rendering import Rendering
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    index: int
+    call: ToolCall
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The single tokens by which a family separates its channels."""
+
+    think: int | None
+    end_think: int | None
+    tool: int
+    end_tool: int
+
+
+_STREAMED = {"qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>")}
+"""Families whose answers are streamed token by token: their parsers trim white space around text
+and reasoning, and end the text at the first tool call. The others' answers leave at their end."""
+
+
+def find_markers(rendering: Rendering) -> Markers | None:
+    names = _STREAMED.get(rendering.name)
+    if names is None:
+        return None
+    think, end_think, tool, end_tool = (rendering.tokenizer.fast.token_to_id(n) for n in names)
+    if tool is None or end_tool is None:
+        return None
+    return Markers(think, end_think, tool, end_tool)
+
+
+class _Channel(Enum):
+    START = auto()
+    """Only white space so far: reasoning may still open."""
+    REASONING = auto()
+    REASONING_HELD = auto()
+    """A tool call opened inside the reasoning: what it is depends on whether `</think>` follows."""
+    HELD = auto()
+    """What comes now can only be told from the whole answer."""
+    TEXT = auto()
+    TOOL = auto()
+    BETWEEN = auto()
+    """After the first tool call: text here is not part of the answer."""
+    STOPPED = auto()
+
+
+_IN_REASONING = (_Channel.REASONING, _Channel.REASONING_HELD)
+_OUTSIDE = (_Channel.START, _Channel.TEXT, _Channel.BETWEEN)
+
+
+class AnswerParser:
+    """One answer in the making. `feed` ids as they come; `finish` once.
+
+    Without `markers` (or when nobody watches) nothing leaves before `finish`.
+    """
+
+    def __init__(
+        self,
+        rendering: Rendering,
+        prompt_end: Ids,
+        tools: list[dict[str, Any]],
+        *,
+        markers: Markers | None,
+        stop: tuple[str, ...] = (),
+        calls: bool = True,
+    ) -> None:
+        self._rendering = rendering
+        self._prompt_end = prompt_end
+        self._tools = tools
+        self._stop = stop
+        self._calls = calls
+        self._markers = markers
+        self._ids: list[int] = []
+        self._channel = _Channel.START
+        self._text = _Trimmed(stop)
+        self._reasoning = _Trimmed(())
+        self._stream = _Decoder(rendering)
+        self._block_start = 0
+        self._sent_calls: list[ToolCall] = []
+        if markers is not None and self._opens_in_reasoning(markers):
+            self._channel = _Channel.REASONING
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that the text has run into: nothing more need be sampled."""
+        return self._text.stop_string
+
+    def feed(self, ids: list[int]) -> list[Delta]:
+        if self._markers is None:
+            self._ids.extend(ids)
+            return []
+        out: list[Delta] = []
+        for token in ids:
+            self._ids.append(token)
+            self._step(token, self._markers, out)
+        return out
+
+    def finish(self) -> tuple[list[Delta], Message]:
+        """What had to wait, and the whole message."""
+        message = self._rendering.parse(self._ids, self._prompt_end, self._tools, calls=self._calls)
+        message.text = _cut_at_stop(message.text, self._stop)
+        message.tool_calls[: len(self._sent_calls)] = self._sent_calls
+        out: list[Delta] = []
+        message.reasoning = self._rest(self._reasoning, message.reasoning or "", out) or None
+        message.text = self._rest(self._text, message.text, out)
+        sent = len(self._sent_calls)
+        out += [ToolCallDelta(sent + i, call) for i, call in enumerate(message.tool_calls[sent:])]
+        return out, message
+
+    def _rest(self, channel: _Trimmed, whole: str, out: list[Delta]) -> str:
+        """Sends what is missing of `whole`; what was sent stands, whatever `whole` says."""
+        if not whole.startswith(channel.sent):
+            return channel.sent
+        missing = whole[len(channel.sent) :]
+        if missing:
+            out.append(TextDelta(missing) if channel is self._text else ReasoningDelta(missing))
+        return whole
+
+    def _step(self, token: int, markers: Markers, out: list[Delta]) -> None:
+        channel = self._channel
+        if channel is _Channel.STOPPED:
+            return
+        if token in self._rendering.stop_token_ids:
+            self._channel = _Channel.STOPPED
+        elif channel in _IN_REASONING and token == markers.end_think:
+            self._enter(_Channel.TEXT)
+        elif channel is _Channel.START and token == markers.think and self._text.is_blank:
+            self._enter(_Channel.REASONING)
+        elif channel is _Channel.REASONING and token == markers.tool:
+            self._channel = _Channel.REASONING_HELD
+        elif token == markers.tool and channel in _OUTSIDE:
+            self._enter(_Channel.TOOL if self._calls else _Channel.HELD)
+            self._block_start = len(self._ids) - 1
+        elif channel is _Channel.TOOL and token == markers.end_tool:
+            self._close_block(out)
+        elif channel is _Channel.REASONING:
+            if token != markers.think:
+                _send(self._reasoning, ReasoningDelta, self._stream.step(token), out)
+        elif channel in (_Channel.START, _Channel.TEXT):
+            _send(self._text, TextDelta, self._stream.step(token), out)
+
+    def _enter(self, channel: _Channel) -> None:
+        self._channel = channel
+        self._stream = _Decoder(self._rendering)
+
+    def _close_block(self, out: list[Delta]) -> None:
+        """Sends the call that just closed; a malformed one waits for `finish`, and so does all
+        that follows it, since it is text that stands after the calls."""
+        block = self._ids[self._block_start :]
+        parsed = self._rendering.parse(block, self._prompt_end[:0], self._tools, calls=True)
+        if len(parsed.tool_calls) != 1 or parsed.text:
+            self._channel = _Channel.HELD
+            return
+        call = parsed.tool_calls[0]
+        out.append(ToolCallDelta(len(self._sent_calls), call))
+        self._sent_calls.append(call)
+        self._channel = _Channel.BETWEEN
+
+    def _opens_in_reasoning(self, markers: Markers) -> bool:
+        """Whether the prompt ends inside an open `<think>`."""
+        for token in reversed(self._prompt_end.tolist()):
+            if token in (markers.end_think, *self._rendering.stop_token_ids):
+                return False
+            if token == markers.think:
+                return True
+        return False
+
+
+class _Trimmed:
+    """Text of one channel, from which surrounding white space and stop strings are left out."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._waiting = ""
+        self.sent = ""
+        self.stop_string: str | None = None
+
+    @property
+    def is_blank(self) -> bool:
+        return not self.sent and not self._waiting.strip()
+
+    def push(self, text: str) -> str:
+        """What can be sent now."""
+        if self.stop_string is not None:
+            return ""
+        waiting = self._waiting + text
+        if not self.sent:
+            waiting = waiting.lstrip()
+        ready = waiting.rstrip()
+        found = [(waiting.find(s), s) for s in self._stop if s in waiting]
+        if found:
+            end, self.stop_string = min(found)
+            ready = waiting[:end].rstrip()
+        elif self._stop:
+            ready = ready[: len(ready) - _begun(ready, self._stop)].rstrip()
+        self._waiting = waiting[len(ready) :]
+        self.sent += ready
+        return ready
+
+
+class _Decoder:
+    """Text of consecutive tokens, in pieces of whole characters."""
+
+    def __init__(self, rendering: Rendering) -> None:
+        self._fast = rendering.tokenizer.fast
+        self._stream = DecodeStream(skip_special_tokens=False)
+
+    def step(self, token: int) -> str:
+        return self._stream.step(self._fast, token) or ""
+
+
+def _send(
+    channel: _Trimmed, kind: type[TextDelta] | type[ReasoningDelta], text: str, out: list[Delta]
+) -> None:
+    ready = channel.push(text) if text else ""
+    if ready:
+        out.append(kind(ready))
+
+
+def _begun(text: str, stop: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that a stop string begins with."""
+    longest = 0
+    for string in stop:
+        for size in range(min(len(string) - 1, len(text)), longest, -1):
+            if text.endswith(string[:size]):
+                longest = size
+                break
+    return longest
+
+
+def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
+    ends = [text.find(string) for string in stop if string in text]
+    return text[: min(ends)].rstrip() if ends else text

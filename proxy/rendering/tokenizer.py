@@ -1,0 +1,146 @@
+"""A checkpoint's tokenizer from `tokenizer.json`, without transformers.
+
+Invariant: `encode` adds nothing to the text and `decode` hides nothing of the ids, so that ids are
+only ever made from new text and read, never normalised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer as FastTokenizer
+
+from proxy.errors import ConfigurationError
+from proxy.rendering.chat_template import ChatTemplate
+
+
+@dataclass(slots=True)
+class Tokenizer:
+    """What the `renderers` package asks of a tokenizer, and nothing that costs offsets."""
+
+    fast: FastTokenizer
+    name_or_path: str
+    eos_token_id: int | None
+    unk_token_id: int | None
+    stop_token_ids: tuple[int, ...]
+    """Every id that ends generation by the model's own generation_config.json."""
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """`bos_token`, `eos_token`, … as the chat template sees them."""
+    max_context_tokens: int | None
+    """`max_position_embeddings` of the model's config.json."""
+    template: ChatTemplate | None = None
+    """What `apply_chat_template` renders; set where the template itself is used."""
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        text: str = self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        if isinstance(tokens, str):
+            token_id = self.fast.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
+        if isinstance(ids, int):
+            return self.fast.id_to_token(ids)
+        return [self.fast.id_to_token(token_id) for token_id in ids]
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **_: Any,
+    ) -> list[int]:
+        if self.template is None:
+            raise ConfigurationError(f"model: {self.name_or_path} has no chat template")
+        return self.encode(
+            self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        )
+
+    def get_vocab(self) -> dict[str, int]:
+        vocab: dict[str, int] = self.fast.get_vocab(with_added_tokens=True)
+        return vocab
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(dict.fromkeys(self.special_tokens.values()))
+
+    def __len__(self) -> int:
+        return int(self.fast.get_vocab_size(with_added_tokens=True))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Raises ConfigurationError when `folder` is not a checkpoint with a fast tokenizer."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigurationError(
+            f"model: {folder} has no tokenizer.json; give the folder of a Hugging Face checkpoint"
+        )
+    try:
+        fast = FastTokenizer.from_file(str(file))
+    except Exception as error:
+        raise ConfigurationError(f"model: {file} cannot be read: {error}") from error
+    config = _read_json(folder / "tokenizer_config.json")
+    special = _special_tokens(config)
+    eos_id = fast.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    unk_id = fast.token_to_id(special["unk_token"]) if "unk_token" in special else None
+    return Tokenizer(
+        fast=fast,
+        name_or_path=str(folder),
+        eos_token_id=eos_id,
+        unk_token_id=unk_id,
+        stop_token_ids=_stop_ids(folder, eos_id),
+        chat_template=_chat_template(folder, config),
+        special_tokens=special,
+        max_context_tokens=_read_json(folder / "config.json").get("max_position_embeddings"),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        data: dict[str, Any] = orjson.loads(file.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ConfigurationError(f"model: {file} is not JSON: {error}") from error
+    return data
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+    tokens = {}
+    for name in names:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _stop_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
+    declared = _read_json(folder / "generation_config.json").get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    return tuple(dict.fromkeys(i for i in [eos_id, *ids] if isinstance(i, int)))
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
