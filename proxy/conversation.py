@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import orjson
 
+from proxy.errors import RequestError
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -61,7 +63,10 @@ BODY = slice(32, 48)
 
 
 def conversation_keys(conversation: Conversation, *, with_reasoning: bool = False) -> list[bytes]:
-    """A key of 48 bytes per message; the last one is the request's. Raises nothing."""
+    """A key of 48 bytes per message; the last one is the request's.
+
+    Raises RequestError for JSON that is nested too deep.
+    """
     tools = _digest(_dump(conversation.tools), 8)
     chain, system, body = tools, bytes(8), bytes(16)
     calls: list[str] = []
@@ -168,7 +173,10 @@ def _key(chain: bytes, tools: bytes, system: bytes, body: bytes) -> bytes:
 
 
 def _dump(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError as error:
+        raise RequestError(f"messages: cannot be written as JSON: {error}") from error
 
 
 def _digest(data: bytes, size: int) -> bytes:

@@ -13,7 +13,7 @@ places every request as the tree that recorded them would have.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,10 +37,12 @@ class Node:
     prompt_ids: Ids
     request_key: bytes
     status: TurnStatus
-    sampled_ids: Ids = EMPTY_IDS
+    sampled_ids: Ids = field(default_factory=lambda: EMPTY_IDS)
     answer_key: bytes = b""
     quote: str = ""
     children: int = 0
+    streamed: bool | None = None
+    """Whether the agent asked for a stream; not known of a turn that another process began."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -120,11 +122,9 @@ class TokenTree:
         """Turns that were asked the same, in order."""
         return [self.nodes[i] for i in self._by_request.get(request_key[CHAIN], ())]
 
-    def prompt(self, placement: Placement) -> Ids:
-        """The whole prompt of a placement, `[T]`."""
-        return np.concatenate(
-            [*self._spans(placement.parent, placement.shared_tokens), placement.prompt_ids]
-        )
+    def prompt(self, parent: int | None, shared_tokens: int, prompt_ids: Ids) -> Ids:
+        """The whole prompt of a turn or placement, `[T]`."""
+        return np.concatenate([*self._spans(parent, shared_tokens), prompt_ids])
 
     def path(self, index: int) -> Ids:
         """A turn's whole path, its answer included, `[T]`."""

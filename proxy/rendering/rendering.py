@@ -152,7 +152,7 @@ class Rendering:
 
     def _raw(self, attempt: ParsedToolCall, sampled: list[int]) -> str:
         if attempt.token_span is None:
-            return attempt.raw
+            return str(attempt.raw)
         start, end = attempt.token_span
         text: str = self.tokenizer.decode(self.before_stop(sampled)[start:end])
         return text

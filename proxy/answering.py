@@ -1,0 +1,153 @@
+"""One answer: sampled, streamed while it is sampled, recorded, and only then whole.
+
+Invariant: what the engine gave is what the turn holds, each id with its log-probability and the
+version of the weights that sampled it, also when the answer was cut short.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from proxy.conversation import Message, answer_key, dump_answer
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.errors import EngineError
+from proxy.live_call import LiveCall
+from proxy.metrics import Metrics
+from proxy.records import FinishReason, Ids, Turn, TurnStatus, VersionSpan
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.stream import AnswerParser, Markers
+from proxy.routing import Router
+from proxy.sessions import LiveSession
+from proxy.store.protocol import Store
+from proxy.wire.dialect import Call, Outcome, Piece, SampledToken
+
+
+@dataclass(slots=True)
+class Answering:
+    """What one answer needs; `run` it once."""
+
+    live: LiveSession
+    call: Call
+    running: LiveCall
+    choice: int
+    turn: Turn
+    sampling: Sampling
+    prompt: Ids
+    rendering: Rendering
+    markers: Markers | None
+    router: Router
+    store: Store
+    metrics: Metrics
+    _ids: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _tokens: list[SampledToken] = field(default_factory=list)
+    _versions: tuple[VersionSpan, ...] = ()
+
+    async def run(self) -> Outcome:
+        """Raises EngineError when it could not be sampled to its end: the turn is then CUT."""
+        parser = self._parser()
+        begun = time.perf_counter()
+        try:
+            finish = await self._sample(parser, begun)
+        except BaseException:
+            await self._record(parser.finish()[1], FinishReason.CUT, begun)
+            raise
+        rest, message = parser.finish()
+        if finish is FinishReason.STOP and message.tool_calls:
+            finish = FinishReason.TOOL_CALLS
+        await self._record(message, finish, begun)
+        if rest:
+            self.running.push(Piece(self.choice, rest))
+        return Outcome(
+            message=message,
+            finish_reason=finish,
+            prompt_tokens=self.turn.prompt_tokens,
+            cached_tokens=self.turn.shared_tokens,
+            completion_tokens=len(self._ids),
+            stop_string=parser.stop_string,
+            tokens=self._tokens,
+            turn=self.turn.index,
+        )
+
+    async def _sample(self, parser: AnswerParser, begun: float) -> FinishReason:
+        chunks = self.router.generate(
+            self.prompt,
+            self.sampling,
+            request_id=f"{self.turn.session_id}#{self.turn.index}",
+            session_id=self.turn.session_id,
+            stream=self.call.stream or bool(self.sampling.stop),
+        )
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if self.turn.first_token_s is None:
+                    self.turn.first_token_s = time.perf_counter() - begun
+                self._take(chunk, parser)
+                if chunk.finish_reason is FinishReason.CUT:
+                    raise EngineError("the engine cut this generation short; try again")
+                if chunk.finish_reason is not None:
+                    self._versions = chunk.versions
+                    return chunk.finish_reason
+                if parser.stop_string is not None:
+                    return FinishReason.STOP
+        raise EngineError("the engine ended without a finish reason", status=502)
+
+    def _take(self, chunk: Chunk, parser: AnswerParser) -> None:
+        if len(chunk.ids) != len(chunk.logprobs):
+            raise EngineError(
+                f"the engine sent {len(chunk.ids)} tokens and {len(chunk.logprobs)} "
+                "log-probabilities",
+                status=502,
+            )
+        self._ids += chunk.ids
+        self._logprobs += chunk.logprobs
+        tokens = self._shown(chunk) if self.call.options.logprobs else []
+        self._tokens += tokens
+        deltas = parser.feed(chunk.ids)
+        if deltas or tokens:
+            self.running.push(Piece(self.choice, deltas, tokens))
+
+    async def _record(self, message: Message, finish: FinishReason, begun: float) -> None:
+        turn, size = self.turn, len(self._ids)
+        cut = finish is FinishReason.CUT
+        turn.sampled_ids = np.array(self._ids, np.int32)
+        turn.logprobs = np.array(self._logprobs, np.float32)
+        turn.versions = self._versions or _one_version(self.router.version, size)
+        turn.finish_reason = finish
+        turn.status = TurnStatus.CUT if cut else TurnStatus.DONE
+        turn.duration_s = time.perf_counter() - begun
+        if size:
+            turn.answer = dump_answer(message)
+            turn.answer_key = answer_key(turn.request_key, message)
+        await self.store.commit_turn(turn)
+        self.live.tree.commit(turn)
+        self.metrics.recorded(turn)
+        self.live.publish("turn", index=turn.index, status=turn.status, finish_reason=finish)
+
+    def _parser(self) -> AnswerParser:
+        streamed = self.call.stream or bool(self.sampling.stop)
+        return AnswerParser(
+            self.rendering,
+            self.live.tree.prompt_end(self.live.tree.nodes[self.turn.index]),
+            self.call.conversation.tools,
+            markers=self.markers if streamed else None,
+            stop=self.sampling.stop,
+            calls=self.call.options.tool_calls,
+        )
+
+    def _shown(self, chunk: Chunk) -> list[SampledToken]:
+        decode = self.rendering.tokenizer.decode
+        tops = chunk.top_logprobs or [[] for _ in chunk.ids]
+        return [
+            SampledToken(
+                decode([token]), logprob, tuple((decode([other]), value) for other, value in top)
+            )
+            for token, logprob, top in zip(chunk.ids, chunk.logprobs, tops, strict=True)
+        ]
+
+
+def _one_version(version: int, size: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(version, 0, size),) if size else ()

@@ -1,0 +1,117 @@
+"""The proxy as one aiohttp application: data plane, control plane, and what they share.
+
+`build_app` takes engines and store as given (tests, embedding), or makes them from the
+configuration. Invariant: what it opens it closes, in reverse order, when the application ends.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+from aiohttp import web
+
+from proxy.calls import Calls
+from proxy.config import EngineConfig, ProxyConfig
+from proxy.control_plane import ROUTES, ControlPlane
+from proxy.data_plane import DataPlane
+from proxy.engines.protocol import Engine
+from proxy.engines.vllm import VllmEngine
+from proxy.errors import ConfigurationError
+from proxy.metrics import Metrics
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
+from proxy.routing import Router
+from proxy.sessions import Sessions
+from proxy.store import open_store
+from proxy.store.protocol import Store
+from proxy.wire.chat import ChatDialect
+from proxy.wire.dialect import Dialect
+
+DATA_PLANE = web.AppKey("data_plane", DataPlane)
+CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Calls make little that only the collector can free, and a full collection walks every session's
+tree: so rarely, and never what was there at the start."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_app(
+    config: ProxyConfig,
+    *,
+    engines: Sequence[Engine] | None = None,
+    store: Store | None = None,
+) -> web.Application:
+    """Raises ConfigurationError when the model's folder cannot be used."""
+    if config.model is None:
+        raise ConfigurationError("model: give the folder of the checkpoint that the engines serve")
+    rendering = Rendering(load_tokenizer(config.model), config.rendering)
+    app = web.Application(client_max_size=config.limits.body_bytes)
+    for method, path, name in ROUTES:
+        app.router.add_route(method, path, _control(name))
+    dialects = _dialects()
+    for route in dialects:
+        app.router.add_post(f"/v1/{route}", _data)
+    app.router.add_post("/{path:.+}", _data)
+    app.cleanup_ctx.append(_parts(config, rendering, dialects, engines, store))
+    return app
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    """Raises ConfigurationError for a kind that cannot be spoken."""
+    key = config.api_key.get_secret_value() if config.api_key else None
+    if config.kind == "vllm":
+        return VllmEngine(config.url, name=config.name, api_key=key, model=config.model)
+    raise ConfigurationError(f"engines.kind: {config.kind!r} is not spoken yet")
+
+
+def _parts(
+    config: ProxyConfig,
+    rendering: Rendering,
+    dialects: dict[str, Dialect],
+    engines: Sequence[Engine] | None,
+    given_store: Store | None,
+) -> Callable[[web.Application], AsyncGenerator[None, None]]:
+    async def run(app: web.Application) -> AsyncGenerator[None, None]:
+        store = given_store or await open_store(config.store)
+        replicas = [make_engine(e) for e in config.engines] if engines is None else list(engines)
+        router = Router(replicas, version=config.policy_version)
+        sessions, metrics = Sessions(store, config.sessions), Metrics()
+        calls = Calls(
+            sessions,
+            rendering,
+            router,
+            store,
+            metrics,
+            context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
+            call_timeout_s=config.limits.call_timeout_s,
+        )
+        app[DATA_PLANE] = DataPlane(config, sessions, calls, dialects, metrics)
+        app[CONTROL_PLANE] = ControlPlane(config, sessions, store, router, metrics, make_engine)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        yield
+        await calls.close(config.limits.shutdown_s)
+        await router.close()
+        if given_store is None:
+            await store.close()
+
+    return run
+
+
+def _dialects() -> dict[str, Dialect]:
+    """By the route behind `/v1/`."""
+    return {"chat/completions": ChatDialect()}
+
+
+def _control(name: str) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await request.app[CONTROL_PLANE].handle(name, request)
+
+    return handle
+
+
+async def _data(request: web.Request) -> web.StreamResponse:
+    return await request.app[DATA_PLANE].handle(request)

@@ -1,0 +1,314 @@
+"""The call loop: place → record the intent → sample → stream → record the answer → end.
+
+Invariant: nothing is sampled before its intent is durable, and no terminal event is sent before
+its turn is. Whatever ends a call early (agent gone, engine dead, session closed, time out), its
+turn is recorded as CUT with what was sampled so far, and is never trained. One request's answers
+train at most once: a retry joins the running call, is served the recorded answer that never
+arrived, or supersedes the one that the agent did not take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from proxy.answering import Answering
+from proxy.conversation import CHAIN, Conversation, conversation_keys, load_answer
+from proxy.engines.protocol import Sampling
+from proxy.errors import EngineError, RequestError, SessionError, StoreError
+from proxy.live_call import LiveCall
+from proxy.metrics import Metrics
+from proxy.records import FinishReason, Turn, TurnStatus
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.stream import ReasoningDelta, TextDelta, ToolCallDelta, find_markers
+from proxy.routing import Router
+from proxy.sampling import as_record, resolve
+from proxy.sessions import LiveSession, Sessions
+from proxy.store.protocol import Store, TurnConflict
+from proxy.token_tree import Placement
+from proxy.wire.dialect import Call, Outcome, Piece
+
+MAX_CONFLICTS = 16
+"""Other proxies on the same store may take a turn's index this often before we give up."""
+THREADED_CHARS = 50_000
+"""Longer new text is tokenised in a thread: 50k characters take about 10 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the transport knows of a request, beside its body."""
+
+    dialect: str
+    agent_id: str | None = None
+    is_retry: bool = False
+    """The client says so itself (`x-stainless-retry-count` above 0)."""
+
+
+class Calls:
+    def __init__(
+        self,
+        sessions: Sessions,
+        rendering: Rendering,
+        router: Router,
+        store: Store,
+        metrics: Metrics,
+        *,
+        context_tokens: int | None,
+        call_timeout_s: float,
+    ) -> None:
+        """`context_tokens` bounds prompt and answer where no engine says a smaller number."""
+        self._sessions = sessions
+        self._rendering = rendering
+        self._markers = find_markers(rendering)
+        self._router = router
+        self._store = store
+        self._metrics = metrics
+        self._running: set[LiveCall] = set()
+        self._context_tokens = context_tokens
+        self._call_timeout_s = call_timeout_s
+
+    async def open(self, live: LiveSession, call: Call, caller: Caller) -> LiveCall:
+        """The call, running; a retry gets the call (or the recorded answer) that it repeats.
+
+        Raises RequestError, SessionError or StoreError, and then nothing was sampled.
+        """
+        keys = conversation_keys(call.conversation)
+        running = live.calls.get(keys[-1])
+        if running is not None and caller.is_retry and not running.abandoned:
+            return running
+        live.in_flight += 1
+        try:
+            recorded = await self._recorded(live, call, keys[-1])
+            if recorded is None:
+                await self._supersede(live, call, caller, keys[-1])
+            turns = recorded or await self._begin(live, call, caller, keys)
+        except BaseException:
+            live.in_flight -= 1
+            raise
+        return self._start(live, call, turns)
+
+    async def close(self, grace_s: float) -> None:
+        """Lets running calls end for `grace_s`, then cuts them; returns when all are recorded."""
+        calls = list(self._running)
+        try:
+            async with asyncio.timeout(grace_s):
+                await asyncio.gather(*(call.ended() for call in calls))
+        except TimeoutError:
+            for call in calls:
+                call.abort()
+            await asyncio.gather(*(call.ended() for call in calls))
+
+    def _room(self) -> int | None:
+        known = [n for n in (self._context_tokens, self._router.context_tokens) if n is not None]
+        return min(known, default=None)
+
+    def _start(
+        self, live: LiveSession, call: Call, turns: list[tuple[Turn, Sampling | None]]
+    ) -> LiveCall:
+        first = turns[0][0]
+        running = LiveCall(
+            first.request_key, [turn.index for turn, _ in turns], first.prompt_tokens
+        )
+        live.calls[running.request_key] = running
+        self._running.add(running)
+        running.start(self._run(live, call, running, turns))
+        return running
+
+    async def _run(
+        self,
+        live: LiveSession,
+        call: Call,
+        running: LiveCall,
+        turns: list[tuple[Turn, Sampling | None]],
+    ) -> list[Outcome]:
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                return await self._answers(live, call, running, turns)
+        except TimeoutError:
+            raise EngineError(
+                f"the call did not end within {self._call_timeout_s} s", status=504
+            ) from None
+        finally:
+            live.in_flight -= 1
+            self._running.discard(running)
+            if live.calls.get(running.request_key) is running:
+                del live.calls[running.request_key]
+
+    def settle(self, live: LiveSession, running: LiveCall, *, arrived: bool) -> None:
+        """A watcher has ended: the answer arrived there whole, or its connection broke."""
+        running.delivered = running.delivered or arrived
+        if running.delivered:
+            live.undelivered.pop(running.request_key[CHAIN], None)
+        else:
+            live.undelivered[running.request_key[CHAIN]] = running.turns
+
+    async def _answers(
+        self,
+        live: LiveSession,
+        call: Call,
+        running: LiveCall,
+        turns: list[tuple[Turn, Sampling | None]],
+    ) -> list[Outcome]:
+        answers = []
+        for choice, (turn, sampling) in enumerate(turns):
+            if sampling is None:
+                answers.append(_replayed(running, choice, turn))
+                continue
+            prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
+            answering = Answering(
+                live, call, running, choice, turn, sampling, prompt,
+                self._rendering, self._markers, self._router, self._store, self._metrics,
+            )  # fmt: skip
+            answers.append(answering.run())
+        if len(answers) == 1:
+            return [await answers[0]]
+        tasks = [asyncio.create_task(answer) for answer in answers]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _begin(
+        self, live: LiveSession, call: Call, caller: Caller, keys: list[bytes]
+    ) -> list[tuple[Turn, Sampling | None]]:
+        """One turn per answer, with its intent on disk."""
+        begun: list[tuple[Turn, Sampling | None]] = []
+        conflicts = 0
+        while len(begun) < call.n:
+            if begun:
+                placement = live.tree.sibling(live.tree.nodes[begun[0][0].index])
+            else:
+                placement = await self._place(live, call.conversation, keys)
+            sampling = resolve(
+                live.session,
+                call.options,
+                prompt_tokens=placement.shared_tokens + len(placement.prompt_ids),
+                context_tokens=self._room(),
+                stop_token_ids=self._rendering.stop_token_ids,
+                sibling=len(begun),
+            )
+            turn = _intended(live, caller, keys[-1], placement, sampling)
+            if await self._record_intent(live, turn):
+                live.tree.nodes[turn.index].streamed = call.stream
+                begun.append((turn, sampling))
+            elif (conflicts := conflicts + 1) > MAX_CONFLICTS:
+                raise StoreError("other proxies keep writing to this session; try again")
+        return begun
+
+    async def _place(
+        self, live: LiveSession, conversation: Conversation, keys: list[bytes]
+    ) -> Placement:
+        tree, rendering = live.tree, self._rendering
+        known = len(keys) if tree.same_requests(keys[-1]) else tree.match(keys).answered + 1
+        if sum(len(m.text) for m in conversation.messages[known:]) > THREADED_CHARS:
+            return await asyncio.to_thread(tree.place, conversation, keys, rendering)
+        return tree.place(conversation, keys, rendering)
+
+    async def _record_intent(self, live: LiveSession, turn: Turn) -> bool:
+        """False when another proxy took the index first: its turns are read, and we place anew."""
+        live.tree.begin(turn)
+        try:
+            await self._store.begin_turn(turn)
+        except TurnConflict:
+            await self._sessions.reload(live)
+            return False
+        except (StoreError, SessionError):
+            self._sessions.forget(live)
+            raise
+        return True
+
+    async def _recorded(
+        self, live: LiveSession, call: Call, request_key: bytes
+    ) -> list[tuple[Turn, Sampling | None]] | None:
+        """Answers to this very request that are recorded but never arrived whole."""
+        indexes = live.undelivered.pop(request_key[CHAIN], None)
+        if indexes is None:
+            same = live.tree.same_requests(request_key)
+            indexes = [n.index for n in same if n.index < live.loaded_turns and not n.children]
+        done = [i for i in indexes if live.tree.nodes[i].status is TurnStatus.DONE]
+        done = [i for i in done if i not in live.replayed][-call.n :]
+        if len(done) < call.n:
+            return None
+        live.replayed.update(done)
+        turns = await self._store.get_turns(live.session.session_id, since=done[0])
+        return [(turn, None) for turn in turns if turn.index in done]
+
+    async def _supersede(
+        self, live: LiveSession, call: Call, caller: Caller, request_key: bytes
+    ) -> None:
+        """The agent asks again for what it was answered, and never went on from the answer."""
+        for node in live.tree.same_requests(request_key):
+            other_form = node.streamed is not None and node.streamed != call.stream
+            taken = node.status is not TurnStatus.DONE or node.children
+            if taken or not (other_form or caller.is_retry):
+                continue
+            await self._store.set_turn_status(
+                live.session.session_id, node.index, TurnStatus.SUPERSEDED
+            )
+            node.status = TurnStatus.SUPERSEDED
+            live.publish("superseded", index=node.index)
+
+
+def check_limits(live: LiveSession, call: Call, defaults: dict[str, int]) -> None:
+    """Raises RequestError when the session may not make this call (now, or at all)."""
+    limits = {**defaults, **live.session.limits}
+    if live.in_flight >= limits["max_concurrent_calls"]:
+        raise RequestError(
+            f"{live.in_flight} calls of this session are running, its max_concurrent_calls is "
+            f"{limits['max_concurrent_calls']}; wait for one to end",
+            status=429,
+            code="max_concurrent_calls",
+            retry_after_s=1.0,
+        )
+    turns = len(live.tree) + call.n
+    for name, value in (("max_turns", turns), ("max_tokens", live.tree.sampled_tokens)):
+        if value > limits[name]:
+            raise RequestError(
+                f"this session has reached its {name} of {limits[name]}", status=403, code=name
+            )
+
+
+def _intended(
+    live: LiveSession, caller: Caller, request_key: bytes, placement: Placement, sampling: Sampling
+) -> Turn:
+    return Turn(
+        session_id=live.session.session_id,
+        index=len(live.tree),
+        parent=placement.parent,
+        shared_tokens=placement.shared_tokens,
+        fork_cause=placement.cause,
+        prompt_ids=placement.prompt_ids,
+        request_key=request_key,
+        sampling=as_record(sampling),
+        dialect=caller.dialect,
+        agent_id=caller.agent_id,
+        started_at=time.time(),
+    )
+
+
+async def _replayed(running: LiveCall, choice: int, turn: Turn) -> Outcome:
+    """A recorded answer, given again."""
+    message = load_answer(turn.answer)
+    deltas = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    running.push(
+        Piece(
+            choice,
+            [
+                *deltas,
+                *([TextDelta(message.text)] if message.text else []),
+                *(ToolCallDelta(i, call) for i, call in enumerate(message.tool_calls)),
+            ],
+        )
+    )
+    return Outcome(
+        message=message,
+        finish_reason=turn.finish_reason or FinishReason.STOP,
+        prompt_tokens=turn.prompt_tokens,
+        cached_tokens=turn.shared_tokens,
+        completion_tokens=len(turn.sampled_ids),
+        turn=turn.index,
+    )

@@ -1,0 +1,348 @@
+"""The control plane: sessions, their records and rewards, events, engines, versions.
+
+Invariant: nothing here is answered without the admin key where one is set, and off loopback one is
+always set. No answer holds an API key but the one that creates it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+from aiohttp import web
+from pydantic import SecretStr
+
+from proxy.config import EngineConfig, ProxyConfig
+from proxy.data_plane import api_key, read_json
+from proxy.engines.protocol import Engine
+from proxy.errors import ProxyError, RequestError, SessionError
+from proxy.metrics import Metrics
+from proxy.record_format import CONTENT_TYPE, encode_record
+from proxy.record_view import session_view, trajectories_view, turn_view
+from proxy.records import Reward, Session, SessionKind, SessionStatus
+from proxy.routing import Router
+from proxy.sampling import check_pinned
+from proxy.sessions import LiveSession, Sessions
+from proxy.store.protocol import SessionFilter, Store
+from proxy.wire.fields import Fields
+
+MAX_WAIT_S = 300.0
+"""A long-poll is answered after this at the latest; the caller asks again."""
+QUEUED_EVENTS = 1000
+"""Per listener; one that falls this far behind loses events and reads the record."""
+_LIMITS = ("max_turns", "max_tokens", "max_concurrent_calls")
+
+
+class ControlPlane:
+    """One handler per route; `ROUTES` says which."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        sessions: Sessions,
+        store: Store,
+        router: Router,
+        metrics: Metrics,
+        make_engine: Callable[[EngineConfig], Engine],
+    ) -> None:
+        self._config = config
+        self._sessions = sessions
+        self._store = store
+        self._router = router
+        self._metrics = metrics
+        self._make_engine = make_engine
+
+    async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
+        """Runs the handler of a route in `ROUTES`."""
+        try:
+            if name not in _OPEN_TO_ALL:
+                self._check_admin(request)
+            response: web.StreamResponse = await getattr(self, f"_{name}")(request)
+        except ProxyError as error:
+            return _refused(error)
+        return response
+
+    def _check_admin(self, request: web.Request) -> None:
+        if self._config.admin_key is None:
+            return
+        wanted = self._config.admin_key.get_secret_value().encode()
+        given = (api_key(request.headers) or "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, wanted):
+            raise SessionError("the control plane wants the admin key", status=401)
+
+    async def _create(self, request: web.Request) -> web.Response:
+        trial_id = request.match_info.get("trial_id")
+        fields = Fields(await read_json(request) if request.can_read_body else {})
+        kind = fields.text("kind", "train")
+        if kind not in (SessionKind.TRAIN, SessionKind.EVAL):
+            raise fields.refuse("kind", "train or eval")
+        limits = fields.child("limits")
+        unknown = set(limits.data) - set(_LIMITS)
+        if unknown:
+            raise limits.refuse(min(unknown), f"one of {', '.join(_LIMITS)}")
+        session, key = await self._sessions.create(
+            unquote(trial_id) if trial_id is not None else fields.optional_text("trial_id"),
+            kind=SessionKind(kind),
+            sampling=check_pinned(fields.child("sampling").data),
+            profile=fields.text("profile", "default"),
+            limits={name: limits.integer(name, 1, 2**53) for name in limits.data},
+            metadata=fields.child("metadata").data,
+            ttl_s=fields.number("ttl_s", 1, 10 * 365 * 86400),
+        )
+        root = self._public_url(request)
+        return _json(
+            {
+                "trial_id": session.session_id,
+                "api_key": key,
+                "base_url": f"{root}/{session.session_id}/v1",
+                "anthropic_base_url": f"{root}/{session.session_id}",
+                "expires_at": session.expires_at,
+            },
+            status=201,
+        )
+
+    async def _list(self, request: web.Request) -> web.Response:
+        query = request.query
+        where = SessionFilter(
+            status=_choice(query.get("status"), SessionStatus, "status"),
+            kind=_choice(query.get("kind"), SessionKind, "kind"),
+            id_prefix=query.get("id_prefix", ""),
+            after=query.get("after"),
+            limit=int(_number(query.get("limit", "100"), "limit", 1, 1000)),
+        )
+        sessions = await self._store.list_sessions(where)
+        return _json({"sessions": [session_view(session) for session in sessions]})
+
+    async def _show(self, request: web.Request) -> web.Response:
+        session = await self._session(request)
+        turns = await self._store.get_turns(session.session_id)
+        return _json({**session_view(session), "turns": [turn_view(turn) for turn in turns]})
+
+    async def _trajectories(self, request: web.Request) -> web.Response:
+        session = await self._session(request)
+        turns = await self._store.get_turns(session.session_id)
+        if CONTENT_TYPE in request.headers.get("Accept", ""):
+            return web.Response(body=encode_record(session, turns), content_type=CONTENT_TYPE)
+        return _json({**session_view(session), "trajectories": trajectories_view(turns)})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = await self._session(request)
+        reward = _parse_reward(Fields(await read_json(request)))
+        if reward.turn is not None:
+            turns = await self._store.get_turns(session.session_id)
+            if reward.turn >= len(turns):
+                raise RequestError(f"turn: the session has {len(turns)} turns", param="turn")
+        added = await self._store.add_reward(session.session_id, reward)
+        if added:
+            live = await self._sessions.get(session.session_id)
+            live.publish("reward", key=reward.key, value=reward.value)
+        return _json({"added": added})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        await self._sessions.complete(_trial_id(request))
+        return _json({})
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        await self._sessions.delete(_trial_id(request))
+        return _json({})
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        live = await self._sessions.get(_trial_id(request))
+        if request.query.get("wait") == "completed":
+            wait_s = _number(request.query.get("timeout_s", "60"), "timeout_s", 0, 1e9)
+            try:
+                async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
+                    await live.closed.wait()
+            except TimeoutError:
+                return _json({"completed": False})
+            return _json({"completed": True})
+        since = int(_number(request.query.get("since", "0"), "since", 0, 2**53))
+        stored = await self._store.get_events(live.session.session_id, since)
+        if "text/event-stream" not in request.headers.get("Accept", ""):
+            return _json({"events": stored})
+        return await self._stream_events(request, live, stored)
+
+    async def _stream_events(
+        self, request: web.Request, live: LiveSession, stored: list[dict[str, Any]]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUED_EVENTS)
+        live.listeners.add(queue)
+        try:
+            await response.prepare(request)
+            for event in stored:
+                await response.write(_event(event))
+            while not (live.closed.is_set() and queue.empty()):
+                try:
+                    async with asyncio.timeout(self._config.limits.keep_alive_s):
+                        event = await queue.get()
+                except TimeoutError:
+                    await response.write(b": keep-alive\n\n")
+                else:
+                    await response.write(_event(event))
+        finally:
+            live.listeners.discard(queue)
+        return response
+
+    async def _engines(self, request: web.Request) -> web.Response:
+        engines = [
+            {
+                "name": info.name,
+                "url": info.url,
+                "healthy": info.healthy,
+                "in_flight": info.in_flight,
+                "version": info.version,
+                "model": info.model,
+                "max_context_tokens": info.max_context_tokens,
+                "details": info.details,
+            }
+            for info in self._router.infos
+        ]
+        return _json({"engines": engines, "paused": self._router.paused})
+
+    async def _add_engine(self, request: web.Request) -> web.Response:
+        fields = Fields(await read_json(request))
+        kind = fields.text("kind", "vllm")
+        if kind not in ("vllm", "completions", "sglang", "text"):
+            raise fields.refuse("kind", "vllm, completions, sglang or text")
+        key = fields.optional_text("api_key")
+        engine = self._make_engine(
+            EngineConfig(
+                url=fields.text("url"),
+                kind=kind,
+                name=fields.optional_text("name"),
+                model=fields.optional_text("model"),
+                api_key=None if key is None else SecretStr(key),
+            )
+        )
+        await self._router.add(engine)
+        return _json({"name": engine.info.name}, status=201)
+
+    async def _remove_engine(self, request: web.Request) -> web.Response:
+        await self._router.remove(unquote(request.match_info["name"]))
+        return _json({})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._router.pause()
+        return _json({"paused": True})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._router.resume()
+        return _json({"paused": False})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        version = Fields(await read_json(request)).integer("version", 0, 2**31 - 1)
+        if version is None:
+            raise RequestError("version: an integer is wanted", param="version")
+        self._router.set_version(version)
+        return _json({"version": version})
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.exposition(), content_type="text/plain")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        try:
+            await self._router.check()
+            await self._store.list_sessions(SessionFilter(limit=1))
+        except ProxyError as error:
+            return _refused(error)
+        return _json({"status": "ready"})
+
+    async def _session(self, request: web.Request) -> Session:
+        session = await self._store.get_session(_trial_id(request))
+        if session is None:
+            raise SessionError(f"session {_trial_id(request)!r} is unknown", status=404)
+        return session
+
+    def _public_url(self, request: web.Request) -> str:
+        if self._config.public_url is not None:
+            return self._config.public_url.rstrip("/")
+        return str(request.url.origin())
+
+
+_NAMED = r"/sessions/{trial_id:.+?}"
+ROUTES = (
+    ("GET", "/health", "health"),
+    ("GET", "/ready", "ready"),
+    ("GET", "/metrics", "show_metrics"),
+    ("GET", "/sessions", "list"),
+    ("POST", "/sessions", "create"),
+    ("GET", _NAMED + "/trajectories", "trajectories"),
+    ("GET", _NAMED + "/events", "events"),
+    ("POST", _NAMED + "/rewards", "reward"),
+    ("POST", _NAMED + "/complete", "complete"),
+    ("GET", _NAMED, "show"),
+    ("POST", _NAMED, "create"),
+    ("DELETE", _NAMED, "delete"),
+    ("GET", "/engines", "engines"),
+    ("POST", "/engines/pause", "pause"),
+    ("POST", "/engines/resume", "resume"),
+    ("POST", "/engines", "add_engine"),
+    ("DELETE", "/engines/{name}", "remove_engine"),
+    ("PUT", "/policy_version", "set_version"),
+)
+_OPEN_TO_ALL = ("health", "ready")
+
+
+def _trial_id(request: web.Request) -> str:
+    return unquote(request.match_info["trial_id"])
+
+
+def _parse_reward(fields: Fields) -> Reward:
+    value = fields.number("value", -math.inf, math.inf)
+    if value is None or not math.isfinite(value):
+        raise fields.refuse("value", "a finite number")
+    parts = fields.child("parts")
+    return Reward(
+        key=fields.text("key", "reward"),
+        value=value,
+        parts={name: parts.number(name, -1e300, 1e300) or 0.0 for name in parts.data},
+        turn=fields.integer("turn", 0, 2**31 - 1),
+        branch=fields.flag("branch"),
+    )
+
+
+def _choice(value: str | None, kind: Any, name: str) -> Any:
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise RequestError(f"{name}: one of {', '.join(kind)} is wanted, not {value!r}") from error
+
+
+def _number(text: str, name: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise RequestError(f"{name}: a number from {low} to {high} is wanted, not {text!r}")
+    return value
+
+
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY),
+        status=status,
+        content_type="application/json",
+    )
+
+
+def _refused(error: ProxyError) -> web.Response:
+    response = _json({"error": {"message": error.message}}, status=error.status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return response
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(event) + b"\n\n"

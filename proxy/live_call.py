@@ -1,0 +1,102 @@
+"""A call being answered, and the connections that watch it.
+
+Invariant: the sampling belongs to the call and not to a connection. A retry joins by watching;
+when the last watcher has left before the end, the sampling is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+from proxy.wire.dialect import Outcome, Piece
+
+
+class LiveCall:
+    def __init__(self, request_key: bytes, turns: list[int], prompt_tokens: int) -> None:
+        self.request_key = request_key
+        self.turns = turns
+        """Index of the turn of each answer."""
+        self.prompt_tokens = prompt_tokens
+        self.delivered = False
+        """Whether some agent got the whole answer."""
+        self._pieces: list[Piece] = []
+        self._watchers = 0
+        self._waiting: list[asyncio.Future[bool]] = []
+        self._task: asyncio.Task[list[Outcome]] | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        """Nobody watches any more: the sampling is ending as cut."""
+        return self._task is not None and self._watchers == 0
+
+    def start(self, answering: Coroutine[Any, Any, list[Outcome]]) -> None:
+        self._task = asyncio.create_task(answering)
+        self._task.add_done_callback(self._ended)
+
+    def push(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._wake()
+
+    def abort(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Returns when the call has ended, however it did."""
+        await asyncio.wait([self._running()])
+
+    async def outcomes(self) -> list[Outcome]:
+        """The recorded answers. Raises what ended the call."""
+        self._watchers += 1
+        try:
+            return await asyncio.shield(self._running())
+        finally:
+            self._leave()
+
+    async def watch(self, keep_alive_s: float) -> AsyncGenerator[Piece | None, None]:
+        """The pieces from the first on; None each time that nothing came for `keep_alive_s`."""
+        task, loop, seen = self._running(), asyncio.get_running_loop(), 0
+        self._watchers += 1
+        try:
+            while True:
+                while seen < len(self._pieces):
+                    seen += 1
+                    yield self._pieces[seen - 1]
+                if task.done():
+                    return
+                waiting = loop.create_future()
+                self._waiting.append(waiting)
+                timer = loop.call_later(keep_alive_s, _wake_one, waiting, False)
+                came = await waiting
+                timer.cancel()
+                if not came:
+                    yield None
+        finally:
+            self._leave()
+
+    def _running(self) -> asyncio.Task[list[Outcome]]:
+        if self._task is None:
+            raise RuntimeError("the call was not started")
+        return self._task
+
+    def _leave(self) -> None:
+        self._watchers -= 1
+        if self._watchers == 0 and not self._running().done():
+            self.abort()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            _wake_one(future, True)
+
+    def _ended(self, task: asyncio.Task[list[Outcome]]) -> None:
+        if not task.cancelled():
+            task.exception()  # looked at: a watcher that has left will not fetch it
+        self._wake()
+
+
+def _wake_one(future: asyncio.Future[bool], came: bool) -> None:
+    if not future.done():
+        future.set_result(came)

@@ -1,0 +1,301 @@
+"""OpenAI Chat Completions: `POST /v1/chat/completions`.
+
+Takes what agents really send (developer messages, content as text or blocks, split assistant
+turns, `cache_control`, reasoning under either name) and refuses only what would change the
+sampling and cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from proxy.conversation import Conversation, Message, Role, ToolCall, merged
+from proxy.errors import ContextOverflow, ProxyError, RequestError
+from proxy.records import FinishReason
+from proxy.rendering.stream import ReasoningDelta, TextDelta
+from proxy.wire.dialect import Call, Headers, Options, Outcome, Piece, SampledToken, error_type
+from proxy.wire.fields import Fields
+
+MAX_CHOICES = 64
+MAX_TOP_LOGPROBS = 20
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+class ChatDialect:
+    name = "chat"
+
+    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
+        fields = Fields(body)
+        tools = [parse_tool(tool) for tool in fields.objects("tools")]
+        messages = merged(parse_message(message) for message in fields.objects("messages"))
+        if not messages:
+            raise fields.refuse("messages", "at least one message")
+        stream_options = fields.child("stream_options")
+        return Call(
+            model=fields.text("model", ""),
+            conversation=Conversation(messages, tools),
+            options=parse_options(fields),
+            n=fields.integer("n", 1, MAX_CHOICES) or 1,
+            stream=fields.flag("stream"),
+            extra={"usage": stream_options.flag("include_usage")},
+        )
+
+    def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
+        choices = [_choice(i, outcome, call) for i, outcome in enumerate(outcomes)]
+        return orjson.dumps(
+            {
+                "id": f"chatcmpl-{answer_id}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": call.model,
+                "choices": choices,
+                "usage": usage(outcomes),
+            }
+        )
+
+    def writer(self, call: Call, answer_id: str) -> ChatWriter:
+        return ChatWriter(call, answer_id)
+
+    def error(self, error: ProxyError) -> bytes:
+        return openai_error(error)
+
+
+class ChatWriter:
+    """Chunks of one streamed response."""
+
+    def __init__(self, call: Call, answer_id: str) -> None:
+        self._call = call
+        self._head = {
+            "id": f"chatcmpl-{answer_id}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": call.model,
+        }
+
+    def start(self, prompt_tokens: int) -> bytes:
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(i, role) for i in range(self._call.n))
+
+    def piece(self, piece: Piece) -> bytes:
+        deltas: list[dict[str, Any]] = []
+        for delta in piece.deltas:
+            if isinstance(delta, TextDelta):
+                deltas.append({"content": delta.text})
+            elif isinstance(delta, ReasoningDelta):
+                deltas.append({"reasoning_content": delta.text})
+            else:
+                deltas.append({"tool_calls": [{"index": delta.index, **_call(delta.call)}]})
+        if piece.tokens and not deltas:
+            deltas.append({"content": ""})
+        logprobs = _logprobs(piece.tokens) if piece.tokens else None
+        chunks = [self._chunk(piece.choice, delta) for delta in deltas[:-1]]
+        chunks += [self._chunk(piece.choice, delta, logprobs=logprobs) for delta in deltas[-1:]]
+        return b"".join(chunks)
+
+    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+        chunks = [
+            self._chunk(i, {}, finish_reason=outcome.finish_reason)
+            for i, outcome in enumerate(outcomes)
+        ]
+        if self._call.extra.get("usage"):
+            chunks.append(sse({**self._head, "choices": [], "usage": usage(outcomes)}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def error(self, error: ProxyError) -> bytes:
+        return b"data: " + openai_error(error) + b"\n\n"
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        *,
+        finish_reason: FinishReason | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        entry = {
+            "index": choice,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return sse({**self._head, "choices": [entry]})
+
+
+def parse_message(fields: Fields) -> Message:
+    name = fields.text("role")
+    role = _ROLES.get(name)
+    if role is None:
+        raise fields.refuse("role", f"one of {', '.join(_ROLES)}")
+    message = Message(role, parse_content(fields, "content"))
+    if role == "assistant":
+        reasoning = fields.get("reasoning_content") or fields.get("reasoning")
+        message.reasoning = reasoning if isinstance(reasoning, str) else None
+        message.tool_calls = [_parse_call(call) for call in fields.objects("tool_calls")]
+        legacy = fields.get("function_call")
+        if legacy is not None:
+            function = Fields(legacy, fields.path("function_call"))
+            message.tool_calls.append(_function(function, function.text("name", "")))
+        refused = fields.optional_text("refusal")
+        message.text = message.text or refused or ""
+    elif role == "tool":
+        message.tool_call_id = fields.optional_text("tool_call_id") or fields.optional_text("name")
+    return message
+
+
+def parse_content(fields: Fields, name: str) -> str:
+    """Text, from a string or from blocks. Images and the like are refused: nothing sees them."""
+    content = fields.get(name)
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for block in fields.objects(name):
+        kind = block.text("type", "text")
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise block.refuse("type", "text (this model takes no images, sound or files)")
+        texts.append(block.text("refusal" if kind == "refusal" else "text", ""))
+    return "\n".join(texts)
+
+
+def parse_tool(fields: Fields) -> dict[str, Any]:
+    if fields.text("type", "function") != "function":
+        raise fields.refuse("type", '"function" (the provider\'s own tools cannot be run here)')
+    function = fields.child("function")
+    function.text("name")
+    kept = {key: value for key, value in function.data.items() if key != "cache_control"}
+    return {"type": "function", "function": kept}
+
+
+def parse_options(fields: Fields) -> Options:
+    max_tokens = fields.integer("max_completion_tokens", 1, 2**31)
+    if max_tokens is None:
+        max_tokens = fields.integer("max_tokens", 1, 2**31)
+    logprobs = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    return Options(
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 0, 1),
+        top_k=fields.integer("top_k", -1, 2**31),
+        min_p=fields.number("min_p", 0, 1),
+        presence_penalty=fields.number("presence_penalty", -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 100),
+        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        stop=fields.stops("stop"),
+        logprobs=logprobs,
+        top_logprobs=top if logprobs else 0,
+        structured=_structured(fields.child("response_format")),
+        tool_calls=_calls_allowed(fields),
+    )
+
+
+def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    prompt = outcomes[0].prompt_tokens if outcomes else 0
+    completion = sum(outcome.completion_tokens for outcome in outcomes)
+    cached = outcomes[0].cached_tokens if outcomes else 0
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def openai_error(error: ProxyError) -> bytes:
+    """OpenAI's error body. An overflow says what makes agents compact their history."""
+    message, param, code = error.message, None, None
+    if isinstance(error, RequestError):
+        param, code = error.param, error.code
+    if isinstance(error, ContextOverflow):
+        message = (
+            f"This model's maximum context length is {error.max_tokens} tokens. However, your "
+            f"messages resulted in {error.prompt_tokens} tokens. Please reduce the length of the "
+            "messages."
+        )
+    kind = error_type(error.status)
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _choice(index: int, outcome: Outcome, call: Call) -> dict[str, Any]:
+    message = outcome.message
+    entry: dict[str, Any] = {"role": "assistant", "content": message.text or None}
+    if message.text or not message.tool_calls:
+        entry["content"] = message.text
+    if message.reasoning:
+        entry["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        entry["tool_calls"] = [_call(tool_call) for tool_call in message.tool_calls]
+    return {
+        "index": index,
+        "message": entry,
+        "logprobs": _logprobs(outcome.tokens) if call.options.logprobs else None,
+        "finish_reason": outcome.finish_reason,
+    }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _logprobs(tokens: list[SampledToken]) -> dict[str, Any]:
+    content = [
+        {
+            **_scored(token.text, token.logprob),
+            "top_logprobs": [_scored(text, logprob) for text, logprob in token.top],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _scored(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _parse_call(fields: Fields) -> ToolCall:
+    function = fields.child("function" if fields.get("function") is not None else "custom")
+    return _function(function, fields.text("id", ""))
+
+
+def _function(function: Fields, call_id: str) -> ToolCall:
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, str):
+        arguments = orjson.dumps(arguments).decode()
+    return ToolCall(call_id, function.text("name", ""), arguments or "")
+
+
+def _structured(fields: Fields) -> dict[str, Any] | None:
+    kind = fields.text("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        schema = fields.child("json_schema").get("schema")
+        if not isinstance(schema, dict):
+            raise fields.child("json_schema").refuse("schema", "a JSON schema")
+        return {"json": schema}
+    raise fields.refuse("type", "text, json_object or json_schema")
+
+
+def _calls_allowed(fields: Fields) -> bool:
+    choice = fields.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return bool(choice != "none")
+    raise fields.refuse("tool_choice", '"auto" or "none" (a call cannot be forced on this engine)')

@@ -1,0 +1,115 @@
+"""Reading what anybody may send: every field typed and bounded, every refusal names it.
+
+Invariant: whatever the JSON holds, a reader here returns a value of the type it says or raises
+RequestError with the field's path, its value (shortened) and what was wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from proxy.errors import RequestError
+
+MAX_SHOWN_CHARS = 80
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+
+
+class Fields:
+    """An object of a request. Example: Fields(body).integer("max_tokens", 1, 2**31)"""
+
+    def __init__(self, data: Any, path: str = "") -> None:
+        if not isinstance(data, dict):
+            raise refusal(path or "body", data, "an object")
+        self.data: dict[str, Any] = data
+        self._path = path
+
+    def path(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
+
+    def get(self, name: str) -> Any:
+        return self.data.get(name)
+
+    def refuse(self, name: str, wanted: str) -> RequestError:
+        return refusal(self.path(name), self.data.get(name), wanted)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self.data.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.refuse(name, "a string")
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.refuse(name, "a string")
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.data.get(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.refuse(name, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        value = self.data.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.refuse(name, f"a number from {low} to {high}")
+        if not low <= value <= high:
+            raise self.refuse(name, f"a number from {low} to {high}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.data.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        value = self.data.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.refuse(name, "a list")
+        return value
+
+    def objects(self, name: str) -> list[Fields]:
+        path = self.path(name)
+        return [Fields(item, f"{path}[{i}]") for i, item in enumerate(self.items(name))]
+
+    def child(self, name: str) -> Fields:
+        """The object at `name`; an empty one where it is absent."""
+        value = self.data.get(name)
+        return Fields({} if value is None else value, self.path(name))
+
+    def stops(self, name: str) -> tuple[str, ...]:
+        value = self.data.get(name)
+        strings = [value] if isinstance(value, str) else self.items(name)
+        if len(strings) > MAX_STOPS:
+            raise self.refuse(name, f"at most {MAX_STOPS} stop strings")
+        for string in strings:
+            if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARS:
+                raise self.refuse(name, f"strings of 1 to {MAX_STOP_CHARS} characters")
+        return tuple(strings)
+
+
+def refusal(path: str, value: Any, wanted: str) -> RequestError:
+    try:
+        shown = orjson.dumps(value).decode()
+    except TypeError:
+        shown = repr(value)
+    if len(shown) > MAX_SHOWN_CHARS:
+        shown = shown[:MAX_SHOWN_CHARS] + "…"
+    return RequestError(f"{path}: {wanted} is wanted, not {shown}", param=path)

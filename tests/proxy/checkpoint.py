@@ -1,0 +1,47 @@
+"""A checkpoint's folder without weights: a small byte-level BPE tokenizer and a chat template."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+TEMPLATES = Path(__file__).parent / "checkpoints"
+QWEN_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+_TEXT = (
+    "system user assistant tool You may call one or more functions to assist with the user query. "
+    'The answer is a sum of two numbers. {"name": "shell", "arguments": {"command": "ls -la"}} '
+    "Let me look at the file, then say what it holds. Été naïve 数学 done, thank you. 0123456789 "
+)
+
+
+def write_checkpoint(folder: Path, *, template: str = "qwen3.jinja") -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT] * 4, trainer)
+    special = QWEN_TOKENS[:3]
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False, special=t in special) for t in QWEN_TOKENS]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    (folder / "chat_template.jinja").write_text((TEMPLATES / template).read_text())
+    return folder
