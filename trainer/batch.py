@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.records import Group, Rollout, Segment
+from agent_loop.trajectory import flatten
 from proxy.records import Ids
 
 Column = npt.NDArray[Any]
@@ -142,41 +143,20 @@ def build_batch(groups: Sequence[Group]) -> Batch:
 
 
 def _sequences(rollout: Rollout) -> Iterator[tuple[Ids, tuple[Column, ...]]]:
-    """The rollout's paths from root to leaf, each with the columns of the tokens it trains.
-
-    A segment is trained in the first path that holds it.
-    """
-    segments = rollout.segments
-    for index, segment in enumerate(segments):
+    """The rollout's paths from root to leaf, each with the columns of the tokens it trains."""
+    for index, segment in enumerate(rollout.segments):
         _check(rollout, index, segment)
-    parents = {segment.parent for segment in segments}
-    trained: set[int] = set()
-    for leaf in (i for i in range(len(segments)) if i not in parents):
-        path = _path(segments, leaf)
-        here = [segments[i].mask & (i not in trained) for i in path]
-        trained.update(path)
-        mask = np.concatenate(here)
+    for path in flatten(rollout.segments):
+        mask = path.mask
         if not mask.any():
             continue
         if mask[0]:
             raise ValueError(f"rollout {rollout.trial_id}: its first token is marked as sampled")
-        ids, turns, versions, logprobs = (
-            np.concatenate([getattr(segments[i], name) for i in path])
-            for name in ("ids", "turns", "versions", "logprobs")
-        )
-        returns = [rollout.turn_returns.get(int(t), rollout.reward) for t in turns[mask]]
+        turns = path.turns[mask]
+        returns = np.array([rollout.turn_returns.get(int(t), rollout.reward) for t in turns])
         position = np.flatnonzero(mask)
-        yield (
-            ids,
-            (position, ids[mask], turns[mask], versions[mask], logprobs[mask], np.array(returns)),
-        )
-
-
-def _path(segments: Sequence[Segment], leaf: int) -> list[int]:
-    path = [leaf]
-    while (parent := segments[path[-1]].parent) >= 0:
-        path.append(parent)
-    return path[::-1]
+        columns = (position, path.ids[mask], turns, path.versions[mask], path.logprobs[mask])
+        yield path.ids, (*columns, returns)
 
 
 def _check(rollout: Rollout, index: int, segment: Segment) -> None:

@@ -9,7 +9,7 @@ Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,7 @@ from trainer.model import (
 )
 from trainer.optimizer import OptimizerConfig, build_optimizer, build_schedule
 from trainer.packing import MicroBatch, pack
-
-Metrics = dict[str, float]
+from trainer.token_loss import LossFunction, Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +43,6 @@ class Scores:
 
     logprobs: Tensor
     entropy: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """A loss function's answer for the `M` tokens of a micro-batch."""
-
-    losses: Tensor
-    """`[M]`, already weighted: their sum over all micro-batches is the loss of the step."""
-    metrics: Mapping[str, Tensor]
-    """Contributions that add up, over all micro-batches, to the step's metric."""
-
-
-LossFunction = Callable[[Tensor, Tensor, Tensor], TokenLoss]
-"""`(logprobs [M], entropy [M], targets [M]) → TokenLoss`; `targets` index the batch's columns."""
 
 
 class Policy:

@@ -19,7 +19,8 @@ from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError, TrainingError
 from trainer.model import LoraSettings, ModelConfig
 from trainer.optimizer import OptimizerConfig
-from trainer.policy import LossFunction, Policy, TokenLoss
+from trainer.policy import Policy
+from trainer.token_loss import LossFunction, TokenLoss
 
 
 def make_batch(seed: int, segments: int = 6) -> Batch:
