@@ -1,0 +1,355 @@
+"""A private copy of this machine for one trial, without Docker: namespaces over an overlay of `/`.
+
+Invariant: nothing that runs inside changes a file, sees a process, or reads a hidden folder of
+the outside or of another sandbox; what was written is gone when the sandbox stops, and it stops
+when its owner's process ends, however that ends (its first process waits on the owner's pipe).
+
+What it is not: it shares the machine's network, its processors and, up to `size_mb` per sandbox,
+its memory; and the readable files of `/` stay readable, but for `hidden` ones. File systems
+mounted below `/` are empty inside unless they are bound. Linux only, with util-linux.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+OutputCallback = Callable[[str, Literal["stdout", "stderr"]], Awaitable[None]]
+
+START_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 1.0
+"""How long output is read after a command ended: a background child may hold the pipe open."""
+MAX_OUTPUT_BYTES = 16 * 2**20
+"""Kept of each of stdout and stderr; what comes later is read and dropped."""
+CHUNK_BYTES = 64 * 2**10
+
+# Docker's default set without mknod, which would reach the machine's disks.
+_CAPABILITIES = (
+    "-all,+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,+setfcap,"
+    "+net_bind_service,+net_raw,+sys_chroot,+audit_write"
+)
+_CAP_SYS_ADMIN = 21
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_TRUNCATED = b"\n[output cut here: more than %d bytes]\n" % MAX_OUTPUT_BYTES
+
+
+class SandboxError(RuntimeError):
+    """The sandbox could not be made or is gone; the message names the missing part."""
+
+
+class SandboxTimeout(SandboxError):
+    """A command was ended at its time-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A folder or file of the outside, seen inside at `target`."""
+
+    source: Path
+    target: Path
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    stdout: bytes
+    stderr: bytes
+    return_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """`size_mb` bounds all that may be written, in memory. `hidden` folders are empty inside."""
+
+    binds: Sequence[Bind] = ()
+    hidden: Sequence[Path] = ()
+    size_mb: int = 4096
+
+
+def require_privilege() -> None:
+    """Raises `SandboxError` where this process may not mount, or lacks a program."""
+    effective = 0
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            effective = int(line.split()[1], 16)
+    if not effective >> _CAP_SYS_ADMIN & 1:
+        raise SandboxError(
+            "a local sandbox needs CAP_SYS_ADMIN (mount, overlay and PID namespaces), which this "
+            "process does not have: run as root, give the container `--cap-add SYS_ADMIN`, or "
+            "choose an environment of Harbor's own, such as docker"
+        )
+    missing = [p for p in ("unshare", "nsenter", "setpriv", "mount", "bash") if not shutil.which(p)]
+    if missing:
+        raise SandboxError(f"a local sandbox needs {', '.join(missing)}: install util-linux, bash")
+
+
+class Sandbox:
+    """Made by `Sandbox.start`; `run` as often as wanted, at once too; ended by `stop`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        self._process = process
+        self._folder = folder
+
+    @classmethod
+    async def start(cls, spec: SandboxSpec) -> Sandbox:
+        require_privilege()
+        folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
+        process = await asyncio.create_subprocess_exec(
+            *("unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"),
+            "bash",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": _PATH},  # the outside's variables would be seen in /proc/1/environ
+            start_new_session=True,
+        )
+        sandbox = cls(process, folder)
+        try:
+            await asyncio.wait_for(sandbox._set_up(spec), START_TIMEOUT_S)
+        except BaseException:
+            await sandbox.stop()
+            raise
+        return sandbox
+
+    async def run(
+        self,
+        command: str,
+        *,
+        cwd: str = "/",
+        env: Mapping[str, str] | None = None,
+        user: str | int = "root",
+        timeout_s: float | None = None,
+        stdin: BinaryIO | None = None,
+        stdout: BinaryIO | None = None,
+        on_output: OutputCallback | None = None,
+    ) -> Completed:
+        """Runs `bash -c command`; `env` is all of its environment beside HOME, USER and PATH.
+
+        `stdin` and `stdout` are files with a descriptor; what goes to `stdout` is not kept.
+        Raises `SandboxTimeout` after ending its process group, `SandboxError` when stopped.
+        """
+        async with self._process_in(command, cwd, env or {}, user, stdin, stdout) as (
+            process,
+            streams,
+        ):
+            try:
+                return await asyncio.wait_for(_finish(process, streams, on_output), timeout_s)
+            except TimeoutError as error:
+                raise SandboxTimeout(f"Command timed out after {timeout_s} seconds") from error
+
+    async def stop(self) -> None:
+        """Ends every process inside and drops what they wrote. Again is no error."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), DRAIN_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _set_up(self, spec: SandboxSpec) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._process.stdin.write(_setup_script(self._folder, spec).encode())
+        if await self._process.stdout.readline() != b"ready\n":
+            reason = (await self._process.stderr.read()).decode(errors="replace").strip()
+            raise SandboxError(f"a local sandbox could not be set up: {reason}")
+
+    @asynccontextmanager
+    async def _process_in(
+        self,
+        command: str,
+        cwd: str,
+        env: Mapping[str, str],
+        user: str | int,
+        stdin: BinaryIO | None,
+        stdout: BinaryIO | None,
+    ) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[asyncio.StreamReader]]]:
+        if self._process.returncode is not None:
+            raise SandboxError("the sandbox is stopped")
+        outside = f"/proc/{self._process.pid}"
+        async with _output_pipes() as (streams, write_ends):
+            process = await asyncio.create_subprocess_exec(
+                *("nsenter", f"--mount={outside}/ns/mnt", f"--pid={outside}/ns/pid_for_children"),
+                *(f"--ipc={outside}/ns/ipc", f"--uts={outside}/ns/uts", f"--root={outside}/root"),
+                *("--", "setsid", "/bin/bash", "-c", _RUN_SCRIPT, "run", str(user), cwd, command),
+                stdin=stdin or asyncio.subprocess.DEVNULL,
+                stdout=stdout or write_ends[0],
+                stderr=write_ends[1],
+                env={"PATH": _PATH, **env},
+                start_new_session=True,
+            )
+            for write_end in write_ends:
+                write_end.close()
+            try:
+                yield process, streams
+            finally:
+                if process.returncode is None:
+                    _kill_inside(process.pid)
+                    await process.wait()
+
+
+@asynccontextmanager
+async def _output_pipes() -> AsyncIterator[tuple[list[asyncio.StreamReader], list[BinaryIO]]]:
+    """Pipes of our own: with asyncio's, `wait()` waits for background children to close them."""
+    loop = asyncio.get_running_loop()
+    readers: list[asyncio.StreamReader] = []
+    ends: list[BinaryIO] = []
+    transports: list[asyncio.ReadTransport] = []
+    try:
+        for _ in range(2):
+            read_fd, write_fd = os.pipe()
+            ends.append(os.fdopen(write_fd, "wb", 0))
+            readers.append(asyncio.StreamReader())
+            transport, _protocol = await loop.connect_read_pipe(
+                partial(asyncio.StreamReaderProtocol, readers[-1]), os.fdopen(read_fd, "rb", 0)
+            )
+            transports.append(transport)
+        yield readers, ends
+    finally:
+        for end in ends:
+            end.close()
+        for transport in transports:
+            transport.close()
+
+
+def _kill_inside(nsenter_pid: int) -> None:
+    """Ends the command's session. `nsenter` itself must live to reap it: else the zombie goes to
+    the machine's init, and the sandbox cannot end until that one looks."""
+    try:
+        children = Path(f"/proc/{nsenter_pid}/task/{nsenter_pid}/children").read_text().split()
+        for child in children:
+            os.killpg(int(child), signal.SIGKILL)
+        if not children:
+            os.kill(nsenter_pid, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+
+
+async def _finish(
+    process: asyncio.subprocess.Process,
+    streams: list[asyncio.StreamReader],
+    on_output: OutputCallback | None,
+) -> Completed:
+    kept = {"stdout": bytearray(), "stderr": bytearray()}
+    readers = [
+        asyncio.create_task(_read(streams[0], "stdout", kept["stdout"], on_output)),
+        asyncio.create_task(_read(streams[1], "stderr", kept["stderr"], on_output)),
+    ]
+    try:
+        await process.wait()
+        await asyncio.wait(readers, timeout=DRAIN_TIMEOUT_S)
+        for reader in readers:
+            if reader.done():
+                reader.result()
+    finally:
+        for reader in readers:
+            reader.cancel()
+    return Completed(bytes(kept["stdout"]), bytes(kept["stderr"]), process.returncode or 0)
+
+
+async def _read(
+    stream: asyncio.StreamReader,
+    name: Literal["stdout", "stderr"],
+    kept: bytearray,
+    on_output: OutputCallback | None,
+) -> None:
+    while chunk := await stream.read(CHUNK_BYTES):
+        if on_output is not None:
+            await on_output(chunk.decode(errors="replace"), name)
+        if len(kept) < MAX_OUTPUT_BYTES:
+            kept += chunk
+            if len(kept) >= MAX_OUTPUT_BYTES:
+                kept += _TRUNCATED
+
+
+# $1 user, $2 folder, $3 command. `getent` takes a name or a number; a number may be unknown.
+_RUN_SCRIPT = (
+    r"""
+if [ "$1" = root ] || [ "$1" = 0 ]; then name=root uid=0 gid=0 home=/root
+elif entry=$(getent passwd "$1"); then IFS=: read -r name _ uid gid _ home _ <<< "$entry"
+elif [[ "$1" =~ ^[0-9]+$ ]]; then name=$1 uid=$1 gid=$1 home=/
+else echo "user '$1' does not exist in the sandbox: make it in the task's setup" >&2; exit 126; fi
+cd "$2" || exit 126
+export HOME="${HOME:-$home}" USER="${USER:-$name}"
+groups=--clear-groups; [ -z "$entry" ] || groups=--init-groups
+exec setpriv --reuid "$uid" --regid "$gid" $groups --bounding-set """
+    + _CAPABILITIES
+    + r""" --inh-caps=-all -- /bin/bash -c "$3"
+"""
+)
+
+
+def _setup_script(folder: Path, spec: SandboxSpec) -> str:
+    """Run as the first process of the new PID namespace; prints `ready`, then waits for EOF."""
+    hidden = [_hide(number, path) for number, path in enumerate(spec.hidden)]
+    binds = [_bind(bind) for bind in spec.binds]
+    return "\n".join(
+        [
+            "set -eu",
+            f"base={shlex.quote(str(folder))}; root=$base/root",
+            f'mount -t tmpfs -o size={spec.size_mb}m,mode=0755,nodev sandbox "$base"',
+            _SETUP_ROOT,
+            *hidden,
+            *binds,
+            _SETUP_END,
+        ]
+    )
+
+
+def _hide(number: int, path: Path) -> str:
+    inside = f'"$root"{shlex.quote(str(path))}'
+    store = f'"$base/hidden/{number}"'
+    return f"mkdir -p {store} {inside}; chmod 755 {store}; mount --bind {store} {inside}"
+
+
+def _bind(bind: Bind) -> str:
+    source, inside = shlex.quote(str(bind.source)), f'"$root"{shlex.quote(str(bind.target))}'
+    make = (
+        f"mkdir -p {inside}"
+        if bind.source.is_dir()
+        else f'mkdir -p "$(dirname {inside})"; [ -e {inside} ] || : > {inside}'
+    )
+    mount = f"mount --rbind {source} {inside}"
+    return f"{make}; {mount}" + (f"; mount -o remount,bind,ro {inside}" if bind.read_only else "")
+
+
+# `lowerdir=/` takes the root file system alone; what is mounted below it is made anew.
+_SETUP_ROOT = r"""
+mkdir "$base"/{upper,work,root,tmp,run}
+mount -t overlay -o "lowerdir=/,upperdir=$base/upper,workdir=$base/work,nodev" overlay "$root"
+mkdir -p "$root"/{proc,sys,dev,tmp,run}
+mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
+mount -t sysfs -o ro,nosuid,nodev,noexec sysfs "$root/sys"
+mount -t tmpfs -o mode=0755,nosuid,size=64k dev "$root/dev"
+for node in null zero full random urandom tty; do
+  : > "$root/dev/$node"; mount --bind "/dev/$node" "$root/dev/$node"
+done
+mkdir "$root"/dev/{pts,shm}
+mount -t devpts -o newinstance,ptmxmode=0666,mode=0620,nosuid,noexec devpts "$root/dev/pts"
+mount -t tmpfs -o mode=1777,nosuid,nodev,size=256m shm "$root/dev/shm"
+ln -s pts/ptmx "$root/dev/ptmx"; ln -s /proc/self/fd "$root/dev/fd"
+for n in 0:stdin 1:stdout 2:stderr; do ln -s "/proc/self/fd/${n%%:*}" "$root/dev/${n#*:}"; done
+resolv=$(cat /etc/resolv.conf 2>/dev/null || true)
+chmod 1777 "$base/tmp"; mount --bind "$base/tmp" "$root/tmp"
+mkdir "$base/run/lock"; mount --bind "$base/run" "$root/run"
+rm -f "$root/etc/resolv.conf"; printf '%s\n' "$resolv" > "$root/etc/resolv.conf"
+"""
+_SETUP_END = r"""
+mkdir "$root/.outside"; cd "$root"; pivot_root . .outside
+cd /; umount -l /.outside; rmdir /.outside
+echo ready; exec 1>&- 2>&-
+while read -r _; do :; done
+"""
