@@ -1,0 +1,51 @@
+"""How each of Harbor's agents is told where the model is: base URL, key and model name.
+
+Invariant: the key also stands in `env` under a name that Harbor takes for a secret, so that it is
+scrubbed from the trial's folder. What the caller set itself is never overwritten.
+"""
+
+from __future__ import annotations
+
+from harbor_sdk.models import AgentSpec
+
+# Their base URL is without `/v1`; all other agents read the OpenAI names.
+_ANTHROPIC_AGENTS = frozenset({"claude-code"})
+
+# Harbor calls the model from its own process, by LiteLLM, and passes these on.
+_LITELLM_AGENTS = frozenset({"terminus", "terminus-1", "terminus-2"})
+
+
+def connect(agent: AgentSpec, base_url: str, api_key: str | None) -> AgentSpec:
+    """`agent` with `base_url` (which ends in `/v1`) and `api_key` in the way that it reads them.
+
+    Example: connect(AgentSpec(name="claude-code"), "http://h/t-1/v1", "sk-1").env ==
+        {"ANTHROPIC_BASE_URL": "http://h/t-1", "ANTHROPIC_API_KEY": "sk-1"}
+    """
+    name, key = agent.name or "", api_key or "none"
+    env, kwargs, model = dict(agent.env), dict(agent.kwargs), agent.model_name
+    if name in _ANTHROPIC_AGENTS:
+        own_env = {
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/").removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
+        }
+        provider = "anthropic"
+    else:
+        own_env = {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_BASE": base_url,
+            "OPENAI_API_KEY": key,
+            "LLM_BASE_URL": base_url,
+            "LLM_API_KEY": key,
+        }
+        provider = "openai"
+    if name in _LITELLM_AGENTS:
+        kwargs.setdefault("api_base", base_url)
+        call = {"api_key": key, **(kwargs.get("llm_call_kwargs") or {})}
+        kwargs["llm_call_kwargs"] = call
+    if name == "mini-swe-agent":
+        own_env |= {"MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    if model and "/" not in model:
+        model = f"{provider}/{model}"
+    return agent.model_copy(
+        update={"env": {**own_env, **env}, "kwargs": kwargs, "model_name": model}
+    )

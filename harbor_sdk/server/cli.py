@@ -1,0 +1,93 @@
+"""`harbor-server`: every flag is also a variable HARBOR_SERVER_<FLAG>; the command line wins."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from harbor_sdk.server.app import build_app
+from harbor_sdk.server.config import DEFAULT_ENVIRONMENT, ServerConfig
+
+_JSON_FLAGS = ("environment_kwargs", "environment_concurrency")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        from harbor_sdk.trial import run_trial
+    except ImportError as error:
+        print(
+            f"harbor-server needs Python 3.12 and the harbor package ({error}): make harbor",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        config = ServerConfig.model_validate(_settings(arguments))
+    except (ValidationError, ValueError) as error:
+        print(f"harbor-server: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # Harbor would send usage statistics of every trial.
+    os.environ.setdefault("HARBOR_TELEMETRY", "0")
+    return asyncio.run(_serve(config, build_app(config, run_trial)))
+
+
+async def _serve(config: ServerConfig, app: web.Application) -> int:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+        host, port = runner.addresses[0][:2]
+        print(f"harbor-server on http://{host}:{port}", flush=True)
+        await ended.wait()
+    except OSError as error:
+        print(f"harbor-server: {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        return 2
+    finally:
+        await runner.cleanup()
+    return 0
+
+
+def _settings(arguments: list[str] | None) -> dict[str, object]:
+    parser = argparse.ArgumentParser(
+        prog="harbor-server", description="Runs Harbor trials for AgentRunClient."
+    )
+    parser.add_argument("--host", help="default 127.0.0.1; elsewhere a token is needed")
+    parser.add_argument("--port", type=int, help="default 8090")
+    parser.add_argument("--state-dir", help="runs, tasks and trials; default ./harbor-server")
+    parser.add_argument("--tasks", action="append", help="a folder of tasks; may be repeated")
+    parser.add_argument("--environment", help=f"default {DEFAULT_ENVIRONMENT}")
+    parser.add_argument("--environment-kwargs", help="JSON, for that environment")
+    parser.add_argument("--concurrency", type=int, help="runs at once per environment; default 8")
+    parser.add_argument("--environment-concurrency", help='JSON: {"docker": 4}')
+    parser.add_argument("--max-queued", type=int, help="default 1000")
+    parser.add_argument("--max-archive-mb", type=int, help="default 100")
+    parser.add_argument("--max-task-mb", type=int, help="default 1000")
+    parser.add_argument("--keep-s", type=float, help="of finished runs; default 7 days")
+    given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
+    settings: dict[str, object] = {}
+    for name in ("token", *ServerConfig.model_fields):
+        value = given.get(name, os.environ.get(f"HARBOR_SERVER_{name.upper()}"))
+        if value is not None:
+            settings[name] = _parsed(name, value) if name in _JSON_FLAGS else value
+    roots = given.get("tasks") or os.environ.get("HARBOR_SERVER_TASKS", "").split(os.pathsep)
+    settings["task_roots"] = [Path(root) for root in roots if root]
+    return settings
+
+
+def _parsed(name: str, value: str) -> object:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON ({error}): {value[:80]!r}") from None

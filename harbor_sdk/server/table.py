@@ -1,0 +1,196 @@
+"""The run table: every accepted run, durable before its submitter hears of it.
+
+Invariant: a run is written as `queued` before 202 is sent and in its final status before anyone
+sees that; an idempotency key names at most one run. One thread owns the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from harbor_sdk.models import AgentRun, AgentRunRequest, RunEvent, RunStatus
+
+T = TypeVar("T")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    run_id TEXT PRIMARY KEY,
+    idempotency_key TEXT UNIQUE,
+    fingerprint TEXT NOT NULL,
+    status TEXT NOT NULL,
+    job_id TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    finished_at REAL,
+    request TEXT,
+    task_dir TEXT,
+    run TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS runs_by_time ON runs (created_at);
+CREATE TABLE IF NOT EXISTS events (
+    run_id TEXT NOT NULL REFERENCES runs ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    event TEXT NOT NULL,
+    PRIMARY KEY (run_id, number)
+) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    run: AgentRun
+    request: AgentRunRequest
+    task_dir: Path | None
+    idempotency_key: str | None = None
+    fingerprint: str = ""
+    """Of metadata and archive: the same key with another request is refused."""
+
+
+class RunTable:
+    def __init__(self, path: Path) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="run-table")
+        self._database = self._thread.submit(_open, path).result()
+
+    async def insert(self, submission: Submission) -> None:
+        run = submission.run
+        row = (
+            run.run_id,
+            submission.idempotency_key,
+            submission.fingerprint,
+            run.status.value,
+            run.job_id,
+            run.created_at,
+            submission.request.model_dump_json(),
+            str(submission.task_dir) if submission.task_dir else None,
+            run.model_dump_json(),
+        )
+        await self._do(
+            lambda db: db.execute(
+                "INSERT INTO runs (run_id, idempotency_key, fingerprint, status, job_id, "
+                "created_at, request, task_dir, run) VALUES (?,?,?,?,?,?,?,?,?)",
+                row,
+            )
+        )
+
+    async def update(self, event: RunEvent) -> None:
+        """The run's new state and the event that tells of it, in one transaction."""
+        await self._do(lambda db: _update(db, event))
+
+    async def get(self, run_id: str) -> AgentRun | None:
+        rows = await self._do(
+            lambda db: db.execute("SELECT run FROM runs WHERE run_id = ?", (run_id,)).fetchall()
+        )
+        return AgentRun.model_validate_json(rows[0][0]) if rows else None
+
+    async def by_key(self, key: str) -> tuple[AgentRun, str] | None:
+        """The run that this idempotency key named, and the fingerprint it came with."""
+        rows = await self._do(
+            lambda db: db.execute(
+                "SELECT run, fingerprint FROM runs WHERE idempotency_key = ?", (key,)
+            ).fetchall()
+        )
+        return (AgentRun.model_validate_json(rows[0][0]), rows[0][1]) if rows else None
+
+    async def page(
+        self, *, job_id: str | None, status: str | None, limit: int, offset: int
+    ) -> tuple[list[AgentRun], int]:
+        """Newest first, and how many there are in all."""
+        where = "(?1 IS NULL OR job_id = ?1) AND (?2 IS NULL OR status = ?2)"
+        select = f"SELECT run FROM runs WHERE {where} ORDER BY created_at DESC LIMIT ?3 OFFSET ?4"
+        rows = await self._do(
+            lambda db: db.execute(select, (job_id, status, limit, offset)).fetchall()
+        )
+        total = await self._do(
+            lambda db: db.execute(
+                f"SELECT count(*) FROM runs WHERE {where}", (job_id, status)
+            ).fetchone()[0]
+        )
+        return [AgentRun.model_validate_json(row[0]) for row in rows], int(total)
+
+    async def events_after(self, run_id: str, number: int) -> list[RunEvent]:
+        rows = await self._do(
+            lambda db: db.execute(
+                "SELECT event FROM events WHERE run_id = ? AND number > ? ORDER BY number",
+                (run_id, number),
+            ).fetchall()
+        )
+        return [RunEvent.model_validate_json(row[0]) for row in rows]
+
+    async def last_event_number(self, run_id: str) -> int:
+        row = await self._do(
+            lambda db: db.execute(
+                "SELECT max(number) FROM events WHERE run_id = ?", (run_id,)
+            ).fetchone()
+        )
+        return int(row[0] or 0)
+
+    async def unfinished(self) -> list[Submission]:
+        """In the order of their submission."""
+        rows = await self._do(
+            lambda db: db.execute(
+                "SELECT run, request, task_dir FROM runs WHERE status IN (?, ?) "
+                "ORDER BY created_at",
+                (RunStatus.QUEUED.value, RunStatus.RUNNING.value),
+            ).fetchall()
+        )
+        return [
+            Submission(
+                AgentRun.model_validate_json(run),
+                AgentRunRequest.model_validate_json(request),
+                Path(task_dir) if task_dir else None,
+            )
+            for run, request, task_dir in rows
+        ]
+
+    async def remove_finished_before(self, time: float) -> list[str]:
+        """Returns the ids of the runs whose folders are to be removed."""
+        rows = await self._do(
+            lambda db: db.execute(
+                "DELETE FROM runs WHERE finished_at < ? RETURNING run_id", (time,)
+            ).fetchall()
+        )
+        return [row[0] for row in rows]
+
+    async def close(self) -> None:
+        await self._do(lambda db: db.close())
+        self._thread.shutdown()
+
+    async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, work, self._database)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    path.touch(mode=0o600)  # it holds the session keys of queued runs
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=FULL")
+    database.execute("PRAGMA foreign_keys=ON")
+    database.executescript(_SCHEMA)
+    return database
+
+
+def _update(database: sqlite3.Connection, event: RunEvent) -> None:
+    run = event.run
+    database.execute("BEGIN IMMEDIATE")
+    database.execute(
+        "UPDATE runs SET status = ?, finished_at = ?, run = ?, "
+        "request = CASE WHEN ? THEN NULL ELSE request END WHERE run_id = ?",
+        (
+            run.status.value,
+            run.finished_at,
+            run.model_dump_json(),
+            run.status.is_final,
+            run.run_id,
+        ),
+    )
+    database.execute(
+        "INSERT INTO events (run_id, number, event) VALUES (?, ?, ?)",
+        (run.run_id, event.number, event.model_dump_json(exclude={"run": {"rollout_details"}})),
+    )
+    database.execute("COMMIT")

@@ -1,0 +1,148 @@
+"""One real Harbor trial: an `AgentRunRequest` in, what Harbor found out as an `AgentRun`.
+
+Invariant: an agent's time-out or crash keeps the verifier's reward (`timeout`, `completed`); every
+other failure is `failed`. Needs Python 3.12 and `harbor`; used by the server,
+and by local trials (`use_local_trial`) in a process that has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harbor.models.trial.config import AgentConfig, TaskConfig, TrialConfig, VerifierConfig
+from harbor.models.trial.config import EnvironmentConfig as HarborEnvironment
+from harbor.models.trial.result import TrialResult
+from harbor.trial.hooks import TrialEvent, TrialHookEvent
+from harbor.trial.trial import Trial
+
+from harbor_sdk.agents import connect
+from harbor_sdk.models import (
+    AgentRun,
+    AgentRunRequest,
+    RolloutDetail,
+    RunStatus,
+    StepRewards,
+    TokenUsage,
+)
+
+LOCAL_ENVIRONMENT = "harbor_sdk.environment:LocalEnvironment"
+
+# The agent's own doing: the verifier has judged what it left. (Class names: Harbor records those.)
+_AGENT_TIMEOUT = "AgentTimeoutError"
+_AGENT_ERRORS = frozenset({_AGENT_TIMEOUT, "NonZeroAgentExitCodeError"})
+_PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
+
+
+async def run_trial(
+    request: AgentRunRequest,
+    *,
+    run_id: str,
+    task_dir: Path | None,
+    trials_dir: Path,
+    on_phase: Callable[[str], Awaitable[None]],
+) -> AgentRun:
+    """`task_dir`: the task's folder; None for a task of the registry. The trial's folder is
+    `trials_dir/run_id`. Cancelling it ends the environment before it raises.
+
+    Raises whatever Harbor raises for a configuration or task that it cannot begin with.
+    """
+    trial = await Trial.create(_trial_config(request, run_id, task_dir, trials_dir))
+
+    async def report(event: TrialHookEvent) -> None:
+        await on_phase(event.event.value)
+
+    for event in TrialEvent:
+        trial.add_hook(event, report)
+    return _as_run(await trial.run(), run_id)
+
+
+def _trial_config(
+    request: AgentRunRequest, run_id: str, task_dir: Path | None, trials_dir: Path
+) -> TrialConfig:
+    agent = request.agent
+    if base_url := request.llm_proxy_url or agent.llm_proxy_url:
+        agent = connect(agent, base_url, request.llm_api_key)
+    environment = request.environment.model_dump()
+    environment["kwargs"] |= request.environment_kwargs or {}
+    environment |= request.environment_overrides or {}
+    if not (environment["type"] or environment["import_path"]):
+        environment["import_path"] = LOCAL_ENVIRONMENT
+    return TrialConfig(
+        task=TaskConfig(path=task_dir)
+        if task_dir is not None
+        else TaskConfig(name=request.task_name, ref=request.task_ref),
+        trial_name=run_id,
+        trials_dir=trials_dir,
+        timeout_multiplier=request.timeout_multiplier,
+        agent=AgentConfig(**agent.model_dump(exclude={"llm_proxy_url"})),
+        environment=HarborEnvironment(**environment),
+        verifier=VerifierConfig(**request.verifier.model_dump()),
+        artifacts=list(request.artifacts),
+        extra_instructions=list(request.extra_instructions),
+    )
+
+
+def _as_run(result: TrialResult, run_id: str) -> AgentRun:
+    rewards = result.verifier_result.rewards if result.verifier_result else None
+    failure = result.exception_info
+    context = result.agent_result
+    details = context.rollout_details if context else None
+    return AgentRun(
+        run_id=run_id,
+        status=_status(result),
+        rewards=_numbers(rewards),
+        steps=[
+            StepRewards(
+                name=step.step_name,
+                rewards=_numbers(step.verifier_result.rewards if step.verifier_result else None),
+                error=_one_line(step.exception_info),
+            )
+            for step in result.step_results or []
+        ],
+        rollout_details=[RolloutDetail(**detail) for detail in details] if details else None,
+        token_usage=TokenUsage(
+            **dict(
+                zip(
+                    ("n_input_tokens", "n_cache_tokens", "n_output_tokens", "cost_usd"),
+                    result.compute_token_cost_totals(),
+                    strict=True,
+                )
+            )
+        ),
+        metadata=context.metadata if context else None,
+        error=_one_line(failure),
+        error_type=failure.exception_type if failure else None,
+        result_uri=result.trial_uri,
+        times_s={
+            name: _seconds(timing.started_at, timing.finished_at)
+            for name in _PHASES
+            if (timing := getattr(result, name)) is not None
+        },
+    )
+
+
+def _status(result: TrialResult) -> RunStatus:
+    failures = [result.exception_info, *(s.exception_info for s in result.step_results or [])]
+    kinds = [failure.exception_type for failure in failures if failure is not None]
+    verified = result.verifier_result is not None or result.config.verifier.disable
+    if any(kind not in _AGENT_ERRORS for kind in kinds) or not verified:
+        return RunStatus.FAILED
+    return RunStatus.TIMEOUT if _AGENT_TIMEOUT in kinds else RunStatus.COMPLETED
+
+
+def _numbers(rewards: dict[str, Any] | None) -> dict[str, float] | None:
+    return {key: float(value) for key, value in rewards.items()} if rewards is not None else None
+
+
+def _one_line(failure: Any) -> str | None:
+    if failure is None:
+        return None
+    message = " ".join(failure.exception_message.split())
+    return f"{failure.exception_type}: {message}"[:1000]
+
+
+def _seconds(start: datetime | None, end: datetime | None) -> float:
+    return (end - start).total_seconds() if start and end else 0.0
