@@ -4,6 +4,7 @@
 #   make starter   only the small model that it starts from
 #   make test      all tests (starts one real vLLM)
 #   make check     ruff, format, strict types
+#   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
 #   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
 #
 # On a machine without a GPU torch's CPU build is needed. Where plain `pip install torch` would
@@ -15,9 +16,12 @@ BIN := $(VENV)/bin
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_INDEX ?=
 CONFIG ?= agentic_trainer.yaml
+# Harbor needs Python 3.12, so it has an environment of its own. pyenv's shim may not run it.
+HARBOR := .harbor
+HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup starter train test check format serve clean
+.PHONY: setup harbor starter train test check format serve clean
 
 setup: $(VENV)/.ready
 
@@ -34,10 +38,21 @@ endif
 starter: setup
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out .cache/starter/quickstart
 
+harbor: $(HARBOR)/.ready
+
+$(HARBOR)/.ready: pyproject.toml
+	@test -n "$(HARBOR_PYTHON)" || { echo "make: harbor needs Python 3.12; install it or say make harbor HARBOR_PYTHON=…" >&2; exit 1; }
+	test -x $(HARBOR)/bin/python || $(HARBOR_PYTHON) -m venv $(HARBOR)
+	$(HARBOR)/bin/python -m pip install -q uv
+	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python harbor==0.24.0 aiohttp pydantic tenacity
+	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python --no-deps -e .
+	touch $@
+
 train: starter
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
 
-test: setup
+# Without Python 3.12 the tests that run real Harbor trials are skipped.
+test: setup $(if $(HARBOR_PYTHON),harbor)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup
@@ -53,4 +68,4 @@ serve: setup
 	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .cache .agents build *.egg-info
+	rm -rf $(VENV) $(HARBOR) .cache .agents build *.egg-info

@@ -17,6 +17,9 @@ from pydantic import ValidationError
 from harbor_sdk.server.app import build_app
 from harbor_sdk.server.config import DEFAULT_ENVIRONMENT, ServerConfig
 
+SHUTDOWN_TIMEOUT_S = 2.0
+"""For answers under way; long-polls and event streams are cut, their clients ask again."""
+
 _JSON_FLAGS = ("environment_kwargs", "environment_concurrency")
 
 
@@ -41,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _serve(config: ServerConfig, app: web.Application) -> int:
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,155 @@
+"""Real Harbor trials (its oracle and nop agents) in our environment, through our server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from harbor_sdk import AgentRun, AgentRunClient, AgentRunRequest, AgentSpec, RunStatus
+from tests.e2e.harbor_server import HarborServer, harbor_server, needs_harbor
+from tests.harbor_sdk.harbor_tasks import write_task
+
+pytestmark = needs_harbor
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[HarborServer]:
+    async with harbor_server(tmp_path / "state") as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: HarborServer) -> AsyncIterator[AgentRunClient]:
+    async with AgentRunClient(server.url) as client:
+        yield client
+
+
+async def _run(client: AgentRunClient, task: Path, agent: str = "oracle") -> AgentRun:
+    run = await client.submit(AgentRunRequest(agent=AgentSpec(name=agent)), task=task)
+    return await client.wait(run.run_id, timeout_s=WAIT_S)
+
+
+async def test_concurrent_trials_never_see_each_other(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
+    look = "sleep 1; ls /app /tmp; grep -rs hello- /app > /logs/artifacts/seen.txt\n"
+    tasks = [write_task(tmp_path / "in", name, solve=look) for name in ("one", "two", "three")]
+    runs = await asyncio.gather(
+        *(_run(client, task) for task in tasks),
+        *(_run(client, task, "nop") for task in tasks),
+    )
+    assert [run.status for run in runs] == [RunStatus.COMPLETED] * 6, [run.error for run in runs]
+    assert [run.rewards for run in runs[:3]] == [{"reward": 1.0, "files": 3.0}] * 3
+    assert [run.rewards for run in runs[3:]] == [{"reward": 0.0, "files": 0.0}] * 3
+    for run, task in zip(runs, tasks, strict=False):
+        files = await client.artifacts(run.run_id)
+        seen = next(path for path in files if path.endswith("seen.txt"))
+        content = (await client.artifact(run.run_id, seen)).decode()
+        assert content == f"/app/answer.txt:hello-{task.name}\n"
+
+
+async def test_a_task_does_not_see_its_tests_solution_or_other_trials_before_time(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    peek = f"grep -rsl 'reward' {tmp_path} /root /tests > /logs/artifacts/found.txt; true\n"
+    run = await _run(client, write_task(tmp_path / "in", "one", solve=peek))
+    assert run.rewards == {"reward": 1.0, "files": 3.0}
+    files = await client.artifacts(run.run_id)
+    found = next(path for path in files if path.endswith("found.txt"))
+    assert await client.artifact(run.run_id, found) == b""
+
+
+async def test_an_agent_ended_at_its_time_out_is_still_judged(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
+    task = write_task(tmp_path, "one", solve="sleep 4321\n", agent_timeout_s=2)
+    run = await _run(client, task)
+    assert run.status is RunStatus.TIMEOUT
+    assert run.rewards == {"reward": 1.0, "files": 3.0}
+    assert run.error_type == "AgentTimeoutError"
+
+
+@pytest.mark.parametrize("verify", ["#!/bin/bash\nexit 1\n", "#!/bin/bash\nkill -9 $$\n"])
+async def test_a_verifier_that_gives_nothing_is_a_failure_and_not_a_zero(
+    client: AgentRunClient, tmp_path: Path, verify: str
+) -> None:
+    run = await _run(client, write_task(tmp_path, "one", verify=verify))
+    assert run.status is RunStatus.FAILED
+    assert run.rewards is None
+    assert run.error
+
+
+async def test_an_environment_that_cannot_be_made_is_a_failure(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
+    build = "FROM debian:12\nWORKDIR /app\nRUN echo broken-here >&2; exit 3\n"
+    run = await _run(client, write_task(tmp_path, "one", dockerfile=build))
+    assert run.status is RunStatus.FAILED
+    assert run.rewards is None
+    assert "broken-here" in (run.error or "")
+
+
+async def test_a_task_of_several_steps(client: AgentRunClient, tmp_path: Path) -> None:
+    run = await _run(client, write_task(tmp_path, "one", steps=("first", "second")))
+    assert run.status is RunStatus.COMPLETED, run.error
+    assert [(step.name, step.rewards) for step in run.steps] == [
+        ("first", {"reward": 1.0, "files": 3.0}),
+        ("second", {"reward": 1.0, "files": 3.0}),
+    ]
+
+
+async def test_cancelling_ends_the_trial_and_its_sandbox(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
+    run = await _begun(client, tmp_path)
+    assert _sleepers() == 1
+    assert (await client.cancel(run.run_id)).status is RunStatus.CANCELLED
+    assert _sleepers() == 0
+
+
+async def test_a_killed_server_leaves_nothing_running_and_says_what_it_lost(
+    tmp_path: Path,
+) -> None:
+    async with (
+        harbor_server(tmp_path / "state") as server,
+        AgentRunClient(server.url) as client,
+    ):
+        done = await _run(client, write_task(tmp_path, "two"))
+        run = await _begun(client, tmp_path)
+        assert _sleepers() == 1
+        await server.kill()
+    async with (
+        harbor_server(tmp_path / "state") as server,
+        AgentRunClient(server.url) as client,
+    ):
+        assert (await client.get(run.run_id)).status is RunStatus.LOST
+        assert (await client.get(done.run_id)).rewards == {"reward": 1.0, "files": 3.0}
+    assert _sleepers() == 0
+
+
+async def _begun(client: AgentRunClient, folder: Path) -> AgentRun:
+    """A run whose agent is in the middle of its work."""
+    asleep = "until grep -q sleep /proc/$!/comm; do :; done"
+    solve = f"sleep 4321 & {asleep}; touch /logs/agent/begun; wait\n"
+    task = write_task(folder, "endless", solve=solve, agent_timeout_s=2000)
+    run = await client.submit(AgentRunRequest(), task=task)
+    async with asyncio.timeout(WAIT_S):
+        while "agent/begun" not in await client.artifacts(run.run_id):
+            await client.get(run.run_id)
+    return run
+
+
+def _sleepers() -> int:
+    """Processes of the machine that run that task's `sleep`."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            count += path.read_bytes() == b"sleep\x004321\x00"
+        except OSError:
+            continue
+    return count

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from harbor_sdk.archive import pack_task, unpack_task
+from harbor_sdk.errors import AgentRunError
+from tests.harbor_sdk.harbor_tasks import write_task
+
+
+def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "in", "one")
+    archive = tmp_path / "task.tar.gz"
+    archive.write_bytes(pack_task(task))
+    (tmp_path / "out").mkdir()
+    back = unpack_task(archive, tmp_path / "out", max_bytes=10**6)
+    names = sorted(path.relative_to(task) for path in task.rglob("*"))
+    assert sorted(path.relative_to(back) for path in back.rglob("*")) == names
+    assert (back / "tests/test.sh").read_bytes() == (task / "tests/test.sh").read_bytes()
+
+
+def _archive(path: Path, members: dict[str, bytes], link: tuple[str, str] | None = None) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        if link is not None:
+            member = tarfile.TarInfo(link[0])
+            member.type, member.linkname = tarfile.SYMTYPE, link[1]
+            tar.addfile(member)
+    return path
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil"])
+def test_nothing_is_written_outside(tmp_path: Path, name: str) -> None:
+    archive = _archive(tmp_path / "a.tar.gz", {"task.toml": b"", name: b"x"})
+    target = tmp_path / "deep" / "target"
+    target.mkdir(parents=True)
+    with pytest.raises(AgentRunError, match="sound"):
+        unpack_task(archive, target, max_bytes=1000)
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_an_absolute_name_stays_inside(tmp_path: Path) -> None:
+    archive = _archive(tmp_path / "a.tar.gz", {"task.toml": b"", "/evil": b"x"})
+    (tmp_path / "out").mkdir()
+    unpack_task(archive, tmp_path / "out", max_bytes=1000)
+    assert (tmp_path / "out/evil").read_bytes() == b"x"
+    assert not Path("/evil").exists()
+
+
+def test_links_out_are_refused(tmp_path: Path) -> None:
+    archive = _archive(tmp_path / "a.tar.gz", {"task.toml": b""}, link=("passwd", "/etc/passwd"))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AgentRunError, match="sound"):
+        unpack_task(archive, tmp_path / "out", max_bytes=1000)
+
+
+def test_a_bomb_is_refused_at_the_bound(tmp_path: Path) -> None:
+    archive = _archive(tmp_path / "a.tar.gz", {"task.toml": b"", "zeros": bytes(10**6)})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AgentRunError, match="more than 1000 bytes") as caught:
+        unpack_task(archive, tmp_path / "out", max_bytes=1000)
+    assert caught.value.code == "too_large"
+
+
+def test_not_an_archive_and_not_a_task(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(AgentRunError, match="sound"):
+        unpack_task(tmp_path / "text", tmp_path / "out", max_bytes=1000)
+    empty = _archive(tmp_path / "a.tar.gz", {"readme": b""})
+    with pytest.raises(AgentRunError, match=r"no task\.toml"):
+        unpack_task(empty, tmp_path / "out", max_bytes=1000)
+    with pytest.raises(AgentRunError, match=r"no task\.toml"):
+        pack_task(tmp_path / "out")

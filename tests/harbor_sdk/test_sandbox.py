@@ -1,0 +1,228 @@
+"""Real sandboxes: what one writes, runs and holds is seen by nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from harbor_sdk.sandbox import (
+    MAX_OUTPUT_BYTES,
+    Bind,
+    Sandbox,
+    SandboxError,
+    SandboxSpec,
+    SandboxTimeout,
+    require_privilege,
+)
+
+
+def _privileged() -> bool:
+    try:
+        require_privilege()
+    except SandboxError:
+        return False
+    return True
+
+
+needs_privilege = pytest.mark.skipif(not _privileged(), reason="needs CAP_SYS_ADMIN")
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    sandbox = await Sandbox.start(SandboxSpec(size_mb=64))
+    yield sandbox
+    await sandbox.stop()
+
+
+async def _output(sandbox: Sandbox, command: str, **options: object) -> str:
+    done = await sandbox.run(command, **options)  # type: ignore[arg-type]
+    assert done.return_code == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+@needs_privilege
+async def test_what_is_written_is_seen_neither_outside_nor_in_another_sandbox(
+    sandbox: Sandbox,
+) -> None:
+    other = await Sandbox.start(SandboxSpec())
+    try:
+        await _output(sandbox, "echo mine > /etc/private-marker; echo mine > /tmp/private-marker")
+        assert await _output(sandbox, "cat /etc/private-marker") == "mine"
+        seen = await _output(other, "ls -d /etc/private-marker /tmp/private-marker 2>&1; true")
+        assert "mine" not in seen
+        assert seen.count("No such file") == 2
+        assert not Path("/etc/private-marker").exists()
+    finally:
+        await other.stop()
+
+
+@needs_privilege
+async def test_no_process_outside_is_seen_and_all_inside_end_with_it(tmp_path: Path) -> None:
+    sandbox = await Sandbox.start(SandboxSpec(binds=[Bind(tmp_path, tmp_path)]))
+    pipe = tmp_path / "alive"
+    os.mkfifo(pipe)
+    await _output(sandbox, f"(setsid sleep 1000 > {pipe} &) ; true")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    processes = await _output(sandbox, "ls -d /proc/[0-9]*")
+    assert f"/proc/{os.getpid()}\n" not in processes + "\n"
+    await sandbox.stop()
+    assert os.read(reader, 1) == b""  # end of file: nobody holds the other end
+    os.close(reader)
+
+
+@needs_privilege
+async def test_hidden_folders_are_empty_and_writable_and_binds_come_through(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "secret").write_text("s")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("k")
+    spec = SandboxSpec(
+        hidden=[tmp_path],
+        binds=[Bind(kept, Path("/logs/agent")), Bind(kept, Path("/readonly"), read_only=True)],
+    )
+    sandbox = await Sandbox.start(spec)
+    try:
+        assert await _output(sandbox, f"ls {tmp_path}") == ""
+        await _output(sandbox, f"echo x > {tmp_path}/new; echo w > /logs/agent/written")
+        assert (kept / "written").read_text() == "w\n"
+        assert not (tmp_path / "new").exists()
+        assert (await sandbox.run("echo w > /readonly/file")).return_code != 0
+        assert (kept / "file").read_text() == "k"
+    finally:
+        await sandbox.stop()
+
+
+@needs_privilege
+async def test_root_inside_cannot_mount_make_devices_or_see_our_environment(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTSIDE_SECRET", "do-not-show")
+    other = await Sandbox.start(SandboxSpec())
+    try:
+        for box in (sandbox, other):
+            assert (await box.run("mount -t tmpfs x /mnt")).return_code != 0
+            assert (await box.run("mknod /tmp/disk b 254 0")).return_code != 0
+            shown = await _output(box, "env; cat /proc/1/environ /proc/self/environ | tr '\\0' ' '")
+            assert "do-not-show" not in shown
+    finally:
+        await other.stop()
+
+
+@needs_privilege
+async def test_users_folders_and_variables(sandbox: Sandbox) -> None:
+    assert await _output(sandbox, 'echo "$(id -un) $HOME $PWD"') == "root /root /"
+    nobody = await _output(
+        sandbox, 'id -un; pwd; echo "$A b"', user="nobody", cwd="/tmp", env={"A": "a"}
+    )
+    assert nobody.split() == ["nobody", "/tmp", "a", "b"]
+    assert await _output(sandbox, "id -u; id -g", user=4242) == "4242\n4242"
+    unknown = await sandbox.run("true", user="no-such-user")
+    assert unknown.return_code == 126
+    assert b"'no-such-user' does not exist" in unknown.stderr
+    assert (await sandbox.run("echo x > /etc/forbidden", user="nobody")).return_code != 0
+
+
+@needs_privilege
+async def test_a_time_out_ends_the_command_and_the_sandbox_goes_on(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxTimeout, match=r"timed out after 0\.2 seconds"):
+        await sandbox.run("sleep 1000 & sleep 1000", timeout_s=0.2)
+    assert "sleep" not in await _output(sandbox, "cat /proc/[0-9]*/comm")
+
+
+@needs_privilege
+async def test_a_cancelled_command_is_ended(sandbox: Sandbox) -> None:
+    started = asyncio.Event()
+
+    async def on_output(text: str, stream: str) -> None:
+        started.set()
+
+    task = asyncio.create_task(sandbox.run("echo go; sleep 1000", on_output=on_output))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "sleep" not in await _output(sandbox, "cat /proc/[0-9]*/comm")
+
+
+@needs_privilege
+async def test_output_is_kept_up_to_its_bound(sandbox: Sandbox) -> None:
+    done = await sandbox.run(f"head -c {MAX_OUTPUT_BYTES + 10_000_000} /dev/zero")
+    assert done.return_code == 0
+    assert MAX_OUTPUT_BYTES <= len(done.stdout) < MAX_OUTPUT_BYTES + 200_000
+    assert done.stdout.endswith(b"bytes]\n")
+
+
+@needs_privilege
+async def test_what_is_written_is_bounded_by_its_size(sandbox: Sandbox) -> None:
+    done = await sandbox.run("head -c 100M /dev/zero > /var/big")
+    assert b"No space left" in done.stderr
+
+
+@needs_privilege
+async def test_files_go_in_and_out_as_bytes(sandbox: Sandbox, tmp_path: Path) -> None:
+    content = os.urandom(3_000_000)
+    source, back = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(content)
+    with source.open("rb") as file:
+        await sandbox.run("cat > /srv/in", stdin=file)
+    with back.open("wb") as file:
+        await sandbox.run("cat /srv/in", stdout=file)
+    assert back.read_bytes() == content
+
+
+@needs_privilege
+async def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+    pipe = tmp_path / "alive"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    script = (
+        "import asyncio, pathlib\n"
+        "from harbor_sdk.sandbox import *\n"
+        "async def main():\n"
+        f"    p = pathlib.Path({str(tmp_path)!r})\n"
+        "    s = await Sandbox.start(SandboxSpec(binds=[Bind(p, p)]))\n"
+        f"    await s.run('setsid sleep 1000 > {pipe} &')\n"
+        "    print('ready', flush=True)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main())\n"
+    )
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"ready\n"
+    owner.kill()
+    await owner.wait()
+    os.set_blocking(reader, True)
+    assert await asyncio.wait_for(asyncio.to_thread(os.read, reader, 1), 10) == b""
+    os.close(reader)
+
+
+@needs_privilege
+async def test_a_stopped_sandbox_says_so(sandbox: Sandbox) -> None:
+    await sandbox.stop()
+    await sandbox.stop()
+    with pytest.raises(SandboxError, match="stopped"):
+        await sandbox.run("true", stdin=io.BufferedReader(io.BytesIO()))  # type: ignore[arg-type]
+
+
+def test_without_the_privilege_the_error_names_it() -> None:
+    script = (
+        "from harbor_sdk.sandbox import *\n"
+        "try: require_privilege()\n"
+        "except SandboxError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", script]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", *command]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "CAP_SYS_ADMIN" in shown

@@ -1,0 +1,373 @@
+"""Client and server over real HTTP; the trial is scripted (real ones: tests/e2e)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+from pydantic import ValidationError
+
+from harbor_sdk import (
+    AgentRun,
+    AgentRunClient,
+    AgentRunError,
+    AgentRunRequest,
+    AgentSpec,
+    EnvironmentSpec,
+    RunStatus,
+)
+from harbor_sdk.server.app import build_app
+from harbor_sdk.server.config import ServerConfig
+from tests.harbor_sdk.harbor_tasks import write_task
+
+
+class ScriptedTrials:
+    """Ends at once, or when `gate` opens where the agent is called `waits`."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.started: list[str] = []
+        self.ended_by_cancel: list[str] = []
+        self.at_once = self.most_at_once = 0
+
+    async def __call__(
+        self,
+        request: AgentRunRequest,
+        *,
+        run_id: str,
+        task_dir: Path | None,
+        trials_dir: Path,
+        on_phase: Callable[[str], Awaitable[None]],
+    ) -> AgentRun:
+        self.started.append(run_id)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        (trials_dir / run_id / "agent").mkdir(parents=True)
+        (trials_dir / run_id / "trial.log").write_text("the log")
+        (trials_dir / run_id / "agent/out.txt").write_text("the agent's output")
+        (trials_dir / run_id / "agent/passwd").symlink_to("/etc/passwd")
+        try:
+            await on_phase("agent-start")
+            if request.agent.name == "waits":
+                await self.gate.wait()
+            if request.agent.name == "breaks":
+                raise RuntimeError("no such image")
+        except asyncio.CancelledError:
+            self.ended_by_cancel.append(run_id)
+            raise
+        finally:
+            self.at_once -= 1
+        name = task_dir.name if task_dir else str(request.task_name)
+        return AgentRun(
+            run_id=run_id, status=RunStatus.COMPLETED, rewards={"reward": 1.0}, error=name
+        )
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, trials: ScriptedTrials, **settings: object) -> AsyncIterator[str]:
+    config = ServerConfig.model_validate({"state_dir": tmp_path / "state", **settings})
+    server = TestServer(build_app(config, trials))
+    await server.start_server()
+    try:
+        yield str(server.make_url("/"))
+    finally:
+        await server.close()
+
+
+@pytest.fixture
+async def trials() -> ScriptedTrials:
+    return ScriptedTrials()
+
+
+@pytest.fixture
+async def url(tmp_path: Path, trials: ScriptedTrials) -> AsyncIterator[str]:
+    async with serving(tmp_path, trials, task_roots=[tmp_path / "tasks"]) as url:
+        yield url
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AgentRunClient]:
+    async with AgentRunClient(url) as client:
+        yield client
+
+
+def wanted(agent: str = "oracle", **fields: object) -> AgentRunRequest:
+    return AgentRunRequest.model_validate(
+        {"agent": {"name": agent}, "task_name": "org/task", **fields}
+    )
+
+
+async def test_an_uploaded_task_a_known_path_and_a_registry_name(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
+    task = write_task(tmp_path / "tasks", "one")
+    uploaded = await client.submit(AgentRunRequest(agent=AgentSpec(name="oracle")), task=task)
+    known = await client.submit(AgentRunRequest(task_path=str(task)))
+    named = await client.submit(AgentRunRequest(task_name="org/named"))
+    ended = [await client.wait(run.run_id, timeout_s=5) for run in (uploaded, known, named)]
+    assert [run.error for run in ended] == ["one", "one", "org/named"]
+    assert [run.rewards for run in ended] == [{"reward": 1.0}] * 3
+    assert [run.status for run in ended] == [RunStatus.COMPLETED] * 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "match"),
+    [
+        (AgentRunRequest(task_path="/etc"), "not below a --tasks folder"),
+        (AgentRunRequest(), "no task"),
+    ],
+)
+async def test_a_task_that_cannot_be_had_is_refused(
+    client: AgentRunClient, request_: AgentRunRequest, match: str
+) -> None:
+    with pytest.raises(AgentRunError, match=match) as caught:
+        await client.submit(request_)
+    assert caught.value.code == "invalid"
+
+
+async def test_an_unknown_field_is_named(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        form = aiohttp.FormData()
+        form.add_field("metadata", '{"agent": {"nmae": "x"}}', content_type="application/json")
+        async with session.post(f"{url}api/v1/runs", data=form) as response:
+            body = await response.json()
+    assert response.status == 400
+    assert "agent.nmae" in body["error"]["message"]
+
+
+async def test_the_same_key_never_starts_a_second_run(
+    client: AgentRunClient, trials: ScriptedTrials
+) -> None:
+    runs = await asyncio.gather(
+        *(client.submit(wanted(), idempotency_key="trial-7") for _ in range(8))
+    )
+    await client.wait(runs[0].run_id, timeout_s=5)
+    again = await client.submit(wanted(), idempotency_key="trial-7")
+    assert {run.run_id for run in runs} == {again.run_id}
+    assert trials.started == [again.run_id]
+    with pytest.raises(AgentRunError) as caught:
+        await client.submit(wanted("other"), idempotency_key="trial-7")
+    assert caught.value.code == "conflict"
+
+
+async def test_a_client_of_the_older_wire_gets_the_result_as_the_answer(url: str) -> None:
+    metadata = (
+        '{"job_id": "j", "task_id": "t", "task_path": "/data/one", "agent": {"name": "oracle", '
+        '"kwargs": {}}, "timeout_multiplier": 1.0, "max_retries": 0, "verifier": {"disable": '
+        'false}, "llm_proxy_url": "http://127.0.0.1:1/t/v1"}'
+    )
+    archive = await asyncio.to_thread(_packed_one)
+    async with aiohttp.ClientSession() as session:
+        form = aiohttp.FormData()
+        form.add_field("metadata", metadata)
+        form.add_field("task_archive", archive, filename="task.tar.gz")
+        async with session.post(f"{url}api/v1/runs", data=form) as response:
+            body = await response.json()
+    assert response.status == 200
+    assert body["status"] == "completed"
+    assert body["rewards"] == {"reward": 1.0}
+    assert {"run_id", "rollout_details", "error", "result_uri", "retry_count"} <= body.keys()
+
+
+def _packed_one() -> bytes:
+    import tempfile
+
+    from harbor_sdk.archive import pack_task
+
+    with tempfile.TemporaryDirectory() as folder:
+        return pack_task(write_task(Path(folder), "one"))
+
+
+async def test_cancelling_ends_a_running_and_a_queued_run(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    async with (
+        serving(tmp_path, trials, concurrency=1) as url,
+        AgentRunClient(url) as client,
+    ):
+        running = await client.submit(wanted("waits"))
+        queued = await client.submit(wanted("waits"))
+        async for event in client.events(running.run_id):
+            if event.run.phase == "agent-start":
+                break
+        assert (await client.cancel(queued.run_id)).status is RunStatus.CANCELLED
+        assert (await client.cancel(running.run_id)).status is RunStatus.CANCELLED
+        assert (await client.cancel(running.run_id)).status is RunStatus.CANCELLED
+    assert trials.started == trials.ended_by_cancel == [running.run_id]
+
+
+async def test_events_tell_every_change_and_end(
+    client: AgentRunClient, trials: ScriptedTrials
+) -> None:
+    run = await client.submit(wanted("waits"))
+    seen = []
+    async for event in client.events(run.run_id):
+        seen.append((event.kind, event.run.status.value, event.run.phase))
+        trials.gate.set()
+    assert seen == [
+        ("status", "running", ""),
+        ("phase", "running", "agent-start"),
+        ("status", "completed", "agent-start"),
+    ]
+
+
+async def test_no_more_run_at_once_than_the_environment_allows(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    async with (
+        serving(tmp_path, trials, environment_concurrency={"docker": 2}) as url,
+        AgentRunClient(url) as client,
+    ):
+        request = AgentRunRequest(
+            agent=AgentSpec(name="waits"),
+            task_name="org/task",
+            environment=EnvironmentSpec(type="docker"),
+        )
+        runs = await asyncio.gather(*(client.submit(request) for _ in range(6)))
+        other = await client.submit(wanted())  # another environment is not held up
+        await client.wait(other.run_id, timeout_s=5)
+        trials.most_at_once = 0
+        trials.gate.set()
+        for run in runs:
+            await client.wait(run.run_id, timeout_s=5)
+    assert trials.most_at_once <= 2
+    assert len(trials.started) == 7
+
+
+async def test_a_full_queue_is_said_with_a_time(tmp_path: Path, trials: ScriptedTrials) -> None:
+    async with (
+        serving(tmp_path, trials, concurrency=1, max_queued=1) as url,
+        AgentRunClient(url) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        first = await client.submit(wanted("waits"))
+        async for _ in client.events(first.run_id):
+            break
+        await client.submit(wanted("waits"))
+        form = aiohttp.FormData()
+        form.add_field("metadata", wanted().model_dump_json())
+        form.add_field("unused", b"makes it multipart", filename="x")
+        async with session.post(f"{url}api/v1/runs?wait_s=0", data=form) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["code"] == "queue_full"
+        trials.gate.set()
+
+
+async def test_a_restart_runs_what_was_queued_once_and_reports_what_ran_as_lost(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    async with serving(tmp_path, trials, concurrency=1) as url, AgentRunClient(url) as client:
+        done = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
+        running = await client.submit(wanted("waits"))
+        async for _ in client.events(running.run_id):
+            break
+        queued = await client.submit(wanted(), idempotency_key="k")
+    second = ScriptedTrials()
+    async with serving(tmp_path, second, concurrency=1) as url, AgentRunClient(url) as client:
+        assert (await client.get(done.run_id)).rewards == {"reward": 1.0}
+        lost = await client.wait(running.run_id, timeout_s=5)
+        assert lost.status is RunStatus.LOST
+        assert lost.rewards is None
+        assert "server ended" in (lost.error or "")
+        again = await client.submit(wanted(), idempotency_key="k")
+        assert again.run_id == queued.run_id
+        assert (await client.wait(queued.run_id, timeout_s=5)).status is RunStatus.COMPLETED
+        listed = await client.list()
+        assert listed.total == 3
+    assert second.started == [queued.run_id]
+
+
+async def test_what_breaks_before_the_agent_is_failed_without_reward(
+    client: AgentRunClient,
+) -> None:
+    run = await client.wait((await client.submit(wanted("breaks"))).run_id, timeout_s=5)
+    assert run.status is RunStatus.FAILED
+    assert run.rewards is None
+    assert run.error == "RuntimeError: no such image"
+
+
+async def test_logs_and_artifacts_but_nothing_outside_the_trial(
+    client: AgentRunClient, url: str
+) -> None:
+    run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
+    assert await client.logs(run.run_id) == "the log"
+    assert await client.logs(run.run_id, tail_bytes=3) == "log"
+    assert set(await client.artifacts(run.run_id)) == {"trial.log", "agent/out.txt"}
+    assert await client.artifact(run.run_id, "agent/out.txt") == b"the agent's output"
+    for path in ("agent/passwd", "../../runs.sqlite", "..%2f..%2fruns.sqlite"):
+        with pytest.raises(AgentRunError) as caught:
+            await client.artifact(run.run_id, path)
+        assert caught.value.code == "not_found"
+
+
+async def test_old_runs_and_their_folders_are_removed(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    async with serving(tmp_path, trials) as url, AgentRunClient(url) as client:
+        run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
+    folder = tmp_path / "state/trials" / run.run_id
+    assert folder.exists()
+    async with (
+        serving(tmp_path, trials, keep_s=0.001) as url,
+        AgentRunClient(url) as client,
+    ):
+        with pytest.raises(AgentRunError) as caught:
+            await _until_gone(client, run.run_id)
+        assert caught.value.code == "not_found"
+
+
+async def _until_gone(client: AgentRunClient, run_id: str) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            await client.get(run_id)
+
+
+async def test_every_route_wants_the_token(tmp_path: Path, trials: ScriptedTrials) -> None:
+    token = "0123456789abcdef"
+    async with serving(tmp_path, trials, token=token) as url:
+        async with AgentRunClient(url, token=token) as client:
+            run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
+        for wrong in (None, "0123456789abcdeg", token[:-1]):
+            async with AgentRunClient(url, token=wrong) as client:
+                for call in (
+                    client.get(run.run_id),
+                    client.submit(wanted()),
+                    client.cancel(run.run_id),
+                    client.list(),
+                    client.logs(run.run_id),
+                    client.artifacts(run.run_id),
+                ):
+                    with pytest.raises(AgentRunError) as caught:
+                        await call
+                    assert caught.value.code == "unauthorized"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.org", "::"])
+def test_off_loopback_without_a_token_there_is_no_server(host: str) -> None:
+    with pytest.raises(ValidationError, match="HARBOR_SERVER_TOKEN"):
+        ServerConfig(host=host)
+    assert ServerConfig(host=host, token="0123456789abcdef").host == host
+
+
+async def test_waiting_has_an_end_and_the_run_goes_on(
+    client: AgentRunClient, trials: ScriptedTrials
+) -> None:
+    run = await client.submit(wanted("waits"))
+    with pytest.raises(AgentRunError) as caught:
+        await client.wait(run.run_id, timeout_s=0.2)
+    assert caught.value.code == "timeout"
+    trials.gate.set()
+    assert (await client.wait(run.run_id, timeout_s=5)).status is RunStatus.COMPLETED
+
+
+async def test_a_server_that_is_not_there_is_named(unused_tcp_port: int) -> None:
+    async with AgentRunClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
+        with pytest.raises(AgentRunError, match=f"{unused_tcp_port} cannot be reached") as caught:
+            await client._json("GET", "/health")
+    assert caught.value.code == "unreachable"
