@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agent_loop.launchers.command import CommandSettings
 from agent_loop.rewards.verifier import VerifierSettings
+from trainer.algorithms.config import AlgorithmConfig
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.weight_sync.transports import Backend
@@ -185,6 +186,7 @@ class TrainerConfig(Section):
     proxy_server: ProxyServerConfig = ProxyServerConfig()
     remote_agent: RemoteAgentConfig
     rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerSection = TrainerSection()
     eval: EvalConfig = EvalConfig()

@@ -13,7 +13,7 @@ from rich.status import Status
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward/mean", "reward", "{:.3f}"),
     ("rollout/success", "success", "{:.2f}"),
-    ("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
+    ("mismatch/logp_abs_mean", "mismatch", "{:.1e}"),
     ("staleness/mean", "staleness", "{:.2f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
     ("time/step_s", "s/step", "{:.1f}"),

@@ -52,7 +52,7 @@ def staleness_metrics(batch: Batch, version: int) -> Metrics:
 def mismatch_metrics(batch: Batch, logprobs: torch.Tensor, version: int) -> Metrics:
     """Trainer against engine. Δ = log p_trainer − log p_engine of each trained token.
 
-    `logprob_abs_mean`: mean |Δ| over tokens that the present weights sampled: on the same weights
+    `logp_abs_mean`: mean |Δ| over tokens that the present weights sampled: on the same weights
     it is the numerical noise of two implementations, so anything more is a bug. `k3` = mean of
     e^Δ − 1 − Δ (Schulman, "Approximating KL Divergence") and `ess` = (Σ e^Δ)² / (N Σ e^2Δ), the
     effective sample size as a share, are over all tokens, stale ones too.
@@ -66,9 +66,9 @@ def mismatch_metrics(batch: Batch, logprobs: torch.Tensor, version: int) -> Metr
     }
     fresh = delta[batch.versions == version]
     if len(fresh):
-        metrics["mismatch/logprob_abs_mean"] = float(fresh.abs().mean())
-        metrics["mismatch/logprob_abs_max"] = float(fresh.abs().max())
-        metrics["mismatch/logprob_mean"] = float(fresh.mean())
+        metrics["mismatch/logp_abs_mean"] = float(fresh.abs().mean())
+        metrics["mismatch/logp_abs_max"] = float(fresh.abs().max())
+        metrics["mismatch/logp_mean"] = float(fresh.mean())
     return metrics
 
 

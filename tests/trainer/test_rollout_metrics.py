@@ -79,7 +79,7 @@ def test_staleness_is_per_token() -> None:
 def test_mismatch_counts_tokens_of_the_present_weights_alone() -> None:
     batch = build_batch([Group("g", TASK, [rollout("a", 1.0, versions=(3, 5))])])
     metrics = mismatch_metrics(batch, torch.tensor([-9.0, -2.25]), 5)
-    assert metrics["mismatch/logprob_abs_mean"] == pytest.approx(0.25)
+    assert metrics["mismatch/logp_abs_mean"] == pytest.approx(0.25)
     assert metrics["mismatch/all_abs_mean"] == pytest.approx((8 + 0.25) / 2)
     weights = np.exp([-8.0, -0.25])
     assert metrics["mismatch/ess"] == pytest.approx(weights.sum() ** 2 / 2 / (weights**2).sum())

@@ -32,14 +32,14 @@ summary { cursor: pointer }
 PLOTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Reward", {"mean": "reward/mean"}),
     ("Success", {"training": "rollout/success", "held out": "eval/success"}),
-    ("Mismatch: mean |Δ log p|, trainer against engine", {"": "mismatch/logprob_abs_mean"}),
+    ("Mismatch: mean |Δ log p|, trainer against engine", {"": "mismatch/logp_abs_mean"}),
     ("Mismatch: k3", {"": "mismatch/k3"}),
     ("Effective sample size", {"": "mismatch/ess"}),
     ("Entropy", {"": "actor/entropy"}),
-    ("KL to the reference", {"": "actor/kl"}),
+    ("KL to the reference", {"": "kl/reference"}),
     ("Clipped share of tokens", {"": "actor/clip_fraction"}),
     ("Gradient norm", {"": "actor/grad_norm"}),
-    ("Loss", {"": "actor/loss"}),
+    ("Loss", {"": "actor/policy_loss"}),
     ("Staleness (updates)", {"mean": "staleness/mean", "max": "staleness/max"}),
     ("Tokens per second", {"all": "throughput/tokens_per_s", "training": "throughput/train"}),
     (

@@ -1,0 +1,91 @@
+"""`agentic-train`: a run from a configuration, its report.
+
+    agentic-train --config FILE [key=value …]     train
+    agentic-train --config FILE --check           print the resolved configuration and end
+    agentic-train report RUN                      write RUN/report.html from what is there
+
+Invariant: whatever is wrong ends in one line on standard error and an exit code other than 0 (2:
+the configuration; 1: the run; 128 + N: signal N), with no process left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from agent_loop.errors import AgentLoopError
+from proxy.client import ProxyClientError
+from proxy.errors import ConfigurationError, ProxyError
+from trainer.errors import ConfigError, TrainerError
+
+EXPECTED = (TrainerError, ProxyError, ProxyClientError, AgentLoopError)
+"""Errors whose text is one line for the user; anything else is our bug and shows its traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments.words, arguments.config, check=arguments.check)
+    except (*EXPECTED, ExceptionGroup) as error:
+        expected = _first_expected(error)
+        if expected is None:
+            raise
+        print(f"agentic-train: {' '.join(str(expected).split())}", file=sys.stderr)
+        if isinstance(expected, TrainerError):
+            return expected.exit_code
+        return 2 if isinstance(expected, ConfigurationError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="agentic-train",
+        description=(__doc__ or "").partition("Invariant")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML; see docs/configuration.md"
+    )
+    parser.add_argument("--check", action="store_true", help="only check the configuration")
+    parser.add_argument("words", nargs="*", metavar="[report RUN] [key=value …]")
+    return parser
+
+
+def _run(words: Sequence[str], config: Path | None, *, check: bool) -> int:
+    command, rest = (words[0], words[1:]) if words and "=" not in words[0] else ("train", words)
+    if command == "report":
+        return _report(rest)
+    if command not in ("train",):
+        raise ConfigError(f"{command!r}: expected key=value, or report RUN")
+    from trainer.start import check_only, train
+
+    if config is None:
+        raise ConfigError("--config: missing; give a YAML file, like agentic_trainer.yaml")
+    if check:
+        print(check_only(config, rest, os.environ), end="")
+        return 0
+    return train(config, rest, os.environ)
+
+
+def _report(words: Sequence[str]) -> int:
+    from trainer.report import write_report
+    from trainer.run_folder import RunFolder
+
+    if len(words) != 1:
+        raise ConfigError("report: give one run's folder, like runs/quickstart")
+    print(write_report(RunFolder.open(Path(words[0]))))
+    return 0
+
+
+def _first_expected(error: BaseException) -> BaseException | None:
+    """The first expected error in a group of only expected ones."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, EXPECTED) else None
+    found = [_first_expected(each) for each in error.exceptions]
+    return None if None in found else found[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
