@@ -79,7 +79,8 @@ def sapo(
     logprobs: Tensor, prox: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
 ) -> PolicyLoss:
     """`−(4 / τ) σ(τ (r − 1)) A`, τ by the sign of A. SAPO, arXiv 2511.20347."""
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    positive = advantages > 0
+    tau = torch.full_like(advantages, tau_negative).masked_fill(positive, tau_positive)
     gate = torch.sigmoid(tau * (ratio(logprobs, prox) - 1)) * (4 / tau)
     return PolicyLoss(-gate * advantages, torch.zeros_like(advantages, dtype=torch.bool))
 
