@@ -14,8 +14,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from agent_loop.launchers.environment import agent_environment, expand, make_workspace
+from agent_loop.launchers.processes import Ended, Job, Limits, ProcessHost
 from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.launchers.supervised import Ended, Job, Limits, run_supervised
+from agent_loop.rewards.protocol import NO_OPINION, Graded
 from proxy.errors import ConfigurationError
 
 
@@ -41,6 +42,7 @@ class CommandLauncher:
     def __init__(self, settings: CommandSettings) -> None:
         """Raises ConfigurationError: the program, or the template folder, does not exist."""
         self._settings = settings
+        self._host = ProcessHost()
         program, template = settings.argv[0], settings.template
         if "{" not in program and shutil.which(program) is None:
             raise ConfigurationError(
@@ -63,13 +65,13 @@ class CommandLauncher:
             log_bytes=settings.log_bytes,
             limits=settings.limits,
         )
-        return _result(await run_supervised(job))
+        return agent_result(await self._host.run(job))
 
     async def close(self) -> None:
-        pass
+        await self._host.close()
 
 
-def _result(ended: Ended) -> AgentResult:
+def agent_result(ended: Ended, reward: Graded = NO_OPINION) -> AgentResult:
     if ended.ended_by == "timeout":
         end = AgentEnd.TIMED_OUT
     else:
@@ -78,6 +80,8 @@ def _result(ended: Ended) -> AgentResult:
         end,
         error=ended.failure,
         wall_s=ended.wall_s,
+        reward=reward.value,
+        reward_parts=reward.parts,
         metrics={
             "agent_cpu_s": ended.cpu_s,
             "agent_peak_memory_bytes": ended.peak_memory_bytes,

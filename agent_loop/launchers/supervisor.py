@@ -1,13 +1,17 @@
-"""The small process between us and one agent: starts it, bounds it, and ends all of it.
+"""The small processes between us and agents: start them, bound them, and end all of them.
 
-A program of its own that imports the standard library only (`python -I -S supervisor.py`). It
-reads one JSON job from standard input, and writes one JSON line about the agent's end to standard
-output. `run_supervised` in `supervised.py` is its caller.
+A program of its own that imports the standard library only (`python -I -S supervisor.py`), or,
+for agents that are Python functions, their module too. It is a *server*: for three descriptors
+that come over its socket it forks one *supervisor*, which reads a JSON job from the first (a
+file), starts the agent, and writes one JSON line about the agent's end to the third; the second
+tells it to end the agent.
+`ProcessHost` in `processes.py` is its caller. Forking costs a millisecond, also where the agent's
+module takes seconds to import.
 
-Invariant: when it exits, no descendant of the agent lives. It is the *child subreaper* of
-everything below it (prctl(2)), so a daemon that forks twice, opens a session of its own and
-clears its environment still becomes this process's child, and is found and killed. It ends the
-agent when standard input closes: on cancellation, and when whoever started it dies, `kill -9`
+Invariant: when a supervisor exits, no descendant of its agent lives. It is the *child subreaper*
+of everything below it (prctl(2)), so a daemon that forks twice, opens a session of its own and
+clears its environment still becomes its child, and is found and killed. It ends the agent when
+the second descriptor closes: on cancellation, and when whoever started it dies, `kill -9`
 included. If it is killed itself, the agent dies with it (PR_SET_PDEATHSIG).
 """
 
@@ -15,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -28,14 +34,66 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
+Job = dict[str, Any]
+Body = Callable[[Job, int], None]
+"""What the agent's process does once it is set up; it does not return."""
+
 REAP_TIMEOUT_S = 10.0
 """For killed processes to be gone; one that waits for a dead disk may never be."""
+
+
+def serve(server: socket.socket, body: Body) -> None:
+    """Forks a supervisor per request, until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
+    gc.freeze()  # keeps the collector from copying every shared page in the forked
+    while True:
+        _, fds, _, _ = socket.recv_fds(server, 1, 3)
+        if not fds:
+            return
+        if os.fork() == 0:
+            server.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            supervise(fds[0], fds[1], fds[2], body)
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+
+
+def supervise(job_fd: int, cancel_fd: int, report_fd: int, body: Body) -> None:
+    with open(job_fd, "rb") as file:
+        job = json.load(file)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # Before the fork, so that no child's end is missed; the agent gets an empty mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        agent = Agent(job, body, (cancel_fd, report_fd))
+    except OSError as error:
+        _report(report_fd, launch_error=str(error))
+        return
+    ended_by = _watch(agent, cancel_fd, job["timeout_s"], job["grace_s"])
+    wall_s = time.monotonic() - agent.started
+    status, left_over = _end_everything(agent.pid)
+    agent.drain()
+    agent.log.close()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _report(
+        report_fd,
+        ended_by=ended_by,
+        exit_code=os.waitstatus_to_exitcode(status) if status is not None else None,
+        wall_s=wall_s,
+        left_over=left_over,
+        output_bytes=agent.log.total_bytes,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        peak_memory_bytes=usage.ru_maxrss * 1024,
+    )
 
 
 class Agent:
     """The agent's main process and its output."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: Job, body: Body, private_fds: tuple[int, ...]) -> None:
         self.started = time.monotonic()
         self.log = BoundedLog(job["log"], job["log_bytes"])
         self.output_fd, write_fd = os.pipe()
@@ -43,11 +101,14 @@ class Agent:
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _become_agent(job, write_fd, error_write_fd, parent)
+            for fd in (*private_fds, self.output_fd, self.log.fileno(), error_fd):
+                os.close(fd)
+            _become_agent(job, body, write_fd, error_write_fd, parent)
         os.close(write_fd)
         os.close(error_write_fd)
         if error := os.read(error_fd, READ_BYTES):
             raise OSError(error.decode())
+        os.close(error_fd)
         self.pidfd = os.pidfd_open(self.pid)
 
     def signal(self, number: int) -> None:
@@ -72,6 +133,9 @@ class BoundedLog:
         self._tail = bytearray()
         self.total_bytes = 0
 
+    def fileno(self) -> int:
+        return self._file.fileno()
+
     def write(self, data: bytes) -> None:
         room = max(self._head_bytes - self.total_bytes, 0)
         self.total_bytes += len(data)
@@ -91,39 +155,12 @@ class BoundedLog:
         self._file.close()
 
 
-def main() -> None:
-    job = json.loads(sys.stdin.buffer.readline())
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # Before the fork, so that no child's end is missed; the agent gets an empty mask.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    try:
-        agent = Agent(job)
-    except OSError as error:
-        _report(launch_error=str(error))
-        return
-    ended_by = _watch(agent, job["timeout_s"], job["grace_s"])
-    wall_s = time.monotonic() - agent.started
-    status, left_over = _end_everything(agent.pid)
-    agent.drain()
-    agent.log.close()
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    _report(
-        ended_by=ended_by,
-        exit_code=os.waitstatus_to_exitcode(status) if status is not None else None,
-        wall_s=wall_s,
-        left_over=left_over,
-        output_bytes=agent.log.total_bytes,
-        cpu_s=usage.ru_utime + usage.ru_stime,
-        peak_memory_bytes=usage.ru_maxrss * 1024,
-    )
-
-
-def _watch(agent: Agent, timeout_s: float, grace_s: float) -> str:
+def _watch(agent: Agent, cancel_fd: int, timeout_s: float, grace_s: float) -> str:
     """Until the agent's main process ends: `exit`, `timeout` or `cancel`. At its deadline its
     process group gets SIGTERM, and after `grace_s` everything below us gets SIGKILL.
     """
     poll = select.poll()
-    for fd in (agent.pidfd, agent.output_fd, sys.stdin.fileno()):
+    for fd in (agent.pidfd, agent.output_fd, cancel_fd):
         poll.register(fd, select.POLLIN | select.POLLHUP)
     ended_by = "exit"
     deadline = agent.started + timeout_s
@@ -143,8 +180,8 @@ def _watch(agent: Agent, timeout_s: float, grace_s: float) -> str:
                 poll.unregister(agent.output_fd)
         if agent.pidfd in ready:
             return ended_by
-        if sys.stdin.fileno() in ready:
-            poll.unregister(sys.stdin.fileno())
+        if cancel_fd in ready:
+            poll.unregister(cancel_fd)
             ended_by, deadline = "cancel", time.monotonic() + grace_s
             agent.signal(signal.SIGTERM)
 
@@ -187,24 +224,34 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _become_agent(job: dict[str, Any], output_fd: int, error_fd: int, parent: int) -> None:
-    """In the forked child: never returns. `error_fd` closes by itself when exec succeeds."""
+def _become_agent(job: Job, body: Body, output_fd: int, error_fd: int, parent: int) -> None:
+    """In the forked child: never returns. `error_fd` closes once the agent is running."""
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output_fd, 1)
-        os.dup2(output_fd, 2)
+        null_fd = os.open(os.devnull, os.O_RDONLY)
+        for fd, at in ((null_fd, 0), (output_fd, 1), (output_fd, 2)):
+            os.dup2(fd, at)
+        os.close(output_fd)
+        os.close(null_fd)
         for name, value in job["limits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         os.chdir(job["cwd"])
-        os.execvpe(job["argv"][0], job["argv"], job["env"])
+        body(job, error_fd)
     except (OSError, ValueError) as error:
         os.write(error_fd, str(error).encode())
     os._exit(127)
+
+
+def execute(job: Job, error_fd: int) -> None:
+    """The body of an agent that is a program. `error_fd` is closed by exec."""
+    # Python ignores these, which a program would inherit: `yes | head` would never end.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execvpe(job["argv"][0], job["argv"], job["env"])
 
 
 def _prctl(option: int, value: int) -> None:
@@ -213,10 +260,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _report(**fields: Any) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+def _report(report_fd: int, **fields: Any) -> None:
+    os.write(report_fd, json.dumps(fields).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main()
+    serve(socket.socket(fileno=int(sys.argv[1])), execute)

@@ -25,6 +25,9 @@ class Graded:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+NO_OPINION = Graded(None)
+
+
 class RewardSource(Protocol):
     """Implementations: `verifier`, `grader`, `judge`, `posted`, `launcher`, `combined`."""
 

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.environment import expand, inherited_environment
+from agent_loop.launchers.processes import Ended, Job, Limits, ProcessHost
 from agent_loop.launchers.protocol import AgentResult, Trial
-from agent_loop.launchers.supervised import Ended, Job, Limits, run_supervised
 from agent_loop.rewards.protocol import Graded, graded
 from proxy.errors import ConfigurationError
 from proxy.records import Turn
@@ -46,6 +46,7 @@ class Verifier:
     def __init__(self, settings: VerifierSettings) -> None:
         """Raises ConfigurationError: the program does not exist."""
         self._settings = settings
+        self._host = ProcessHost()
         program = settings.argv[0]
         if "{" not in program and shutil.which(program) is None:
             raise ConfigurationError(
@@ -58,13 +59,13 @@ class Verifier:
         rewards = trial.directory / "reward"
         try:
             rewards.mkdir()
-            ended = await run_supervised(self._job(trial, agent, rewards))
+            ended = await self._host.run(self._job(trial, agent, rewards))
         except (LaunchError, OSError) as error:
             raise RewardError(f"verifier: {error}") from error
         return self._read(rewards, ended)
 
     async def close(self) -> None:
-        pass
+        await self._host.close()
 
     def _job(self, trial: Trial, agent: AgentResult, rewards: Path) -> Job:
         settings = self._settings

@@ -13,8 +13,8 @@ import pytest
 
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.launchers.processes import Limits
 from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.launchers.supervised import Limits
 from agent_loop.records import Task
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
@@ -23,7 +23,10 @@ from tests.agent_loop.conftest import MakeTrial
 async def run_python(trial: Trial, code: str, **settings: object) -> AgentResult:
     argv = (sys.executable, "-I", "-S", "-c", code)
     launcher = CommandLauncher(CommandSettings(argv=argv, **settings))  # type: ignore[arg-type]
-    return await launcher.run(trial)
+    try:
+        return await launcher.run(trial)
+    finally:
+        await launcher.close()
 
 
 def alive(pid_file: Path) -> bool:
@@ -200,6 +203,7 @@ async def test_program_named_by_the_task_that_does_not_exist_is_our_failure(
     launcher = CommandLauncher(CommandSettings(argv=("{task.program}",)))
     with pytest.raises(LaunchError, match="No such file"):
         await launcher.run(make_trial(program="no-such-agent"))
+    await launcher.close()
 
 
 async def test_repeated_trials_leave_no_descriptor_open(tmp_path: Path) -> None:
@@ -216,3 +220,4 @@ async def test_repeated_trials_leave_no_descriptor_open(tmp_path: Path) -> None:
     for number in range(1, 6):
         await once(number)
     assert len(os.listdir("/proc/self/fd")) == before
+    await launcher.close()

@@ -20,7 +20,10 @@ async def grade(trial: Trial, code: str, **settings: object) -> Graded:
     trial.workspace.mkdir()
     argv = (sys.executable, "-I", "-S", "-c", code)
     verifier = Verifier(VerifierSettings(argv=argv, **settings))  # type: ignore[arg-type]
-    return await verifier.grade(trial, AgentResult(AgentEnd.EXITED), [])
+    try:
+        return await verifier.grade(trial, AgentResult(AgentEnd.EXITED), [])
+    finally:
+        await verifier.close()
 
 
 @pytest.mark.parametrize(("code", "value"), [("pass", 1.0), ("raise SystemExit(1)", 0.0)])

@@ -1,0 +1,67 @@
+"""Agents and graders that are Python functions, for the tests of their launcher and grader."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import time
+
+from agent_loop.launchers.calls import AgentCall, GradeCall
+
+state: list[str] = []
+
+
+def reads_its_environment(call: AgentCall) -> float:
+    assert os.environ["OPENAI_BASE_URL"] == call.base_url
+    assert os.environ["OPENAI_API_KEY"] == call.api_key
+    assert os.getcwd() == str(call.workspace)
+    print("asked:", call.prompt)
+    return 0.5
+
+
+async def awaits(call: AgentCall) -> dict[str, float]:
+    await asyncio.sleep(0)
+    return {"reward": 1.0, "speed": 0.25}
+
+
+def fails(call: AgentCall) -> None:
+    raise KeyError("no such thing")
+
+
+def leaves_state(call: AgentCall) -> float:
+    state.append(call.trial_id)
+    return float(len(state))
+
+
+def draws(call: AgentCall) -> float:
+    return random.random()
+
+
+def hangs_with_a_child(call: AgentCall) -> None:
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (call.workspace / "child.tmp").write_text(str(child.pid))
+    (call.workspace / "child.tmp").rename(call.workspace / "child.pid")
+    time.sleep(600)
+
+
+def returns_nan(call: AgentCall) -> float:
+    return float("nan")
+
+
+def exact_answer(call: GradeCall) -> float:
+    return float(call.answers[-1]["content"] == call.task["answer"])
+
+
+def has_no_opinion(call: GradeCall) -> None:
+    return None
+
+
+def raises(call: GradeCall) -> float:
+    raise RuntimeError("grader is broken")
+
+
+def hangs(call: GradeCall) -> float:
+    time.sleep(600)
+    return 1.0
