@@ -76,6 +76,20 @@ class LimitsConfig(_Section):
     """How long calls in flight may still take when the process is told to stop."""
 
 
+class RelayConfig(_Section):
+    """Engines that connect in from behind a firewall (`agentic-worker`)."""
+
+    token: SecretStr | None = None
+    """What workers show; without one there is no relay."""
+    window: int = Field(default=64, ge=1)
+    """Frames (engine steps) of a call that may be under way or unread: the back-pressure."""
+    grace_s: float = Field(default=30.0, ge=0)
+    """For how long a worker that lost its connection is waited for before its calls are cut."""
+    silence_s: float = Field(default=15.0, gt=0)
+    """A connection over which nothing came for so long, pongs included, is dead."""
+    max_workers: int = Field(default=256, ge=1)
+
+
 class ProxyConfig(BaseSettings):
     model_config = SettingsConfigDict(
         extra="forbid", env_prefix="AGENTIC_PROXY_", env_nested_delimiter="__"
@@ -103,6 +117,7 @@ class ProxyConfig(BaseSettings):
     rendering: RenderingConfig = Field(default_factory=RenderingConfig)
     sessions: SessionsConfig = Field(default_factory=SessionsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    relay: RelayConfig = Field(default_factory=RelayConfig)
 
     @property
     def on_loopback(self) -> bool:

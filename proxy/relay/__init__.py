@@ -1,0 +1,1 @@
+"""Engines behind a firewall: workers connect out to the proxy and sample for it."""

@@ -1,0 +1,277 @@
+"""A relay worker as an `Engine`: calls that outlive the connection they were made on.
+
+Invariant: a call is sampled by the worker at most once, and its reader gets every frame exactly
+once and in order, or an EngineError. While the worker is away for less than the grace time its
+calls wait; after that, or when it comes back as another process, they are cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from itertools import count
+from typing import Protocol
+
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.errors import EngineError, ProxyError, RequestError
+from proxy.records import Ids
+from proxy.relay.protocol import (
+    Check,
+    End,
+    Frame,
+    Generate,
+    Health,
+    Hello,
+    Leave,
+    ProtocolError,
+    Taken,
+    ToProxy,
+    ToWorker,
+    Welcome,
+    chunk_of,
+    pack_ids,
+    sampling_fields,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """The hub's side of one WebSocket."""
+
+    def post(self, message: ToWorker) -> None:
+        """Queues `message`; a connection that has gone drops it."""
+        ...
+
+    def drop(self, reason: str) -> None: ...
+
+
+class RelayEngine:
+    """Implements `proxy.engines.protocol.Engine`."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        *,
+        window: int,
+        grace_s: float,
+        on_lost: Callable[[RelayEngine], None],
+    ) -> None:
+        """`on_lost` is called once, when the worker will not come back: every call is cut."""
+        self._on_lost = on_lost
+        self._incarnation = hello.incarnation
+        self._window = window
+        self._grace_s = grace_s
+        self._max_calls = hello.max_calls
+        self._calls: dict[int, _Call] = {}
+        self._numbers = count()
+        self._checks: dict[int, asyncio.Future[Health]] = {}
+        self._connection: Connection | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._leaving = False
+        self._lost = False
+        self._info = EngineInfo(
+            name=hello.name,
+            url=f"relay://{hello.name}",
+            healthy=False,
+            version=hello.version,
+            model=hello.model,
+            max_context_tokens=hello.max_context_tokens,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    def is_incarnation(self, hello: Hello) -> bool:
+        return hello.incarnation == self._incarnation
+
+    async def generate(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        number = next(self._numbers)
+        call = self._open(
+            Generate(
+                call=number,
+                request_id=request_id,
+                prompt=pack_ids(prompt_ids),
+                sampling=sampling_fields(sampling),
+                cache_salt=cache_salt,
+                stream=stream,
+            )
+        )
+        taken = 0
+        try:
+            while True:
+                item = await call.items.get()
+                if isinstance(item, EngineError):
+                    item.started = taken > 0
+                if isinstance(item, ProxyError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+                taken += 1
+                self._post(Taken(number, taken))
+        finally:
+            del self._calls[number]
+            self._info.in_flight -= 1
+            self._post(End(number))
+
+    async def abort(self, request_id: str) -> None:
+        for call in list(self._calls.values()):
+            if call.request.request_id == request_id:
+                call.cut(f"call {request_id} was aborted")
+                self._post(End(call.request.call))
+
+    async def check(self) -> None:
+        health = await self.probe()
+        self._info.healthy = health.error is None and not self._leaving
+        self._info.version = health.version
+        if health.error is not None:
+            raise EngineError(f"worker {self._info.name!r}: {health.error}")
+
+    async def probe(self, timeout_s: float = 5.0) -> Health:
+        """The worker's word on its engine; raises EngineError when no word comes."""
+        if self._connection is None:
+            raise EngineError(f"worker {self._info.name!r} is not connected")
+        number = next(self._numbers)
+        answer = self._checks[number] = asyncio.get_running_loop().create_future()
+        self._post(Check(number))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError as error:
+            self._info.healthy = False
+            raise EngineError(
+                f"worker {self._info.name!r} did not answer within {timeout_s:g} s"
+            ) from error
+        finally:
+            self._checks.pop(number, None)
+
+    async def close(self) -> None:
+        self.lose("the proxy closed it")
+
+    def attach(self, connection: Connection, hello: Hello) -> None:
+        """A connection of this worker's process, the first or a later one: calls go on."""
+        if self._connection is not None:
+            self._connection.drop("the worker has connected again")
+        if self._expiry is not None:
+            self._expiry.cancel()
+        open_calls = {n: call for n, call in self._calls.items() if not call.complete}
+        resumed = {n: call.received for n, call in open_calls.items() if n in hello.calls}
+        unheard = [call for n, call in open_calls.items() if n not in resumed]
+        self._connection = connection
+        self._info.healthy, self._info.version = not self._leaving, hello.version
+        self._post(Welcome(self._window, self._grace_s, resumed))
+        for call in unheard:
+            self._post(call.request)
+
+    def detach(self, connection: Connection, *, gone: bool) -> None:
+        """`connection` has ended. `gone`: by the worker's own will, so it is not waited for."""
+        if self._connection is not connection:
+            return
+        self._connection, self._info.healthy = None, False
+        while self._checks:
+            _, waiting = self._checks.popitem()
+            if not waiting.done():
+                lost = EngineError(f"worker {self._info.name!r} lost its connection")
+                waiting.set_exception(lost)
+        if gone:
+            self.lose("the worker left")
+        else:
+            late = f"the worker did not come back within {self._grace_s:g} s"
+            self._expiry = asyncio.get_running_loop().call_later(self._grace_s, self.lose, late)
+
+    def receive(self, message: ToProxy) -> None:
+        """Raises ProtocolError when the worker breaks the protocol."""
+        match message:
+            case Frame():
+                self._take(message)
+            case Health():
+                waiting = self._checks.pop(message.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case Leave():
+                self._leaving, self._info.healthy = True, False
+            case Hello():
+                raise ProtocolError("a second hello on one connection")
+
+    def lose(self, reason: str) -> None:
+        """Cuts every call; the engine is over."""
+        if self._lost:
+            return
+        self._lost = True
+        self._info.healthy = False
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._connection is not None:
+            self._connection.drop(reason)
+            self._connection = None
+        log.warning(
+            "relay: worker %s is gone (%s): %d calls cut", self._info.name, reason, len(self._calls)
+        )
+        for call in self._calls.values():
+            call.cut(f"worker {self._info.name!r}: {reason}: the call was cut")
+        self._on_lost(self)
+
+    def _open(self, request: Generate) -> _Call:
+        name = self._info.name
+        if self._lost or self._leaving:
+            raise EngineError(f"worker {name!r} is gone")
+        if len(self._calls) >= self._max_calls:
+            raise EngineError(f"worker {name!r} has its {self._max_calls} calls in flight")
+        call = self._calls[request.call] = _Call(request)
+        self._info.in_flight += 1
+        self._post(request)
+        return call
+
+    def _post(self, message: ToWorker) -> None:
+        if self._connection is not None:
+            self._connection.post(message)
+
+    def _take(self, frame: Frame) -> None:
+        call = self._calls.get(frame.call)
+        if call is None or call.complete or frame.number < call.received:
+            return
+        if frame.number > call.received:
+            raise ProtocolError(f"call {frame.call}: frame {frame.number} before {call.received}")
+        if call.items.qsize() >= self._window:
+            raise ProtocolError(f"call {frame.call}: more than {self._window} frames not taken")
+        call.put(frame)
+        if frame.versions:
+            self._info.version = frame.versions[-1][0]
+
+
+class _Call:
+    """A call in flight, as its reader sees it."""
+
+    def __init__(self, request: Generate) -> None:
+        self.request = request
+        self.items: asyncio.Queue[Chunk | ProxyError] = asyncio.Queue()
+        self.received = 0
+        self.complete = False
+
+    def put(self, frame: Frame) -> None:
+        if frame.error is None:
+            self.items.put_nowait(chunk_of(frame))
+        else:
+            self.items.put_nowait((RequestError if frame.refused else EngineError)(frame.error))
+        self.received = frame.number + 1
+        self.complete = frame.last
+        self.request.prompt = b""
+
+    def cut(self, reason: str) -> None:
+        if not self.complete:
+            self.complete = True
+            self.items.put_nowait(EngineError(reason))

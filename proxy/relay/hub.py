@@ -1,0 +1,219 @@
+"""Where relay workers come in: one WebSocket route, a name for each worker, its engine behind it.
+
+Invariant: a worker becomes an engine only with the token, this protocol, this proxy's model and a
+name that no live worker has. A name belongs to one process of a worker at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable
+
+from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
+
+from proxy.config import RelayConfig
+from proxy.errors import ConfigurationError, EngineError
+from proxy.relay.engine import RelayEngine
+from proxy.relay.protocol import (
+    FRAME_BYTES,
+    PATH,
+    PROTOCOL_VERSION,
+    Fingerprint,
+    Hello,
+    ProtocolError,
+    Refuse,
+    ToWorker,
+    decode_to_proxy,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+
+
+class RelayHub:
+    """Example:
+    hub = RelayHub(config.relay, fingerprint(model), joined=router.add, left=router.drop)
+    app.add_routes(hub.routes())
+    """
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        fingerprint: Fingerprint,
+        *,
+        joined: Callable[[RelayEngine], None],
+        left: Callable[[RelayEngine], None],
+    ) -> None:
+        """`joined` is told of an engine before its first call, `left` once it is over for good.
+
+        Raises:
+            ConfigurationError: no token is set.
+        """
+        if config.token is None:
+            raise ConfigurationError("relay.token: needed by the relay; there is no default")
+        self._token = _hash(config.token.get_secret_value())
+        self._config = config
+        self._fingerprint = fingerprint
+        self._joined = joined
+        self._left = left
+        self._engines: dict[str, RelayEngine] = {}
+        self._open_sockets = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get(PATH, self.connect)]
+
+    async def close(self) -> None:
+        for engine in list(self._engines.values()):
+            engine.lose("the proxy is stopping")
+
+    async def connect(self, request: web.Request) -> web.StreamResponse:
+        """The handler of one worker's connection, from the handshake to its end."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or not hmac.compare_digest(_hash(token), self._token):
+            log.warning("relay: a worker at %s came with a wrong token", request.remote)
+            return web.json_response({"error": "wrong relay token"}, status=401)
+        if self._open_sockets >= self._config.max_workers:
+            return web.json_response(
+                {"error": f"the proxy has its {self._config.max_workers} workers"},
+                status=503,
+                headers={"Retry-After": "10"},
+            )
+        socket = web.WebSocketResponse(
+            heartbeat=self._config.silence_s * 2 / 3, max_msg_size=FRAME_BYTES, compress=False
+        )
+        await socket.prepare(request)
+        self._open_sockets += 1
+        try:
+            await self._converse(socket)
+        finally:
+            self._open_sockets -= 1
+        return socket
+
+    async def _converse(self, socket: web.WebSocketResponse) -> None:
+        try:
+            hello = await _hello(socket)
+            engine = await self._admit(hello)
+        except (ProtocolError, _RefusedError) as error:
+            log.warning("relay: a worker was refused: %s", error)
+            await socket.send_bytes(encode(Refuse(str(error))))
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION)
+            return
+        connection = _Connection(socket)
+        engine.attach(connection, hello)
+        log.info("relay: worker %s is connected", hello.name)
+        sender = asyncio.create_task(connection.send())
+        gone = False
+        try:
+            gone = await self._read(socket, engine)
+        finally:
+            engine.detach(connection, gone=gone)
+            sender.cancel()
+            await asyncio.wait([sender])
+
+    async def _read(self, socket: web.WebSocketResponse, engine: RelayEngine) -> bool:
+        """Whether the worker said good-bye, rather than its connection having broken."""
+        try:
+            async for message in socket:
+                if message.type is WSMsgType.TEXT:
+                    raise ProtocolError("a text message")
+                if message.type is WSMsgType.ERROR:
+                    if isinstance(message.data, WebSocketError):
+                        raise ProtocolError(f"{message.data}")
+                    break
+                engine.receive(decode_to_proxy(message.data))
+        except ProtocolError as error:
+            engine.lose(f"it broke the protocol: {error}")
+            await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
+        return socket.close_code == WSCloseCode.OK
+
+    async def _admit(self, hello: Hello) -> RelayEngine:
+        self._match(hello)
+        while (held := self._engines.get(hello.name)) is not None:
+            if held.is_incarnation(hello):
+                return held
+            await self._evict(held)
+        engine = RelayEngine(
+            hello,
+            window=self._config.window,
+            grace_s=self._config.grace_s,
+            on_lost=self._forget,
+        )
+        self._engines[hello.name] = engine
+        self._joined(engine)
+        return engine
+
+    def _forget(self, engine: RelayEngine) -> None:
+        del self._engines[engine.info.name]
+        self._left(engine)
+
+    def _match(self, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise _RefusedError(
+                f"worker {hello.name!r} speaks relay protocol {hello.protocol}, this proxy "
+                f"{PROTOCOL_VERSION}: run the same release on both sides"
+            )
+        ours, theirs = self._fingerprint, hello.fingerprint
+        for what in ("tokenizer", "architecture"):
+            if getattr(ours, what) != getattr(theirs, what):
+                raise _RefusedError(
+                    f"worker {hello.name!r} has another model: its {what} is "
+                    f"{getattr(theirs, what)[:12]}, the proxy's {getattr(ours, what)[:12]}: "
+                    "give both the same --model"
+                )
+
+    async def _evict(self, held: RelayEngine) -> None:
+        """Frees the name of a worker that is dead; raises when it is alive."""
+        name = held.info.name
+        with contextlib.suppress(EngineError):
+            await held.probe()
+            raise _RefusedError(f"a worker named {name!r} is connected: give each its own --name")
+        held.lose("another process took its name")
+
+
+class _Connection:
+    """Messages out over one WebSocket, in order. What waits is bounded by the calls in flight."""
+
+    def __init__(self, socket: web.WebSocketResponse) -> None:
+        self._socket = socket
+        self._outbox: asyncio.Queue[ToWorker | None] = asyncio.Queue()
+
+    def post(self, message: ToWorker) -> None:
+        self._outbox.put_nowait(message)
+
+    def drop(self, reason: str) -> None:
+        log.info("relay: dropping a connection: %s", reason)
+        self._outbox.put_nowait(None)
+
+    async def send(self) -> None:
+        """Until the connection ends or is dropped."""
+        with contextlib.suppress(ConnectionError):
+            while (message := await self._outbox.get()) is not None:
+                await self._socket.send_bytes(encode(message))
+        await self._socket.close(code=WSCloseCode.GOING_AWAY)
+
+
+async def _hello(socket: web.WebSocketResponse) -> Hello:
+    try:
+        message = await socket.receive(HANDSHAKE_S)
+    except TimeoutError as error:
+        raise ProtocolError(f"no hello within {HANDSHAKE_S:g} s") from error
+    if message.type is not WSMsgType.BINARY:
+        raise ProtocolError(f"a {message.type.name} message instead of a hello")
+    hello = decode_to_proxy(message.data)
+    if not isinstance(hello, Hello):
+        raise ProtocolError(f"{type(hello).__name__} instead of a hello")
+    return hello
+
+
+class _RefusedError(Exception):
+    """The handshake failed, and would fail again."""
+
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

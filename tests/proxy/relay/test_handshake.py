@@ -1,0 +1,134 @@
+"""What the proxy refuses a worker for, on the wire itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import WSMsgType
+
+from proxy.relay.fingerprint import fingerprint
+from proxy.relay.protocol import (
+    PATH,
+    PROTOCOL_VERSION,
+    Fingerprint,
+    Frame,
+    Hello,
+    ProtocolError,
+    Refuse,
+    Welcome,
+    chunk_of,
+    decode_to_proxy,
+    decode_to_worker,
+    encode,
+)
+from tests.proxy.relay.conftest import TOKEN, OpenProxy, Proxy, ids_of, sample
+
+
+def hello(model: Path, **changes: Any) -> Hello:
+    ours = Hello(
+        protocol=PROTOCOL_VERSION,
+        name="gpu-0",
+        incarnation="i-1",
+        fingerprint=fingerprint(model),
+        model="m",
+        version=0,
+        max_context_tokens=100,
+        max_calls=8,
+        calls=(),
+    )
+    return msgspec.structs.replace(ours, **changes)
+
+
+class Socket:
+    def __init__(self, proxy: Proxy, token: str = TOKEN) -> None:
+        self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
+        self._url = f"http://127.0.0.1:{proxy.port}{PATH}"
+
+    async def __aenter__(self) -> aiohttp.ClientWebSocketResponse:
+        self._socket = await self._http.ws_connect(self._url)
+        return self._socket
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._socket.close()
+        await self._http.close()
+
+
+async def _connect_once(proxy: Proxy) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        await http.ws_connect(f"http://127.0.0.1:{proxy.port}{PATH}")
+
+
+async def refusal(proxy: Proxy, data: bytes) -> str:
+    async with Socket(proxy) as socket:
+        await socket.send_bytes(data)
+        answer = decode_to_worker(await socket.receive_bytes(timeout=10))
+        assert isinstance(answer, Refuse)
+        assert (await socket.receive(timeout=10)).type is WSMsgType.CLOSE
+    assert proxy.joined.empty()
+    return answer.reason
+
+
+async def test_another_protocol_version_is_refused(open_proxy: OpenProxy, model: Path) -> None:
+    reason = await refusal(await open_proxy(), encode(hello(model, protocol=9)))
+    assert "speaks relay protocol 9, this proxy 1" in reason
+
+
+async def test_another_architecture_is_refused(open_proxy: OpenProxy, model: Path) -> None:
+    other = Fingerprint(fingerprint(model).tokenizer, "0" * 64)
+    reason = await refusal(await open_proxy(), encode(hello(model, fingerprint=other)))
+    assert "its architecture is 000000000000" in reason
+
+
+async def test_noise_instead_of_a_hello_is_refused(open_proxy: OpenProxy) -> None:
+    assert "a message of 5 bytes" in await refusal(await open_proxy(), b"noise")
+    assert "Frame instead of a hello" in await refusal(await open_proxy(), encode(Frame(0, 0)))
+
+
+async def test_more_workers_than_the_limit_are_told_to_wait(
+    open_proxy: OpenProxy, model: Path
+) -> None:
+    proxy = await open_proxy(max_workers=1)
+    async with Socket(proxy) as socket:
+        await socket.send_bytes(encode(hello(model)))
+        assert isinstance(decode_to_worker(await socket.receive_bytes(timeout=10)), Welcome)
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await _connect_once(proxy)
+        assert refused.value.status == 503
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Frame(call=0, number=5, ids=b"\0\0\0\0", logprobs=b"\0\0\0\0"),
+        Frame(call=0, number=0, ids=b"\0\0\0\0", logprobs=b""),
+    ],
+)
+async def test_a_worker_that_breaks_the_protocol_is_dropped(
+    open_proxy: OpenProxy, model: Path, broken: Frame
+) -> None:
+    proxy = await open_proxy()
+    async with Socket(proxy) as socket:
+        await socket.send_bytes(encode(hello(model)))
+        engine = await proxy.joined.get()
+        call = asyncio.create_task(ids_of(sample(engine)))
+        await socket.receive_bytes(timeout=10)
+        await socket.receive_bytes(timeout=10)
+        await socket.send_bytes(encode(broken))
+        with pytest.raises(Exception, match="broke the protocol"):
+            await call
+        assert await proxy.left.get() is engine
+
+
+def test_arrays_that_do_not_match_are_no_chunk() -> None:
+    with pytest.raises(ProtocolError, match="1 ids but 0 log-probabilities"):
+        chunk_of(Frame(0, 0, ids=b"\0\0\0\0"))
+    with pytest.raises(ProtocolError, match="not a whole number"):
+        chunk_of(Frame(0, 0, ids=b"\0", logprobs=b"\0"))
+    with pytest.raises(ProtocolError, match="a message of 1 bytes"):
+        decode_to_proxy(b"\xff")

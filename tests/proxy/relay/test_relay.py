@@ -1,0 +1,220 @@
+"""Generations over the relay: exact, streamed, bounded, and alive across a broken network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+
+import pytest
+
+from proxy.engines.scripted import ScriptedEngine, scripted_logprob
+from proxy.errors import EngineError
+from proxy.records import FinishReason, VersionSpan
+from tests.proxy.relay.conftest import (
+    ANSWER,
+    OpenProxy,
+    StartWorker,
+    ids_of,
+    sample,
+    write_model,
+)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_gives_what_the_workers_engine_sampled(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine, stream: bool
+) -> None:
+    server.version = 3
+    proxy = await open_proxy()
+    await start_worker(proxy)
+    engine = await proxy.worker()
+    chunks = [chunk async for chunk in sample(engine, stream=stream, temperature=0.5)]
+    assert [i for c in chunks for i in c.ids] == ANSWER
+    expected = [scripted_logprob(a, b) for a, b in zip([13, *ANSWER], ANSWER, strict=False)]
+    assert [p for c in chunks for p in c.logprobs] == expected
+    assert chunks[-1].finish_reason is FinishReason.STOP
+    assert chunks[-1].versions == (VersionSpan(3, 0, len(ANSWER)),)
+    (call,) = server.calls
+    assert (call.prompt_ids, call.cache_salt, call.stream) == ([11, 12, 13], "s", stream)
+    assert call.sampling["temperature"] == 0.5
+    assert engine.info.in_flight == 0
+    assert (engine.info.model, engine.info.max_context_tokens) == ("scripted", 131_072)
+
+
+async def test_tokens_arrive_as_they_are_sampled(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy()
+    await start_worker(proxy)
+    engine = await proxy.worker()
+    server.token_delay_s = 0.02
+    async for chunk in sample(engine):
+        first = chunk.ids
+        break
+    assert first == ANSWER[: len(first)]
+    assert server.calls[0].finish_reason is None
+
+
+async def test_a_reader_that_goes_away_aborts_the_generation(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy()
+    await start_worker(proxy)
+    engine = await proxy.worker()
+    server.token_delay_s = 0.02
+    async with contextlib.aclosing(sample(engine)) as chunks:  # type: ignore[type-var]
+        await anext(chunks)
+    async with asyncio.timeout(10):
+        await server.calls[0].abort.wait()
+    assert engine.info.in_flight == 0
+
+
+async def test_a_slow_reader_holds_the_engines_stream_back(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy(window=2)
+    await start_worker(proxy)
+    engine = await proxy.worker()
+    server.token_delay_s = 0.001
+    read: list[int] = []
+    async for chunk in sample(engine):
+        read += chunk.ids
+        (call,) = engine._calls.values()
+        assert call.items.qsize() <= 2
+        await engine.probe()
+    assert read == ANSWER
+
+
+async def test_an_engines_failure_is_the_calls_failure(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy()
+    await start_worker(proxy)
+    engine = await proxy.worker()
+    server.healthy = False
+    with pytest.raises(EngineError, match="gpu-0"):
+        await engine.check()
+    await server.close()
+    with pytest.raises(EngineError) as failure:
+        await ids_of(sample(engine))
+    assert not failure.value.started
+
+
+async def test_a_call_past_the_workers_limit_is_refused(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy()
+    await start_worker(proxy, "--max-calls", "1")
+    engine = await proxy.worker()
+    server.token_delay_s = 0.02
+    async with contextlib.aclosing(sample(engine)) as first:  # type: ignore[type-var]
+        await anext(first)
+        with pytest.raises(EngineError, match="1 calls in flight"):
+            await ids_of(sample(engine, request_id="r-2"))
+
+
+async def test_a_worker_killed_in_mid_answer_cuts_the_call(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy(grace_s=0.2)
+    worker = await start_worker(proxy)
+    engine = await proxy.worker()
+    server.token_delay_s = 0.02
+    chunks = sample(engine)
+    await anext(chunks)
+    worker.signal(signal.SIGKILL)
+    with pytest.raises(EngineError, match="did not come back within") as failure:
+        await ids_of(chunks)
+    assert failure.value.started
+    assert await proxy.left.get() is engine
+    with pytest.raises(EngineError, match="is gone"):
+        await ids_of(sample(engine))
+
+
+async def test_a_restarted_worker_takes_its_name_and_cuts_the_old_calls(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy(grace_s=60)
+    worker = await start_worker(proxy)
+    engine = await proxy.worker()
+    server.token_delay_s = 0.02
+    chunks = sample(engine)
+    await anext(chunks)
+    worker.signal(signal.SIGKILL)
+    await worker.process.wait()
+    await start_worker(proxy)
+    with pytest.raises(EngineError, match="another process took its name"):
+        await ids_of(chunks)
+    server.token_delay_s = 0.0
+    assert await ids_of(sample(await proxy.worker())) == ANSWER
+    assert [call.finish_reason for call in server.calls] == ["abort", "stop"]
+
+
+async def test_a_stopped_worker_finishes_its_calls_and_takes_no_more(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy()
+    worker = await start_worker(proxy)
+    engine = await proxy.worker()
+    server.token_delay_s = 0.01
+    read: list[int] = []
+    async for chunk in sample(engine):
+        if not read:
+            worker.signal(signal.SIGTERM)
+        read += chunk.ids
+    assert read == ANSWER
+    assert await proxy.left.get() is engine
+    assert await worker.process.wait() == 0
+
+
+async def test_two_workers_of_one_name_are_one_too_many(
+    open_proxy: OpenProxy, start_worker: StartWorker
+) -> None:
+    proxy = await open_proxy()
+    await start_worker(proxy)
+    engine = await proxy.worker()
+    second = await start_worker(proxy)
+    assert "a worker named 'gpu-0' is connected: give each its own --name" in await second.ended()
+    assert await ids_of(sample(engine)) == ANSWER
+
+
+async def test_several_workers_serve_side_by_side(
+    open_proxy: OpenProxy, start_worker: StartWorker
+) -> None:
+    proxy = await open_proxy()
+    for name in ("gpu-0", "gpu-1"):
+        await start_worker(proxy, name=name)
+    engines = [await proxy.worker(), await proxy.worker()]
+    assert {engine.info.name for engine in engines} == {"gpu-0", "gpu-1"}
+    answers = await asyncio.gather(*(ids_of(sample(engine)) for engine in engines))
+    assert answers == [ANSWER, ANSWER]
+
+
+async def test_a_wrong_token_is_refused_before_anything_is_said(
+    open_proxy: OpenProxy, start_worker: StartWorker
+) -> None:
+    proxy = await open_proxy()
+    worker = await start_worker(proxy, token="another")
+    assert "401" in await worker.ended()
+    assert proxy.joined.empty()
+
+
+async def test_another_model_is_refused_at_the_handshake(
+    open_proxy: OpenProxy, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    proxy = await open_proxy()
+    other = write_model(tmp_path / "other", {"a": 0, "b": 1})
+    worker = await start_worker(proxy, model=other)
+    assert "has another model: its tokenizer is" in await worker.ended()
+    assert proxy.joined.empty()
+
+
+async def test_a_worker_without_its_token_says_which_variable_to_set(
+    open_proxy: OpenProxy, start_worker: StartWorker
+) -> None:
+    worker = await start_worker(await open_proxy(), "--proxy", "http://wrong")
+    assert (await worker.ended()).startswith(
+        "agentic-worker: --proxy or AGENTIC_WORKER_PROXY: String should match pattern"
+    )
