@@ -93,6 +93,8 @@ class ScriptedEngine:
         self.calls: list[ScriptedCall] = []
         self.called = asyncio.Event()
         """Set when a call has come in."""
+        self.checked = asyncio.Event()
+        """Set when its health was asked for."""
         self.violations: list[str] = []
         """With `expect_extension`: what each refused prompt did wrong."""
         self.faults: list[Fault] = []
@@ -274,6 +276,7 @@ class ScriptedEngine:
         return web.Response()
 
     async def _health(self, _: web.Request) -> web.Response:
+        self.checked.set()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, _: web.Request) -> web.Response:

@@ -131,8 +131,18 @@ class VllmEngine:
         await self._upstream.post(ABORT, body, timeout_s=CONTROL_TIMEOUT_S)
 
     async def check(self) -> None:
+        try:
+            await self._learn()
+        except EngineError:
+            self._info.healthy = False
+            raise
+        self._info.healthy = True
+
+    async def close(self) -> None:
+        await self._upstream.close()
+
+    async def _learn(self) -> None:
         info = self._info
-        info.healthy = False
         await self._upstream.get("/health", timeout_s=CONTROL_TIMEOUT_S)
         if info.max_context_tokens is None:
             listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
@@ -141,10 +151,6 @@ class VllmEngine:
             info.max_context_tokens = served.get("max_model_len")
         weights = await self._upstream.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
         info.version = _version((weights or {}).get("weight_version", ""), info.version)
-        info.healthy = True
-
-    async def close(self) -> None:
-        await self._upstream.close()
 
     async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         async with contextlib.aclosing(self._upstream.events(GENERATE, body)) as events:

@@ -1,0 +1,161 @@
+"""Several scripted replicas behind one router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+
+from proxy.engines.protocol import Sampling
+from proxy.engines.scripted import Fault, ScriptedEngine
+from proxy.engines.vllm import VllmEngine
+from proxy.errors import EngineError, RequestError
+from proxy.routing import Router
+
+PROMPT = np.array([1, 2], np.int32)
+ANSWER = [5, 6, 2]
+
+
+class Replicas:
+    """Servers `0` and `1`, and the router before them."""
+
+    def __init__(self, servers: list[ScriptedEngine], router: Router) -> None:
+        self.servers = servers
+        self.router = router
+
+    async def call(self, session_id: str) -> list[int]:
+        chunks = self.router.generate(
+            PROMPT, Sampling(max_tokens=9), request_id="r", session_id=session_id
+        )
+        return [i async for chunk in chunks for i in chunk.ids]
+
+    @property
+    def calls(self) -> list[int]:
+        return [len(server.calls) for server in self.servers]
+
+
+@pytest.fixture
+async def replicas() -> AsyncIterator[Replicas]:
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(ScriptedEngine(lambda _: ANSWER)) for _ in range(2)
+        ]
+        engines = [VllmEngine(s.url, name=str(n)) for n, s in enumerate(servers)]
+        router = Router(engines, check_interval_s=0.05)
+        yield Replicas(servers, router)
+        await router.close()
+
+
+async def test_session_stays_with_the_replica_that_holds_its_prefix(replicas: Replicas) -> None:
+    for _ in range(5):
+        await replicas.call("one")
+    assert sorted(replicas.calls) == [0, 5]
+
+
+async def test_new_session_goes_to_the_least_loaded(replicas: Replicas) -> None:
+    replicas.servers[0].faults = [Fault("stall")]
+    stalled = asyncio.create_task(replicas.call("stalled"))
+    await replicas.servers[0].called.wait()
+    await asyncio.gather(*(replicas.call(f"s-{n}") for n in range(1)))
+    assert replicas.calls == [1, 1]
+    stalled.cancel()
+
+
+@pytest.mark.parametrize("kind", ["die", "error", "nonsense"])
+async def test_call_that_has_not_begun_goes_to_another_replica(
+    replicas: Replicas, kind: str
+) -> None:
+    replicas.servers[0].faults = [Fault(kind)]  # type: ignore[arg-type]
+    assert await replicas.call("one") == ANSWER
+    assert replicas.calls == [1, 1]
+
+
+async def test_call_that_has_begun_fails_with_its_replica(replicas: Replicas) -> None:
+    replicas.servers[0].faults = [Fault("die", after_tokens=1)]
+    with pytest.raises(EngineError):
+        await replicas.call("one")
+    assert replicas.calls == [1, 0]
+
+
+async def test_refused_request_is_not_tried_elsewhere(replicas: Replicas) -> None:
+    for server in replicas.servers:
+        server.max_context_tokens = 1
+    with pytest.raises(RequestError):
+        await replicas.call("one")
+    assert all(info.healthy for info in replicas.router.infos)
+
+
+async def test_dead_replica_is_taken_out_and_back_in(replicas: Replicas) -> None:
+    server = replicas.servers[0]
+    port = int(server.url.rsplit(":", 1)[1])
+    await replicas.router.start()
+    await server.close()
+    for n in range(4):
+        assert await replicas.call(f"s-{n}") == ANSWER
+    assert [info.healthy for info in replicas.router.infos] == [False, True]
+    server.checked.clear()
+    await server.start(port=port)
+    await server.checked.wait()  # the router asked by itself
+    await replicas.router.check()
+    replicas.servers[1].faults = [Fault("die")]
+    assert await replicas.call("s-0") == ANSWER
+    assert replicas.calls == [1, 5]
+
+
+async def test_without_a_healthy_replica_the_caller_may_try_again(replicas: Replicas) -> None:
+    for server in replicas.servers:
+        await server.close()
+    for _ in range(2):
+        with pytest.raises(EngineError) as refused:
+            await replicas.call("one")
+        assert refused.value.status == 503
+        assert refused.value.retry_after_s
+    with pytest.raises(EngineError):
+        await replicas.router.check()
+
+
+async def test_paused_calls_wait_and_then_go_on(replicas: Replicas) -> None:
+    replicas.router.pause()
+    calls = [asyncio.create_task(replicas.call(f"s-{n}")) for n in range(3)]
+    await replicas.router.check()
+    assert replicas.calls == [0, 0]
+    replicas.router.resume()
+    assert await asyncio.gather(*calls) == [ANSWER] * 3
+
+
+async def test_pause_that_never_ends_is_bounded() -> None:
+    router = Router([], pause_timeout_s=0.01)
+    router.pause()
+    with pytest.raises(EngineError, match="paused"):
+        await Replicas([], router).call("one")
+
+
+async def test_replica_that_is_removed_finishes_its_calls(replicas: Replicas) -> None:
+    replicas.servers[0].token_delay_s = 0.05
+    call = asyncio.create_task(replicas.call("one"))
+    await replicas.servers[0].called.wait()
+    await replicas.router.remove("0")
+    assert await call == ANSWER
+    assert await replicas.call("one") == ANSWER
+    assert replicas.calls == [1, 1]
+    with pytest.raises(RequestError):
+        await replicas.router.remove("0")
+
+
+async def test_replica_can_be_added_once(replicas: Replicas) -> None:
+    await replicas.router.add(VllmEngine(replicas.servers[0].url, name="2"))
+    another = VllmEngine(replicas.servers[0].url, name="2")
+    with pytest.raises(RequestError):
+        await replicas.router.add(another)
+
+
+async def test_version_is_the_newest_that_is_known(replicas: Replicas) -> None:
+    replicas.router.set_version(3)
+    assert replicas.router.version == 3
+    replicas.servers[1].version = 5
+    await replicas.router.check()
+    assert replicas.router.version == 5
+    assert replicas.router.context_tokens == 131_072
