@@ -77,6 +77,7 @@ def _parts(
         store = given_store or await open_store(config.store)
         replicas = [make_engine(e) for e in config.engines] if engines is None else list(engines)
         router = Router(replicas, version=config.policy_version)
+        await router.start()
         sessions, metrics = Sessions(store, config.sessions), Metrics()
         calls = Calls(
             sessions,

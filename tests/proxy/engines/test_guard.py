@@ -13,7 +13,7 @@ import pytest
 
 from proxy.engines import guard
 
-# Starts a child that leaves the process group and session, then tells all pids and waits.
+# Starts a child that leaves the process group and session; both tell their pids and wait.
 SERVER = """
 import os, signal, sys
 if {stubborn}:
@@ -23,7 +23,7 @@ if os.fork() == 0:
     if os.fork() != 0:
         os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(os.getpid(), flush=True)
+os.write(1, b"%d\\n" % os.getpid())
 signal.pause()
 """
 # Stands for us: starts a guard, hands its output through, and waits to be killed.
