@@ -7,6 +7,10 @@ import pytest
 
 from agent_loop.launchers.protocol import Trial
 from agent_loop.records import Task
+from tests.proxy.conftest import checkpoint as checkpoint
+from tests.proxy.conftest import proxy as proxy
+from tests.proxy.conftest import rendering as rendering
+from tests.proxy.conftest import start_proxy as start_proxy
 
 MakeTrial = Callable[..., Trial]
 

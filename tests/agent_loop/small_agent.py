@@ -1,0 +1,32 @@
+"""An agent of the standard library alone: `turns` calls in one conversation, then `exit_code`,
+or `hang`. Its task says so."""
+
+import json
+import os
+import pathlib
+import sys
+import time
+import urllib.request
+
+task = json.loads(pathlib.Path(os.environ["TASK_FILE"]).read_text())
+messages = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]
+for _ in range(task.get("turns", 1)):
+    body = {"model": os.environ["AGENT_MODEL"], "messages": messages, **task.get("sampling", {})}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps(body).encode(),
+        {
+            "Content-Type": "application/json",
+            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+        },
+    )
+    with urllib.request.urlopen(request) as response:
+        message = json.loads(response.read())["choices"][0]["message"]
+    print(message["content"], flush=True)
+    messages += [message, {"role": "user", "content": "Go on."}]
+pathlib.Path("key").write_text(os.environ["OPENAI_API_KEY"])
+pathlib.Path("answer").write_text(messages[-2]["content"] if len(messages) > 1 else "")
+if task.get("hang"):
+    pathlib.Path("hanging").write_text(str(os.getpid()))
+    time.sleep(600)
+sys.exit(task.get("exit_code", 0))

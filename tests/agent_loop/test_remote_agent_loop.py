@@ -1,0 +1,249 @@
+"""One trial end to end: a real program, the real proxy, a scripted engine, a verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.records import Rollout, RolloutStatus, Task
+from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.rewards.verifier import Verifier, VerifierSettings
+from proxy.client import ProxyClient, ProxyClientError
+from proxy.engines.scripted import Fault
+from proxy.records import SessionKind
+from tests.agent_loop.launchers.test_command import alive, until
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+
+AGENT = (sys.executable, "-I", "-S", str(Path(__file__).parent / "small_agent.py"))
+GOOD = "import sys; sys.exit(open('answer').read() != 'Hello.')"
+
+
+@pytest.fixture
+def trials(tmp_path: Path) -> Path:
+    return tmp_path / "trials"
+
+
+async def run(
+    proxy: RunningProxy,
+    trials: Path,
+    *,
+    verifier: str | None = GOOD,
+    kind: SessionKind = SessionKind.TRAIN,
+    client: ProxyClient | None = None,
+    task: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Rollout:
+    rewards = None
+    if verifier is not None:
+        rewards = Verifier(VerifierSettings(argv=(sys.executable, "-I", "-S", "-c", verifier)))
+    loop = RemoteAgentLoop(
+        client or proxy.control,
+        CommandLauncher(CommandSettings(argv=AGENT, grace_s=0.2)),
+        rewards,
+        LoopSettings(**{"trials_dir": trials, "max_retries": 0, "timeout_s": 20, **settings}),
+    )
+    data = {"prompt": "Say hello.", **(task or {})}
+    try:
+        return await loop.run(Task("greet/1", data, "greetings"), kind=kind, seed=11, version=3)
+    finally:
+        await loop.close()
+
+
+async def test_trial_of_three_turns_is_one_trained_path_with_its_reward(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    proxy.engine.expect_extension = True
+    rollout = await run(proxy, trials, task={"turns": 3})
+    assert (rollout.status, rollout.reward, rollout.error) == (RolloutStatus.DONE, 1.0, None)
+    assert rollout.num_turns == 3
+    assert rollout.trainable
+    (segment,) = rollout.segments
+    sampled = [i for call in proxy.engine.calls for i in call.answer_ids]
+    assert segment.ids[segment.mask].tolist() == sampled
+    last = proxy.engine.calls[-1]
+    assert segment.ids.tolist() == last.path
+    assert rollout.sampled_tokens == rollout.metrics["sampled_tokens"] == len(sampled)
+    assert rollout.started_version == 3
+    assert rollout.times_s.keys() == {"agent", "generate", "verifier", "total"}
+
+
+async def test_session_is_completed_and_the_logs_stay_without_the_workspace(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    rollout = await run(proxy, trials)
+    shown = await proxy.control.show(rollout.trial_id)
+    assert shown["status"] == "completed"
+    logs = Path(rollout.logs or "")
+    assert logs.parent == trials
+    assert (logs / "agent.log").read_text() == "Hello.\n"
+    assert not (logs / "work").exists()
+
+
+async def test_call_after_completion_is_refused_and_changes_nothing(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    rollout = await run(proxy, trials, keep_workspaces=True)
+    key = (Path(rollout.logs or "") / "work" / "key").read_text()
+    url = f"{proxy.url}/{rollout.trial_id}/v1/chat/completions"
+    body = {"model": "m", "messages": [{"role": "user", "content": "late"}]}
+    headers = {"Authorization": f"Bearer {key}"}
+    async with proxy.http.post(url, json=body, headers=headers) as response:
+        assert response.status == 409
+    _, turns = await proxy.control.get_turns(rollout.trial_id)
+    assert len(turns) == 1
+
+
+async def test_sampling_is_pinned_in_training_and_the_agents_own_in_evaluation(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    task = {"sampling": {"temperature": 0.3}}
+    pinned = {"temperature": 0.7}
+    await run(proxy, trials, task=task, sampling=pinned, seeded=True)
+    assert proxy.engine.calls[-1].sampling["temperature"] == 0.7
+    assert proxy.engine.calls[-1].sampling["seed"] == 11
+    rollout = await run(proxy, trials, task=task, sampling=pinned, kind=SessionKind.EVAL)
+    assert proxy.engine.calls[-1].sampling["temperature"] == 0.3
+    assert rollout.reward == 1.0
+    assert not rollout.trainable
+    assert rollout.metrics["sampled_tokens"] > 0
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+async def test_crashed_agent_keeps_a_verifiers_reward_only_if_it_was_answered(
+    proxy: RunningProxy, trials: Path, turns: int
+) -> None:
+    verifier = "import sys; sys.exit(1)"
+    rollout = await run(proxy, trials, verifier=verifier, task={"turns": turns, "exit_code": 3})
+    if turns:
+        assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 0.0)
+        assert rollout.error == "the agent crashed: exit code 3"
+    else:
+        assert rollout.status is RolloutStatus.FAILED
+        assert "never had an answer from the model (exit code 3)" in (rollout.error or "")
+
+
+async def test_crash_without_a_reward_is_a_failure_and_not_zero(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    rollout = await run(proxy, trials, verifier=None, task={"exit_code": 3})
+    assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
+
+
+async def test_crash_on_a_call_that_was_cut_is_our_failure(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    def then_dies(prompt: str) -> str:
+        proxy.engine.faults.extend([Fault("die", after_tokens=1)] * 20)
+        return "Hello."
+
+    proxy.answers(then_dies)
+    rollout = await run(proxy, trials, verifier="pass", task={"turns": 2})
+    assert rollout.num_turns == 1
+    assert rollout.metrics["cut_turns"] > 0
+    assert rollout.status is RolloutStatus.FAILED
+    assert "the agent crashed: exit code 1" in (rollout.error or "")
+
+
+async def test_agent_out_of_time_that_was_verified_keeps_its_reward(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    rollout = await run(proxy, trials, task={"hang": True}, timeout_s=1.5)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 1.0)
+    assert rollout.trainable
+    assert "timed out" in (rollout.error or "")
+
+
+async def test_no_reward_source_is_no_reward_and_not_zero(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    rollout = await run(proxy, trials, verifier=None)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.DONE, None)
+    assert not rollout.trainable
+
+
+async def test_answer_cut_by_its_length_limit_truncates(proxy: RunningProxy, trials: Path) -> None:
+    rollout = await run(proxy, trials, verifier="pass", task={"sampling": {"max_tokens": 1}})
+    assert rollout.status is RolloutStatus.TRUNCATED
+    assert rollout.truncated_turns == (0,)
+    assert rollout.sampled_tokens == 1
+
+
+NAN = "import os; open(os.environ['REWARD_DIR'] + '/reward.txt', 'w').write('nan')"
+
+
+async def test_nan_reward_is_a_failure_that_says_so(proxy: RunningProxy, trials: Path) -> None:
+    rollout = await run(proxy, trials, verifier=NAN)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
+    assert "the reward is nan" in (rollout.error or "")
+
+
+async def test_retry_is_a_trial_of_its_own(proxy: RunningProxy, trials: Path) -> None:
+    """The first verifier breaks: another id, key, directory and recording are used."""
+    marker = trials.parent / "was-here"
+    verifier = f"import os, pathlib; p = pathlib.Path({str(marker)!r})\n" + (
+        "if not p.exists(): p.touch(); os.kill(os.getpid(), 9)"
+    )
+    rollout = await run(proxy, trials, verifier=verifier, max_retries=2, keep_workspaces=True)
+    assert rollout.status is RolloutStatus.DONE
+    assert rollout.metrics["failed_attempts"] == 1
+    directories = sorted(trials.iterdir())
+    assert len(directories) == 2
+    assert len({(d / "work" / "key").read_text() for d in directories}) == 2
+    for directory in directories:
+        _, turns = await proxy.control.get_turns(directory.name)
+        assert len(turns) == 1
+
+
+async def test_cancelling_ends_the_agent_and_completes_the_session(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    running = asyncio.ensure_future(
+        run(proxy, trials, task={"hang": True}, timeout_s=600, keep_workspaces=True)
+    )
+    await until(lambda: bool(list(trials.glob("*/work/hanging"))))
+    (pid_file,) = trials.glob("*/work/hanging")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not alive(pid_file)
+    shown = await proxy.control.show(pid_file.parents[1].name)
+    assert shown["status"] == "completed"
+
+
+class AwayForAWhile(ProxyClient):
+    """The real client, whose first calls at a trial's end find nobody."""
+
+    def away(self, times: int) -> ProxyClient:
+        self.times = times
+        return self
+
+    async def complete(self, trial_id: str) -> None:
+        if self.times > 0:
+            self.times -= 1
+            raise ProxyClientError("nobody is there", 0)
+        await super().complete(trial_id)
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "status"), [(20.0, RolloutStatus.DONE), (0.0, RolloutStatus.FAILED)]
+)
+async def test_proxy_that_is_away_at_the_end_is_waited_for_within_patience(
+    proxy: RunningProxy, trials: Path, patience_s: float, status: RolloutStatus
+) -> None:
+    async with AwayForAWhile(proxy.url, ADMIN_KEY) as client:
+        rollout = await run(proxy, trials, client=client.away(2), proxy_patience_s=patience_s)
+    assert rollout.status is status
+
+
+async def test_proxy_that_refuses_is_a_failure_that_says_why(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    async with ProxyClient(proxy.url, "not the key") as client:
+        rollout = await run(proxy, trials, client=client)
+    assert rollout.status is RolloutStatus.FAILED
+    assert "401" in (rollout.error or "")
