@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestServer
 from pydantic import ValidationError
 
 from harbor_sdk import (
-    AgentRun,
     AgentRunClient,
     AgentRunError,
     AgentRunRequest,
@@ -21,62 +18,9 @@ from harbor_sdk import (
     EnvironmentSpec,
     RunStatus,
 )
-from harbor_sdk.server.app import build_app
 from harbor_sdk.server.config import ServerConfig
 from tests.harbor_sdk.harbor_tasks import write_task
-
-
-class ScriptedTrials:
-    """Ends at once, or when `gate` opens where the agent is called `waits`."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.started: list[str] = []
-        self.ended_by_cancel: list[str] = []
-        self.at_once = self.most_at_once = 0
-
-    async def __call__(
-        self,
-        request: AgentRunRequest,
-        *,
-        run_id: str,
-        task_dir: Path | None,
-        trials_dir: Path,
-        on_phase: Callable[[str], Awaitable[None]],
-    ) -> AgentRun:
-        self.started.append(run_id)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        (trials_dir / run_id / "agent").mkdir(parents=True)
-        (trials_dir / run_id / "trial.log").write_text("the log")
-        (trials_dir / run_id / "agent/out.txt").write_text("the agent's output")
-        (trials_dir / run_id / "agent/passwd").symlink_to("/etc/passwd")
-        try:
-            await on_phase("agent-start")
-            if request.agent.name == "waits":
-                await self.gate.wait()
-            if request.agent.name == "breaks":
-                raise RuntimeError("no such image")
-        except asyncio.CancelledError:
-            self.ended_by_cancel.append(run_id)
-            raise
-        finally:
-            self.at_once -= 1
-        name = task_dir.name if task_dir else str(request.task_name)
-        return AgentRun(
-            run_id=run_id, status=RunStatus.COMPLETED, rewards={"reward": 1.0}, error=name
-        )
-
-
-@asynccontextmanager
-async def serving(tmp_path: Path, trials: ScriptedTrials, **settings: object) -> AsyncIterator[str]:
-    config = ServerConfig.model_validate({"state_dir": tmp_path / "state", **settings})
-    server = TestServer(build_app(config, trials))
-    await server.start_server()
-    try:
-        yield str(server.make_url("/"))
-    finally:
-        await server.close()
+from tests.harbor_sdk.scripted_server import ScriptedTrials, serving
 
 
 @pytest.fixture
@@ -110,7 +54,9 @@ async def test_an_uploaded_task_a_known_path_and_a_registry_name(
     known = await client.submit(AgentRunRequest(task_path=str(task)))
     named = await client.submit(AgentRunRequest(task_name="org/named"))
     ended = [await client.wait(run.run_id, timeout_s=5) for run in (uploaded, known, named)]
-    assert [run.error for run in ended] == ["one", "one", "org/named"]
+    assert [run.metadata for run in ended] == [
+        {"task": name} for name in ("one", "one", "org/named")
+    ]
     assert [run.rewards for run in ended] == [{"reward": 1.0}] * 3
     assert [run.status for run in ended] == [RunStatus.COMPLETED] * 3
 

@@ -1,0 +1,233 @@
+"""The `harbor` launcher: a trial is a Harbor trial, on a `harbor-server` or in this process.
+
+Invariant: a trial is one Harbor run, however often its submission is sent again (the trial's id is
+the idempotency key), and a cancelled trial's run is ended, its sandbox with it. The reward is the
+verifier's under `reward_key`; where Harbor could not set up, run or verify there is none, and the
+trial failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agent_loop.errors import LaunchError
+from agent_loop.harbor_tasks import resolve_task_dir
+from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
+from agent_loop.rewards.protocol import graded
+from harbor_sdk import (
+    AgentRun,
+    AgentRunClient,
+    AgentRunError,
+    AgentRunRequest,
+    AgentSpec,
+    EnvironmentSpec,
+    RunStatus,
+    VerifierSpec,
+)
+from proxy.errors import ConfigurationError
+
+TOKEN_VARIABLE = "HARBOR_SERVER_TOKEN"
+RUN_FILE = "harbor_run.json"
+"""In the trial's directory: all that Harbor found out."""
+
+_log = logging.getLogger(__name__)
+
+# The agent ended with an error of its own; its work was verified all the same.
+_CRASHES = frozenset({"NonZeroAgentExitCodeError"})
+
+
+class HarborSettings(BaseModel):
+    """Names as verl's recipe has them under `remote_agent`.
+
+    Example: HarborSettings(agent_name="terminus-2", harbor_server_url="http://127.0.0.1:8090")
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    agent_name: str | None = None
+    """One of Harbor's agents: `terminus-2`, `mini-swe-agent`, `claude-code`, `codex`, …"""
+    agent_import_path: str | None = None
+    """Or one of your own: `module:Class`."""
+    agent_kwargs: dict[str, Any] = Field(default_factory=dict)
+    agent_env: dict[str, str] = Field(default_factory=dict)
+    environment_type: str | None = None
+    """Harbor's name (`docker`, `modal`, …); neither this nor `environment_import_path`: the
+    server's default, or the local environment."""
+    environment_import_path: str | None = None
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    environment_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of Harbor's EnvironmentConfig, such as `override_cpus`."""
+    verifier_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Fields of Harbor's VerifierConfig: `import_path`, `override_timeout_sec`, …"""
+    task_path_template: str = ""
+    """Where a task's folder is when no dataset root has it; `{instance_id}`, `{task_id}`."""
+    upload_tasks: bool = True
+    """Send the task's folder; false: the server finds the same path below its `--tasks`."""
+    reward_key: str = "reward"
+    """Which of the verifier's rewards trains; the others are kept beside it."""
+    harbor_server_url: str | None = None
+    """A harbor-server; its token, if it has one, in HARBOR_SERVER_TOKEN."""
+    harbor_server_timeout: float = Field(1800.0, gt=0)
+    """Seconds for a whole run: queue, set-up, agent, verifier. Past it the run is cancelled."""
+    use_local_trial: bool = False
+    """Harbor in this process (Python 3.12 with the harbor package) and no server."""
+
+
+class HarborLauncher:
+    """`task_roots`: folders that hold task folders by `instance_id`, for tasks without a path."""
+
+    def __init__(self, settings: HarborSettings, task_roots: Sequence[Path] = ()) -> None:
+        """Raises ConfigurationError: no server and no local Harbor, or both."""
+        self._settings = settings
+        self._task_roots = tuple(task_roots)
+        self._client: AgentRunClient | None = None
+        if (settings.harbor_server_url is None) is not settings.use_local_trial:
+            raise ConfigurationError(
+                f"harbor_server_url={settings.harbor_server_url!r} and "
+                f"use_local_trial={settings.use_local_trial}: give one of them"
+            )
+        if settings.use_local_trial and find_spec("harbor") is None:
+            raise ConfigurationError(
+                "use_local_trial: this Python has no harbor package (it needs 3.12); start a "
+                "harbor-server (make harbor) and set harbor_server_url"
+            )
+
+    async def run(self, trial: Trial) -> AgentResult:
+        started = time.monotonic()
+        task_dir = resolve_task_dir(trial.task, self._task_roots, self._settings.task_path_template)
+        request = self._request(trial, task_dir)
+        try:
+            if self._settings.use_local_trial:
+                run = await self._run_here(request, trial, task_dir)
+            else:
+                run = await self._run_there(request, trial, task_dir)
+        except AgentRunError as error:
+            raise LaunchError(f"harbor: {error.message}") from error
+        (trial.directory / RUN_FILE).write_text(run.model_dump_json(indent=1))
+        return self._result(run, time.monotonic() - started)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    def _request(self, trial: Trial, task_dir: Path | None) -> AgentRunRequest:
+        settings, data = self._settings, trial.task.data
+        if task_dir is None and not data.get("task_name"):
+            raise LaunchError(
+                f"task {trial.task.task_id!r}: no Harbor task folder (local_task_path, "
+                f"{len(self._task_roots)} roots, task_path_template) and no task_name"
+            )
+        uploaded = settings.upload_tasks or settings.use_local_trial
+        return AgentRunRequest(
+            task_id=trial.trial_id,
+            job_id=trial.task.source,
+            task_path=str(task_dir) if task_dir and not uploaded else None,
+            task_name=None if task_dir else str(data["task_name"]),
+            task_ref=None if task_dir else data.get("task_ref"),
+            agent=AgentSpec(
+                name=settings.agent_name,
+                import_path=settings.agent_import_path,
+                model_name=trial.model,
+                max_timeout_sec=trial.timeout_s,
+                kwargs=settings.agent_kwargs,
+                env=settings.agent_env,
+            ),
+            environment=EnvironmentSpec(
+                type=settings.environment_type,
+                import_path=settings.environment_import_path,
+                kwargs=settings.environment_kwargs,
+            ),
+            environment_overrides=settings.environment_overrides or None,
+            verifier=VerifierSpec.model_validate(settings.verifier_kwargs),
+            llm_proxy_url=trial.base_url,
+            llm_api_key=trial.api_key,
+        )
+
+    async def _run_there(
+        self, request: AgentRunRequest, trial: Trial, task_dir: Path | None
+    ) -> AgentRun:
+        client = self._server()
+        upload = task_dir if self._settings.upload_tasks else None
+        submitting = asyncio.ensure_future(
+            client.submit(request, task=upload, idempotency_key=trial.trial_id)
+        )
+        try:
+            run_id = (await asyncio.shield(submitting)).run_id
+            run = await client.wait(run_id, timeout_s=self._settings.harbor_server_timeout)
+        except BaseException:
+            await _end(client, submitting)
+            raise
+        (trial.directory / "agent.log").write_text(await client.logs(run_id))
+        return run
+
+    async def _run_here(
+        self, request: AgentRunRequest, trial: Trial, task_dir: Path | None
+    ) -> AgentRun:
+        # Imported here: Harbor is not there on Python 3.11.
+        from harbor_sdk.trial import run_trial
+
+        async def on_phase(phase: str) -> None:
+            pass
+
+        try:
+            return await asyncio.wait_for(
+                run_trial(
+                    request,
+                    run_id=trial.trial_id,
+                    task_dir=task_dir,
+                    trials_dir=trial.directory / "harbor",
+                    on_phase=on_phase,
+                ),
+                self._settings.harbor_server_timeout,
+            )
+        except Exception as error:  # a boundary: Harbor, the task's and agent's code
+            raise LaunchError(f"harbor: {type(error).__name__}: {error}") from error
+
+    def _server(self) -> AgentRunClient:
+        if self._client is None:
+            assert self._settings.harbor_server_url is not None
+            token = os.environ.get(TOKEN_VARIABLE)
+            self._client = AgentRunClient(self._settings.harbor_server_url, token=token)
+        return self._client
+
+    def _result(self, run: AgentRun, wall_s: float) -> AgentResult:
+        if run.status not in (RunStatus.COMPLETED, RunStatus.TIMEOUT):
+            raise LaunchError(f"harbor run {run.run_id} {run.status.value}: {run.error}")
+        if run.status is RunStatus.TIMEOUT:
+            end = AgentEnd.TIMED_OUT
+        else:
+            end = AgentEnd.CRASHED if run.error_type in _CRASHES else AgentEnd.EXITED
+        reward = graded(run.rewards, self._settings.reward_key, "harbor's verifier")
+        return AgentResult(
+            end,
+            error=run.error,
+            wall_s=run.times_s.get("agent_execution", wall_s),
+            reward=reward.value,
+            reward_parts=reward.parts,
+            metrics=_metrics(run),
+        )
+
+
+async def _end(client: AgentRunClient, submitting: asyncio.Future[AgentRun]) -> None:
+    """Ends the run also where its submission was under way; the first error stays the one told."""
+    await asyncio.wait([submitting])
+    if submitting.cancelled() or submitting.exception() is not None:
+        return
+    run_id = submitting.result().run_id
+    try:
+        await client.cancel(run_id)
+    except AgentRunError as error:
+        _log.warning("harbor run %s could not be cancelled: %s", run_id, error.message)
+
+
+def _metrics(run: AgentRun) -> Mapping[str, float]:
+    return {f"harbor_{name}_s": seconds for name, seconds in run.times_s.items()}
