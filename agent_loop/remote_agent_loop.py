@@ -38,9 +38,6 @@ from proxy.records import FinishReason, SessionKind, Turn, TurnStatus
 
 Result = TypeVar("Result")
 
-SESSION_MARGIN_S = 300.0
-"""A session lives this much longer than its agent may, for its reward and its collection."""
-
 
 class LoopSettings(BaseModel):
     """Example: LoopSettings(trials_dir=Path("runs/a/trials"), timeout_s=120)"""
@@ -53,6 +50,9 @@ class LoopSettings(BaseModel):
     """The model name that agents are told."""
     timeout_s: float = Field(600.0, gt=0)
     """An agent's time."""
+    session_margin_s: float = Field(300.0, gt=0)
+    """A session lives this much longer than its agent may: for what comes before the agent starts
+    (a queue, a sandbox's set-up), its reward and its collection."""
     max_retries: int = Field(1, ge=0)
     """New trials for one that failed on our side."""
     sampling: Mapping[str, Any] = Field(default_factory=dict)
@@ -155,7 +155,7 @@ class RemoteAgentLoop:
             profile=settings.profile,
             limits=settings.session_limits,
             metadata={"task_id": rollout.task.task_id, "source": rollout.task.source},
-            ttl_s=settings.timeout_s + SESSION_MARGIN_S,
+            ttl_s=settings.timeout_s + settings.session_margin_s,
         )
         return Trial(
             trial_id=session.trial_id,

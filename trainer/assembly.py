@@ -6,13 +6,17 @@ the checkpoint is found here, before a process is started.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 import torch
 
 from agent_loop.evaluator import EvalSettings, Evaluator
+from agent_loop.harbor_tasks import HarborDataset, read_harbor_dir
 from agent_loop.launchers.command import CommandLauncher
+from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.producers.sync import BatchSettings
 from agent_loop.records import Task
@@ -63,14 +67,21 @@ def assemble(config: TrainerConfig) -> Parts:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
     agent = config.remote_agent
-    assert agent.command is not None
-    launcher = CommandLauncher(agent.command)
+    launcher = _launcher(config)
     rewards = None if agent.verifier is None else Verifier(agent.verifier)
     tasks, held_out = _training_tasks(config.data), _held_out_tasks(config)
     text = orjson.dumps(dict((held_out or [tasks.draw()])[0].data), default=str).decode()
     probe = probe_ids(config.model.path, text)
     tasks.restore({})
     return Parts(_policy(config), tasks, held_out, launcher, rewards, probe)
+
+
+def _launcher(config: TrainerConfig) -> Launcher:
+    agent = config.remote_agent
+    if agent.command is not None:
+        return CommandLauncher(agent.command)
+    harbor = HarborSettings(**agent.model_dump(include=set(HarborSettings.model_fields)))
+    return HarborLauncher(harbor, config.data.harbor_roots)
 
 
 def batch_settings(config: TrainerConfig) -> BatchSettings:
@@ -92,6 +103,7 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
         trials_dir=folder.trials,
         model=agent.model_name,
         timeout_s=agent.timeout_s,
+        session_margin_s=agent.harbor_server_timeout if agent.is_harbor else 300.0,
         max_retries=agent.max_retries,
         sampling=sampling,
         seeded=rollout.seeded,
@@ -103,28 +115,48 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
 
 
 def _training_tasks(data: DataConfig) -> TaskStream:
-    if not data.train_files:
-        raise ConfigError("data.train_files: missing; give at least one JSONL file of tasks")
-    sources = [
-        Source(file.stem, read_jsonl(file), data.weights.get(file.stem, 1.0))
-        for file in data.train_files
-    ]
-    unknown = set(data.weights) - {source.name for source in sources}
-    if unknown:
+    if not data.train_files and not data.train_harbor_dir:
         raise ConfigError(
-            f"data.weights: {sorted(unknown)} name no source; there are "
-            f"{[source.name for source in sources]}"
+            "data.train_files: missing; give at least one JSONL file of tasks, or a folder of "
+            "Harbor tasks in data.train_harbor_dir"
         )
+    read = {file.stem: read_jsonl(file) for file in data.train_files}
+    for root in data.train_harbor_dir:
+        dataset = _harbor_dataset(data, root, data.harbor_train_limit)
+        read.setdefault(dataset.source, []).extend(read_harbor_dir(dataset))
+    sources = [Source(name, tasks, data.weights.get(name, 1.0)) for name, tasks in read.items()]
+    unknown = set(data.weights) - read.keys()
+    if unknown:
+        raise ConfigError(f"data.weights: {sorted(unknown)} name no source; there are {list(read)}")
     return TaskStream(sources, seed=data.seed, shuffle=data.shuffle)
 
 
 def _held_out_tasks(config: TrainerConfig) -> list[Task]:
-    tasks = [task for file in config.data.val_files for task in read_jsonl(file)]
-    trained = {str(file.resolve()) for file in config.data.train_files}
-    both = [file for file in config.data.val_files if str(file.resolve()) in trained]
-    if both:
-        raise ConfigError(f"data.val_files: {both[0]} is in data.train_files too; hold it out")
+    data = config.data
+    _refuse_shared(data.train_files, data.val_files, "files")
+    _refuse_shared(data.train_harbor_dir, data.val_harbor_dir, "harbor_dir")
+    tasks = [task for file in data.val_files for task in read_jsonl(file)]
+    for root in data.val_harbor_dir:
+        tasks += read_harbor_dir(_harbor_dataset(data, root, data.harbor_val_limit))
     return tasks[: config.eval.limit]
+
+
+def _refuse_shared(train: Sequence[Path], held_out: Sequence[Path], key: str) -> None:
+    trained = {path.resolve() for path in train}
+    both = [path for path in held_out if path.resolve() in trained]
+    if both:
+        raise ConfigError(f"data.val_{key}: {both[0]} is in data.train_{key} too; hold it out")
+
+
+def _harbor_dataset(data: DataConfig, root: Path, limit: int | None) -> HarborDataset:
+    return HarborDataset(
+        root,
+        source=data.harbor_data_source or root.name,
+        ability=data.harbor_ability,
+        limit=limit,
+        cache_dir=data.harbor_cache_dir,
+        overwrite=data.harbor_overwrite,
+    )
 
 
 def _policy(config: TrainerConfig) -> Policy:

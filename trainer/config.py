@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agent_loop.launchers.command import CommandSettings
+from agent_loop.launchers.harbor import HarborSettings
 from agent_loop.rewards.verifier import VerifierSettings
 from trainer.algorithms.config import AlgorithmConfig
 from trainer.model import ModelConfig
@@ -31,11 +32,37 @@ class DataConfig(Section):
     """JSONL files of tasks to train on; one object per line."""
     val_files: tuple[Path, ...] = ()
     """JSONL files of held-out tasks, for evaluation only."""
+    train_harbor_dir: tuple[Path, ...] = ()
+    """Folders of Harbor task folders to train on."""
+    val_harbor_dir: tuple[Path, ...] = ()
+    """Folders of held-out Harbor task folders."""
+    harbor_dataset_dirs: tuple[Path, ...] = ()
+    """More folders in which a task's folder is looked for by its `instance_id`."""
+    harbor_cache_dir: Path | None = None
+    """Where Harbor datasets are kept as Parquet, by content; None: read the folders each time."""
+    harbor_overwrite: bool = False
+    """Write that cache anew."""
+    harbor_data_source: str = ""
+    """The source's name for Harbor tasks; empty: the folder's name."""
+    harbor_ability: str = "agent"
+    harbor_train_limit: int | None = Field(None, ge=1)
+    harbor_val_limit: int | None = Field(None, ge=1)
+    """The first so many tasks of each folder; None: all."""
     weights: dict[str, float] = Field(default_factory=dict)
     """How often tasks of a source (a file's name without its ending) are drawn; default 1."""
     shuffle: bool = True
     seed: int = 0
     """Of the order of tasks."""
+
+    @field_validator("train_harbor_dir", "val_harbor_dir", "harbor_dataset_dirs", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        """One folder, or several in a list or separated as in PATH."""
+        return tuple(filter(None, value.split(":"))) if isinstance(value, str) else value
+
+    @property
+    def harbor_roots(self) -> tuple[Path, ...]:
+        return (*self.train_harbor_dir, *self.val_harbor_dir, *self.harbor_dataset_dirs)
 
 
 class EngineConfig(Section):
@@ -83,7 +110,9 @@ class ProxyServerConfig(Section):
     start_timeout_s: float = Field(60.0, gt=0)
 
 
-class RemoteAgentConfig(Section):
+class RemoteAgentConfig(HarborSettings):
+    """The agent: a `command`, or (by `agent_name` or `agent_import_path`) an agent of Harbor."""
+
     command: CommandSettings | None = None
     """The agent is a program: `command.argv` starts it, its environment tells it the rest."""
     verifier: VerifierSettings | None = None
@@ -99,11 +128,21 @@ class RemoteAgentConfig(Section):
 
     @model_validator(mode="after")
     def _one_launcher(self) -> Self:
-        if self.command is None:
+        if self.command is None and not self.is_harbor:
             raise ValueError(
-                "no agent: set remote_agent.command.argv to the program that starts it"
+                "no agent: set remote_agent.command.argv to the program that starts it, or "
+                "remote_agent.agent_name to an agent of Harbor"
+            )
+        if self.command is not None and self.is_harbor:
+            raise ValueError(
+                f"two agents: remote_agent.command and remote_agent.agent_name="
+                f"{self.agent_name or self.agent_import_path!r}; give one"
             )
         return self
+
+    @property
+    def is_harbor(self) -> bool:
+        return bool(self.agent_name or self.agent_import_path)
 
 
 class RolloutConfig(Section):

@@ -26,6 +26,19 @@ ENV_PREFIX = "AGENTIC_TRAIN__"
 VERL_NAMES: Mapping[str, str] = {
     "LLM_PROXY_IP": "proxy_server.llm_proxy_ip",
     "PROXY_SERVER_URL": "proxy_server.url",
+    "HARBOR_SERVER_URL": "remote_agent.harbor_server_url",
+    "HARBOR_SERVER_TIMEOUT": "remote_agent.harbor_server_timeout",
+    "HARBOR_DATASET_DIRS": "data.harbor_dataset_dirs",
+    "REMOTE_AGENT_NAME": "remote_agent.agent_name",
+    "REMOTE_AGENT_IMPORT_PATH": "remote_agent.agent_import_path",
+    "REMOTE_AGENT_KWARGS": "remote_agent.agent_kwargs",
+    "REMOTE_AGENT_MAX_RETRIES": "remote_agent.max_retries",
+    "REMOTE_AGENT_TASK_PATH_TEMPLATE": "remote_agent.task_path_template",
+    "REMOTE_AGENT_ENVIRONMENT_OVERRIDES": "remote_agent.environment_overrides",
+    "REMOTE_AGENT_ENVIRONMENT_KWARGS": "remote_agent.environment_kwargs",
+    "REMOTE_AGENT_ENVIRONMENT_IMPORT_PATH": "remote_agent.environment_import_path",
+    "REMOTE_AGENT_USE_LOCAL_TRIAL": "remote_agent.use_local_trial",
+    "REMOTE_MODEL_NAME": "remote_agent.model_name",
 }
 """Environment variable → key. They mean what they mean in verl's recipe, except that the command
 line wins over them."""

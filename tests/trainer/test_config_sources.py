@@ -155,3 +155,34 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_an_argument_that_is_no_override_is_named(file: Path) -> None:
     assert "'rollout.group_size'" in error_of(file, "rollout.group_size")
+
+
+def test_harbor_by_the_names_of_verls_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"path": "m"},
+                "data": {"train_harbor_dir": "tasks/train"},
+                "remote_agent": {"agent_name": "terminus-2"},
+            }
+        )
+    )
+    environment = {
+        "HARBOR_SERVER_URL": "http://h:8090",
+        "HARBOR_DATASET_DIRS": "a:b",
+        "REMOTE_AGENT_KWARGS": '{"max_turns": 3}',
+        "REMOTE_AGENT_NAME": "codex",
+    }
+    config = load(path, ["remote_agent.agent_name=mini-swe-agent"], environment)
+    assert config.remote_agent.agent_name == "mini-swe-agent"
+    assert config.remote_agent.harbor_server_url == "http://h:8090"
+    assert config.remote_agent.agent_kwargs == {"max_turns": 3}
+    assert config.data.harbor_roots == (Path("tasks/train"), Path("a"), Path("b"))
+
+
+def test_a_command_and_an_agent_of_harbor_are_two_agents(tmp_path: Path) -> None:
+    agent = {"command": {"argv": ["true"]}, "agent_name": "codex"}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": "m"}, "remote_agent": agent}))
+    assert "two agents" in error_of(path)
