@@ -19,6 +19,9 @@ from proxy.engines.protocol import Engine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError
 from proxy.metrics import Metrics
+from proxy.relay.fingerprint import fingerprint
+from proxy.relay.hub import RelayHub
+from proxy.relay.protocol import PATH as RELAY_PATH
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.routing import Router
@@ -30,6 +33,8 @@ from proxy.wire.dialect import Dialect
 
 DATA_PLANE = web.AppKey("data_plane", DataPlane)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
+CALLS = web.AppKey("calls", Calls)
+RELAY = web.AppKey("relay", RelayHub)
 GC_THRESHOLDS = (50_000, 20, 100)
 """Calls make little that only the collector can free, and a full collection walks every session's
 tree: so rarely, and never what was there at the start."""
@@ -53,8 +58,11 @@ def build_app(
     dialects = _dialects()
     for route in dialects:
         app.router.add_post(f"/v1/{route}", _data)
+    if config.relay.token is not None:
+        app.router.add_get(RELAY_PATH, _relay)
     app.router.add_post("/{path:.+}", _data)
     app.cleanup_ctx.append(_parts(config, rendering, dialects, engines, store))
+    app.on_shutdown.append(_end_calls(config.limits.shutdown_s))
     return app
 
 
@@ -79,7 +87,7 @@ def _parts(
         router = Router(replicas, version=config.policy_version)
         await router.start()
         sessions, metrics = Sessions(store, config.sessions), Metrics()
-        calls = Calls(
+        app[CALLS] = calls = Calls(
             sessions,
             rendering,
             router,
@@ -88,18 +96,36 @@ def _parts(
             context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
             call_timeout_s=config.limits.call_timeout_s,
         )
+        if config.relay.token is not None:
+            app[RELAY] = _open_relay(config, router)
         app[DATA_PLANE] = DataPlane(config, sessions, calls, dialects, metrics)
         app[CONTROL_PLANE] = ControlPlane(config, sessions, store, router, metrics, make_engine)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         yield
-        await calls.close(config.limits.shutdown_s)
         await router.close()
         if given_store is None:
             await store.close()
 
     return run
+
+
+def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
+    assert config.model is not None
+    model = fingerprint(config.model)
+    return RelayHub(config.relay, model, joined=router.add, left=router.remove)
+
+
+def _end_calls(shutdown_s: float) -> Callable[[web.Application], Awaitable[None]]:
+    """Nothing new is taken any more; what runs may end, and then the workers are let go."""
+
+    async def end(app: web.Application) -> None:
+        await app[CALLS].close(shutdown_s)
+        if RELAY in app:
+            await app[RELAY].close()
+
+    return end
 
 
 def _dialects() -> dict[str, Dialect]:
@@ -112,6 +138,10 @@ def _control(name: str) -> Handler:
         return await request.app[CONTROL_PLANE].handle(name, request)
 
     return handle
+
+
+async def _relay(request: web.Request) -> web.StreamResponse:
+    return await request.app[RELAY].connect(request)
 
 
 async def _data(request: web.Request) -> web.StreamResponse:

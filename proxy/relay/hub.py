@@ -11,16 +11,15 @@ import contextlib
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from proxy.config import RelayConfig
-from proxy.errors import ConfigurationError, EngineError
+from proxy.errors import ConfigurationError, EngineError, RequestError
 from proxy.relay.engine import RelayEngine
 from proxy.relay.protocol import (
     FRAME_BYTES,
-    PATH,
     PROTOCOL_VERSION,
     Fingerprint,
     Hello,
@@ -38,8 +37,8 @@ HANDSHAKE_S = 10.0
 
 class RelayHub:
     """Example:
-    hub = RelayHub(config.relay, fingerprint(model), joined=router.add, left=router.drop)
-    app.add_routes(hub.routes())
+    hub = RelayHub(config.relay, fingerprint(model), joined=router.add, left=router.remove)
+    app.router.add_get(PATH, hub.connect)
     """
 
     def __init__(
@@ -47,10 +46,11 @@ class RelayHub:
         config: RelayConfig,
         fingerprint: Fingerprint,
         *,
-        joined: Callable[[RelayEngine], None],
-        left: Callable[[RelayEngine], None],
+        joined: Callable[[RelayEngine], Awaitable[None]],
+        left: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`joined` is told of an engine before its first call, `left` once it is over for good.
+        """`joined` is given each new engine, and may refuse it with RequestError; `left` is given
+        the name of one that is over for good, before another can have it.
 
         Raises:
             ConfigurationError: no token is set.
@@ -63,14 +63,13 @@ class RelayHub:
         self._joined = joined
         self._left = left
         self._engines: dict[str, RelayEngine] = {}
+        self._farewells: set[asyncio.Task[None]] = set()
         self._open_sockets = 0
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get(PATH, self.connect)]
 
     async def close(self) -> None:
         for engine in list(self._engines.values()):
             engine.lose("the proxy is stopping")
+        await self._say_farewell()
 
     async def connect(self, request: web.Request) -> web.StreamResponse:
         """The handler of one worker's connection, from the handshake to its end."""
@@ -145,12 +144,26 @@ class RelayHub:
             on_lost=self._forget,
         )
         self._engines[hello.name] = engine
-        self._joined(engine)
+        await self._say_farewell()
+        try:
+            await self._joined(engine)
+        except RequestError as error:
+            del self._engines[hello.name]
+            raise _RefusedError(error.message) from error
         return engine
 
     def _forget(self, engine: RelayEngine) -> None:
-        del self._engines[engine.info.name]
-        self._left(engine)
+        if self._engines.pop(engine.info.name, None) is not None:
+            farewell = asyncio.ensure_future(self._part(engine.info.name))
+            self._farewells.add(farewell)
+            farewell.add_done_callback(self._farewells.discard)
+
+    async def _part(self, name: str) -> None:
+        with contextlib.suppress(RequestError):  # it was removed by hand
+            await self._left(name)
+
+    async def _say_farewell(self) -> None:
+        await asyncio.gather(*self._farewells)
 
     def _match(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:

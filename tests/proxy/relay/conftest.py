@@ -21,6 +21,7 @@ from proxy.engines.scripted import ScriptedEngine
 from proxy.relay.engine import RelayEngine
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
+from proxy.relay.protocol import PATH
 
 TOKEN = "a-token-of-the-relay"
 PROMPT = np.array([11, 12, 13], np.int32)
@@ -45,7 +46,7 @@ class Proxy:
     runner: web.AppRunner
     port: int
     joined: asyncio.Queue[RelayEngine] = field(default_factory=asyncio.Queue)
-    left: asyncio.Queue[RelayEngine] = field(default_factory=asyncio.Queue)
+    left: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
     async def stop(self) -> None:
         await self.runner.cleanup()
@@ -81,11 +82,11 @@ async def open_proxy(model: Path) -> AsyncIterator[OpenProxy]:
         hub = RelayHub(
             RelayConfig(token=TOKEN, **limits),  # type: ignore[arg-type]
             fingerprint(model),
-            joined=lambda engine: proxy.joined.put_nowait(engine),
-            left=lambda engine: proxy.left.put_nowait(engine),
+            joined=lambda engine: proxy.joined.put(engine),
+            left=lambda name: proxy.left.put(name),
         )
         app = web.Application()
-        app.add_routes(hub.routes())
+        app.router.add_get(PATH, hub.connect)
         app.on_shutdown.append(lambda _: hub.close())
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
@@ -114,6 +115,12 @@ class Worker:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    async def says(self, words: str) -> None:
+        """Returns once the worker has written a line with `words`."""
+        assert self.process.stdout is not None
+        while words not in (line := (await self.process.stdout.readline()).decode()):
+            assert line, f"the worker ended and never said {words!r}"
+
     async def ended(self) -> str:
         """The last line that it wrote, once it has ended by itself."""
         assert self.process.stdout is not None
@@ -131,7 +138,7 @@ async def start_worker(server: ScriptedEngine, model: Path) -> AsyncIterator[Sta
     started: list[Worker] = []
 
     async def start(
-        proxy: Proxy,
+        proxy: Proxy | None,
         *flags: str,
         token: str = TOKEN,
         model: Path = model,
@@ -143,7 +150,7 @@ async def start_worker(server: ScriptedEngine, model: Path) -> AsyncIterator[Sta
         process = await asyncio.create_subprocess_exec(
             *wrapper,
             *(sys.executable, "-m", "proxy.worker"),
-            *("--proxy", url or f"ws://127.0.0.1:{proxy.port}"),
+            *("--proxy", url or f"ws://127.0.0.1:{proxy.port if proxy else 0}"),
             *("--engine", engine or server.url, "--model", str(model), "--name", name),
             *flags,
             stdout=asyncio.subprocess.PIPE,

@@ -122,7 +122,7 @@ async def test_a_worker_that_breaks_the_protocol_is_dropped(
         await socket.send_bytes(encode(broken))
         with pytest.raises(Exception, match="broke the protocol"):
             await call
-        assert await proxy.left.get() is engine
+        assert await proxy.left.get() == engine.info.name
 
 
 def test_arrays_that_do_not_match_are_no_chunk() -> None:

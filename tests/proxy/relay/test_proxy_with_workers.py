@@ -1,0 +1,94 @@
+"""The whole proxy with its engines behind the relay, while an agent talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from proxy.records import TurnStatus
+from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.relay.conftest import TOKEN, StartWorker, Worker
+
+CHAT = "chat/completions"
+
+
+@pytest.fixture
+async def proxy(start_proxy: StartProxy) -> RunningProxy:
+    """Without an engine of its own."""
+    proxy = await start_proxy(relay={"token": SecretStr(TOKEN), "grace_s": 0.2})
+    (engine,) = await proxy.control.engines()
+    await proxy.control.remove_engine(engine["name"])
+    return proxy
+
+
+async def connect(
+    proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path, name: str
+) -> Worker:
+    worker = await start_worker(
+        None,
+        url=proxy.url.replace("http", "ws"),
+        engine=proxy.engine.url,
+        model=checkpoint,
+        name=name,
+    )
+    async with asyncio.timeout(20):
+        await worker.says("connected to")
+    return worker
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}]}
+
+
+async def test_a_call_is_answered_by_a_worker_and_recorded(
+    proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path
+) -> None:
+    session = await proxy.session()
+    status, refusal = await proxy.post(session, CHAT, chat("Hi."))
+    assert status == 503, refusal
+    await connect(proxy, start_worker, checkpoint, "gpu-0")
+    proxy.engine.version = 4
+    status, answer = await proxy.post(session, CHAT, chat("Hi."))
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "Hello.")
+    _, turns = await proxy.record(session)
+    done = [turn for turn in turns if turn.status is TurnStatus.DONE]
+    assert [turn.sampled_ids.tolist() for turn in done] == [proxy.engine.calls[0].answer_ids]
+    assert [span.version for span in done[0].versions] == [4]
+
+
+async def test_a_call_whose_worker_is_killed_trains_once(
+    proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path
+) -> None:
+    workers = {
+        name: await connect(proxy, start_worker, checkpoint, name) for name in ("gpu-0", "gpu-1")
+    }
+    session = await proxy.session()
+    proxy.engine.token_delay_s = 0.1
+    first = asyncio.create_task(proxy.post(session, CHAT, chat("Hi.")))
+    await proxy.engine.called.wait()
+    await proxy.engine.calls[0].began.wait()
+    (serving,) = [e["name"] for e in await proxy.control.engines() if e["in_flight"]]
+    workers[serving].signal(signal.SIGKILL)
+    status, _ = await first
+    if status != 200:
+        assert status == 503
+        status, _ = await proxy.post(session, CHAT, chat("Hi."))
+    assert status == 200
+    _, turns = await proxy.record(session)
+    assert [turn.status for turn in turns if turn.sampled] == [TurnStatus.DONE]
+    assert len(await proxy.control.engines()) == 1
+
+
+async def test_a_worker_cannot_take_the_name_of_an_engine(
+    proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path
+) -> None:
+    await proxy.control.add_engine(proxy.engine.url, name="gpu-0")
+    worker = await start_worker(
+        None, url=proxy.url.replace("http", "ws"), engine=proxy.engine.url, model=checkpoint
+    )
+    assert "gpu-0" in await worker.ended()
