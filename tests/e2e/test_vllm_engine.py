@@ -18,6 +18,8 @@ from tests.conftest import TINY_CONTEXT_TOKENS
 
 pytestmark = pytest.mark.engine
 PROMPT = np.arange(20, 60, dtype=np.int32)
+ENDLESS = Sampling(max_tokens=1900, structured={"regex": "[ab]{4000}"})
+"""The grammar leaves the model no way to end its answer."""
 
 
 @pytest.fixture
@@ -109,17 +111,15 @@ async def test_prompt_past_the_context_is_the_requests_fault(engine: VllmEngine)
 
 
 async def test_closed_call_is_aborted_and_the_engine_goes_on(engine: VllmEngine) -> None:
-    long = Sampling(max_tokens=1900, stop_token_ids=())
-    async with aclosing(engine.generate(PROMPT, long, request_id="gone")) as generation:
+    async with aclosing(engine.generate(PROMPT, ENDLESS, request_id="gone")) as generation:
         await anext(generation)
     assert engine.info.in_flight == 0
     assert len(ids(await sample(engine, Sampling(max_tokens=3)))) == 3
 
 
 async def test_aborted_call_is_cut(engine: VllmEngine) -> None:
-    long = Sampling(max_tokens=1900)
     chunks = []
-    async for chunk in engine.generate(PROMPT, long, request_id="gone"):
+    async for chunk in engine.generate(PROMPT, ENDLESS, request_id="gone"):
         if not chunks:
             await engine.abort("gone")
         chunks.append(chunk)
