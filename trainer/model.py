@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from trainer.attention import ATTENTION, packed_attention
@@ -110,6 +111,11 @@ def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
     return model.requires_grad_(False) if not trainable else model
 
 
+def blocks(model: Any) -> list[nn.Module]:
+    """The decoder's layers: the units of sharding."""
+    return list(model.get_decoder().layers)
+
+
 def context_tokens(model: Any) -> int:
     """The longest sequence that the model has positions for."""
     return int(model.config.get_text_config().max_position_embeddings)
@@ -128,12 +134,17 @@ def named_hf_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
-        tensor = parameter.detach()
-        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        tensor = _whole(parameter)
         owner = name.removesuffix(".base_layer.weight")
         if owner in adapted:
-            tensor = tensor + adapted[owner].get_delta_weight("default").detach()
+            tensor = tensor + _whole(adapted[owner].get_delta_weight("default"))
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Gathered from all ranks, if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _load_settings(path: Path) -> Any:

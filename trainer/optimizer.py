@@ -1,16 +1,24 @@
-"""AdamW and its learning-rate schedule, from one configuration."""
+"""AdamW, its learning-rate schedule and the step, from one configuration.
+
+Invariant: a step with a gradient that is not finite is not made.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.errors import ConfigError, TrainingError
+from trainer.token_loss import Metrics
 
 
 class OptimizerConfig(BaseModel):
@@ -36,11 +44,49 @@ class OptimizerConfig(BaseModel):
     """Gradients are scaled down to this global norm."""
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The optimizer over the model's trainable parameters.
+class Stepper:
+    """The optimizer and schedule of one model."""
 
-    Raises ValueError when `adamw_8bit` is asked for and bitsandbytes is not installed.
-    """
+    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int | None) -> None:
+        """Raises ConfigError for a schedule without `total_steps` or a library that is missing."""
+        self.model = model
+        self.max_grad_norm = config.max_grad_norm
+        self.optimizer = _build_optimizer(model, config)
+        self.schedule = _build_schedule(self.optimizer, config, total_steps)
+
+    def step(self) -> Metrics:
+        """Clips the gradient, updates the weights, clears the gradient.
+
+        Raises TrainingError, leaving the weights as they are, where the gradient is not finite.
+        """
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(f"the gradient's norm is {float(norm)}: the step was not made")
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": float(norm), "lr": float(lr)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, moments and schedule by parameter name, as torch's DCP saves them."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.schedule.load_state_dict(state["schedule"])
+
+
+def _build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -56,22 +102,18 @@ def _adamw_8bit(groups: Iterable[dict[str, object]], config: OptimizerConfig) ->
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise ValueError(
+        raise ConfigError(
             "optimizer.name: adamw_8bit needs bitsandbytes; install it, or use adamw"
         ) from error
     optimizer: Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     return optimizer
 
 
-def build_schedule(
+def _build_schedule(
     optimizer: Optimizer, config: OptimizerConfig, total_steps: int | None
 ) -> LambdaLR:
-    """Warm-up, then the schedule down to `min_lr_ratio` at `total_steps`.
-
-    Raises ValueError for a decaying schedule without `total_steps`.
-    """
     if config.schedule != "constant" and total_steps is None:
-        raise ValueError(f"optimizer.schedule: {config.schedule} needs the number of steps")
+        raise ConfigError(f"optimizer.schedule: {config.schedule} needs the number of steps")
 
     def ratio(step: int) -> float:
         if step < config.warmup_steps:

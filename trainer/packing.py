@@ -155,6 +155,8 @@ def _lay_out(
             predictors.append(path[batch.position[trained].numpy() - 1])
             used += fresh
             previous = sequence
+    if not units:  # models do not take 0 tokens: one that nobody is to predict from
+        ids, positions, spans = [np.zeros(1, np.int32)], [np.zeros(1, np.int64)], [Span(0, 1)]
     merged_targets = np.concatenate(targets)
     order = np.argsort(merged_targets, kind="stable")
     return MicroBatch(

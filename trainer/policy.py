@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.batch import Batch
 from trainer.errors import TrainingError
@@ -25,12 +23,14 @@ from trainer.model import (
     DTYPES,
     CausalScorer,
     ModelConfig,
+    blocks,
     context_tokens,
     load_model,
     named_hf_parameters,
 )
-from trainer.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, pack
+from trainer.parallel import Ranks
 from trainer.token_loss import LossFunction, Metrics
 
 
@@ -62,50 +62,34 @@ class Policy:
         optimizer: OptimizerConfig | None = None,
         *,
         device: str | torch.device = "cpu",
+        ranks: Ranks | None = None,
         total_steps: int | None = None,
     ) -> None:
         """Without an `optimizer` the policy is frozen: a reference or a teacher."""
         self.config = config
+        self.ranks = ranks or Ranks()
         self.device = torch.device(device)
         self.model: Any = load_model(config, trainable=optimizer is not None).to(self.device)
         self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype])
-        self.optimizer: Optimizer | None = None
-        self.schedule: LambdaLR | None = None
-        self.max_grad_norm = 0.0
-        if optimizer is not None:
-            self.optimizer = build_optimizer(self.model, optimizer)
-            self.schedule = build_schedule(self.optimizer, optimizer, total_steps)
-            self.max_grad_norm = optimizer.max_grad_norm
+        self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
+        self.stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
 
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
-        """The batch (or some of its sequences) as micro-batches within the configured budget.
+        """The batch (or some of its sequences) as this rank's micro-batches.
 
         Raises TrainingError for a rollout longer than the model's context.
         """
-        limit = context_tokens(self.model)
-        for index, ids in enumerate(batch.sequences):
-            if len(ids) > limit:
-                trial = batch.trial_ids[int(batch.sequence_rollout[index])]
-                raise TrainingError(
-                    f"rollout {trial}: a sequence of {len(ids)} tokens is longer than the model's"
-                    f" context of {limit}; lower the engine's context length to it"
-                )
-        return pack(
-            batch,
-            max_tokens=self.config.max_micro_batch_tokens,
-            share_prefixes=self.config.share_prefixes,
-            sequences=sequences,
-        )
+        return pack_for(self.model, self.config, self.ranks, batch, sequences)
 
     @torch.no_grad()
     def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
         """Log-probability and entropy of every trained token at the rollout's temperature."""
         self.scorer.eval()
-        logprobs, entropy = torch.empty(batch.num_tokens), torch.empty(batch.num_tokens)
+        logprobs, entropy = torch.zeros(2, batch.num_tokens)
         for micro in self.pack(batch):
             scores = self._score(micro, batch, temperature, entropy_grad=False)
             logprobs[micro.targets], entropy[micro.targets] = (score.cpu() for score in scores)
-        return Scores(logprobs, entropy)
+        return Scores(self.ranks.sum(logprobs), self.ranks.sum(entropy))
 
     def forward_backward(
         self,
@@ -125,7 +109,7 @@ class Policy:
         result = loss(logprobs, entropy, micro.targets)
         if not torch.isfinite(result.losses).all():
             _raise_not_finite(batch, micro, logprobs.detach(), result.losses.detach())
-        result.losses.sum().backward()  # type: ignore[no-untyped-call]
+        (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
         return {name: float(value.detach()) for name, value in result.metrics.items()}
 
     def step(self) -> Metrics:
@@ -133,18 +117,9 @@ class Policy:
 
         Raises TrainingError, leaving the weights as they are, where the gradient is not finite.
         """
-        if self.optimizer is None or self.schedule is None:
+        if self.stepper is None:
             raise TrainingError("this policy is frozen: it was made without an optimizer")
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        if not torch.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(f"the gradient's norm is {float(norm)}: the step was not made")
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": float(norm), "lr": float(lr)}
+        return self.stepper.step()
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` as in a Hugging Face checkpoint; tied weights appear once."""
@@ -168,6 +143,35 @@ class Policy:
             micro.to(self.device), ids, temperature, entropy_grad=entropy_grad
         )
         return scores
+
+
+def pack_for(
+    model: Any,
+    config: ModelConfig,
+    ranks: Ranks,
+    batch: Batch,
+    sequences: Iterable[int] | None,
+) -> list[MicroBatch]:
+    """This rank's micro-batches of the batch, within the model's context and the memory budget.
+
+    Raises TrainingError for a rollout longer than the model's context.
+    """
+    limit = context_tokens(model)
+    for index, ids in enumerate(batch.sequences):
+        if len(ids) > limit:
+            trial = batch.trial_ids[int(batch.sequence_rollout[index])]
+            raise TrainingError(
+                f"rollout {trial}: a sequence of {len(ids)} tokens is longer than the model's"
+                f" context of {limit}; lower the engine's context length to it"
+            )
+    micros = pack(
+        batch,
+        max_tokens=config.max_micro_batch_tokens,
+        share_prefixes=config.share_prefixes,
+        sequences=sequences,
+        multiple_of=ranks.size,
+    )
+    return ranks.share(micros)
 
 
 def _raise_not_finite(batch: Batch, micro: MicroBatch, logprobs: Tensor, losses: Tensor) -> None:

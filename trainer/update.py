@@ -1,16 +1,26 @@
-"""One policy update from one batch: epochs × mini-batches × micro-batches."""
+"""One update from one batch, of the policy or of its critic: epochs, mini-batches, micro-batches.
+
+Invariant: each mini-batch trains each of its tokens once, over all ranks together.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from trainer.algorithms import Algorithm
+from trainer.algorithms.value_losses import explained_variance
 from trainer.batch import Batch
+from trainer.critic import Critic
 from trainer.errors import TrainingError
+from trainer.packing import MicroBatch
 from trainer.policy import Policy
 from trainer.token_loss import Metrics
+
+ForwardBackward = Callable[[MicroBatch], Metrics]
 
 
 def update_policy(
@@ -28,26 +38,65 @@ def update_policy(
     no group has a signal (and only such train) no step is made: `update_steps` is 0.
     Raises TrainingError where a token of a mini-batch was not trained exactly once.
     """
-    sums: dict[str, float] = defaultdict(float)
-    steps = 0
     entropy_grad = algorithm.config.entropy_coefficient > 0
-    for sequences in algorithm.mini_batches(batch, generator):
+
+    def start(sequences: Tensor) -> ForwardBackward:
         loss = algorithm.loss(batch, sequences, version=version)
-        trained = 0
-        for micro in policy.pack(batch, sequences.tolist()):
-            part = policy.forward_backward(
-                micro, batch, loss, temperature=temperature, entropy_grad=entropy_grad
-            )
-            trained += len(micro.targets)
-            for name, value in part.items():
-                sums[name] += value
-        expected = int(torch.isin(batch.sequence, sequences).sum())
-        if trained != expected:
-            raise TrainingError(f"{trained} tokens were trained of the mini-batch's {expected}")
-        for name, value in policy.step().items():
-            sums[name] += value
-        steps += 1
-    metrics = {name: value / steps for name, value in sums.items()}
+        return lambda micro: policy.forward_backward(
+            micro, batch, loss, temperature=temperature, entropy_grad=entropy_grad
+        )
+
+    metrics = _update(policy, algorithm, batch, start, generator)
     if "kl_loss" in metrics:
         algorithm.adapt_kl(metrics["kl_loss"])
-    return metrics | {"update_steps": float(steps)}
+    return metrics
+
+
+def update_critic(
+    critic: Critic, algorithm: Algorithm, batch: Batch, *, generator: torch.Generator
+) -> Metrics:
+    """Trains the critic towards the batch's value targets, in the algorithm's mini-batches.
+
+    Raises TrainingError as `update_policy` does, and when there are no values or targets.
+    """
+
+    def start(sequences: Tensor) -> ForwardBackward:
+        loss = algorithm.value_loss(batch, sequences)
+        return lambda micro: critic.forward_backward(micro, batch, loss)
+
+    metrics = _update(critic, algorithm, batch, start, generator)
+    if batch.values is not None and batch.value_targets is not None:
+        metrics["explained_variance"] = explained_variance(batch.values, batch.value_targets)
+    return metrics
+
+
+def _update(
+    model: Policy | Critic,
+    algorithm: Algorithm,
+    batch: Batch,
+    start: Callable[[Tensor], ForwardBackward],
+    generator: torch.Generator,
+) -> Metrics:
+    sums: dict[str, float] = defaultdict(float)
+    steps = 0
+    for sequences in algorithm.mini_batches(batch, generator):
+        for name, value in _mini_batch(model, batch, sequences, start(sequences)).items():
+            sums[name] += value
+        steps += 1
+    return {name: value / steps for name, value in sums.items()} | {"update_steps": float(steps)}
+
+
+def _mini_batch(
+    model: Policy | Critic, batch: Batch, sequences: Tensor, forward_backward: ForwardBackward
+) -> Metrics:
+    sums: dict[str, float] = defaultdict(float)
+    for micro in model.pack(batch, sequences.tolist()):
+        sums["trained_tokens"] += len(micro.targets)
+        for name, value in forward_backward(micro).items():
+            sums[name] += value
+    metrics = model.ranks.sum_metrics(sums)
+    expected = int(torch.isin(batch.sequence, sequences).sum())
+    if metrics["trained_tokens"] != expected:
+        trained = metrics["trained_tokens"]
+        raise TrainingError(f"{trained:.0f} tokens were trained of the mini-batch's {expected}")
+    return metrics | model.step()

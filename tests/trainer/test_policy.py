@@ -159,7 +159,8 @@ def test_merged_adapters_score_as_the_adapted_model_does(checkpoint: Path, tmp_p
     policy = make_policy(checkpoint, lora=LoraSettings(rank=2))
     reference = policy.compute_logprobs(batch, temperature=1.0).logprobs
     backward(policy, batch, weighted_sum(batch))
-    for group_ in policy.optimizer.param_groups:
+    assert policy.stepper is not None
+    for group_ in policy.stepper.optimizer.param_groups:
         group_["lr"] = 0.3
     policy.step()
     adapted = policy.compute_logprobs(batch, temperature=1.0).logprobs
