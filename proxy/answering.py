@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from proxy.conversation import Message, answer_key, dump_answer
+from proxy.conversation import Message, answer_key, dump_answer, raw_key
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import EngineError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
 from proxy.records import FinishReason, Ids, Turn, TurnStatus, VersionSpan
-from proxy.rendering.rendering import Rendering
+from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
 from proxy.rendering.stream import AnswerParser, Markers
 from proxy.routing import Router
 from proxy.sessions import LiveSession
@@ -37,6 +37,10 @@ class Answering:
     turn: Turn
     sampling: Sampling
     prompt: Ids
+    answered_from: bytes
+    """The key that the answer's is chained to: the conversation's, without what was forced."""
+    opening: list[int]
+    """A forced call's beginning, the prompt's last tokens."""
     rendering: Rendering
     markers: Markers | None
     router: Router
@@ -121,7 +125,7 @@ class Answering:
         turn.duration_s = time.perf_counter() - begun
         if size:
             turn.answer = dump_answer(message)
-            turn.answer_key = answer_key(turn.request_key, message)
+            turn.answer_key = self._answer_key(message)
         await self.store.commit_turn(turn)
         self.live.tree.commit(turn)
         self.metrics.recorded(turn)
@@ -131,12 +135,23 @@ class Answering:
         streamed = self.call.stream or bool(self.sampling.stop)
         return AnswerParser(
             self.rendering,
-            self.live.tree.prompt_end(self.live.tree.nodes[self.turn.index]),
+            self.prompt[-CONTEXT_TOKENS - len(self.opening) : -len(self.opening) or None],
             self.call.conversation.tools,
             markers=self.markers if streamed else None,
             stop=self.sampling.stop,
             calls=self.call.options.tool_calls,
+            begun=self.opening,
+            plain=self.call.conversation.raw is not None,
         )
+
+    def _answer_key(self, message: Message) -> bytes:
+        raw = self.call.conversation.raw
+        if raw is None:
+            follows = self.live.tree.follows
+            return answer_key(self.answered_from, message, with_reasoning=follows)
+        if isinstance(raw, str):
+            return raw_key(raw + message.text)
+        return raw_key([*raw, *self._ids])
 
     def _shown(self, chunk: Chunk) -> list[SampledToken]:
         decode = self.rendering.tokenizer.decode

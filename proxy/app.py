@@ -6,7 +6,6 @@ configuration. Invariant: what it opens it closes, in reverse order, when the ap
 
 from __future__ import annotations
 
-import gc
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from aiohttp import web
@@ -19,6 +18,7 @@ from proxy.engines.protocol import Engine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError
 from proxy.metrics import Metrics
+from proxy.profiles import Profiles
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import PATH as RELAY_PATH
@@ -29,15 +29,15 @@ from proxy.sessions import Sessions
 from proxy.store import open_store
 from proxy.store.protocol import Store
 from proxy.wire.chat import ChatDialect
+from proxy.wire.completions import CompletionsDialect
 from proxy.wire.dialect import Dialect
+from proxy.wire.messages import MessagesDialect
+from proxy.wire.responses import ResponsesDialect
 
 DATA_PLANE = web.AppKey("data_plane", DataPlane)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
 CALLS = web.AppKey("calls", Calls)
 RELAY = web.AppKey("relay", RelayHub)
-GC_THRESHOLDS = (50_000, 20, 100)
-"""Calls make little that only the collector can free, and a full collection walks every session's
-tree: so rarely, and never what was there at the start."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,7 +60,7 @@ def build_app(
         app.router.add_post(f"/v1/{route}", _data)
     if config.relay.token is not None:
         app.router.add_get(RELAY_PATH, _relay)
-    app.router.add_post("/{path:.+}", _data)
+    app.router.add_route("*", "/{path:.+}", _data)
     app.cleanup_ctx.append(_parts(config, rendering, dialects, engines, store))
     app.on_shutdown.append(_end_calls(config.limits.shutdown_s))
     return app
@@ -86,7 +86,7 @@ def _parts(
         replicas = [make_engine(e) for e in config.engines] if engines is None else list(engines)
         router = Router(replicas, version=config.policy_version)
         await router.start()
-        sessions, metrics = Sessions(store, config.sessions), Metrics()
+        sessions, metrics = Sessions(store, config.sessions, Profiles(config.profiles)), Metrics()
         app[CALLS] = calls = Calls(
             sessions,
             rendering,
@@ -98,11 +98,8 @@ def _parts(
         )
         if config.relay.token is not None:
             app[RELAY] = _open_relay(config, router)
-        app[DATA_PLANE] = DataPlane(config, sessions, calls, dialects, metrics)
+        app[DATA_PLANE] = DataPlane(config, sessions, calls, rendering, dialects, metrics)
         app[CONTROL_PLANE] = ControlPlane(config, sessions, store, router, metrics, make_engine)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
         yield
         await router.close()
         if given_store is None:
@@ -130,7 +127,12 @@ def _end_calls(shutdown_s: float) -> Callable[[web.Application], Awaitable[None]
 
 def _dialects() -> dict[str, Dialect]:
     """By the route behind `/v1/`."""
-    return {"chat/completions": ChatDialect()}
+    return {
+        "chat/completions": ChatDialect(),
+        "completions": CompletionsDialect(),
+        "responses": ResponsesDialect(),
+        "messages": MessagesDialect(),
+    }
 
 
 def _control(name: str) -> Handler:

@@ -11,15 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from proxy.answering import Answering
-from proxy.conversation import CHAIN, Conversation, conversation_keys, load_answer
+from proxy.conversation import (
+    CHAIN,
+    Conversation,
+    continued,
+    conversation_keys,
+    forced_key,
+    load_answer,
+    raw_key,
+)
 from proxy.engines.protocol import Sampling
 from proxy.errors import EngineError, RequestError, SessionError, StoreError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
-from proxy.records import FinishReason, Turn, TurnStatus
+from proxy.records import EMPTY_IDS, FinishReason, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stream import ReasoningDelta, TextDelta, ToolCallDelta, find_markers
 from proxy.routing import Router
@@ -73,20 +83,44 @@ class Calls:
 
         Raises RequestError, SessionError or StoreError, and then nothing was sampled.
         """
-        keys = conversation_keys(call.conversation)
-        running = live.calls.get(keys[-1])
+        keys, request_key = await self._keys(live, call)
+        running = live.calls.get(request_key)
         if running is not None and caller.is_retry and not running.abandoned:
             return running
         live.in_flight += 1
         try:
-            recorded = await self._recorded(live, call, keys[-1])
+            recorded = await self._recorded(live, call, request_key)
             if recorded is None:
-                await self._supersede(live, call, caller, keys[-1])
-            turns = recorded or await self._begin(live, call, caller, keys)
+                await self._supersede(live, call, caller, request_key)
+            turns = recorded or await self._begin(live, call, caller, keys, request_key)
         except BaseException:
             live.in_flight -= 1
             raise
-        return self._start(live, call, turns)
+        return self._start(live, call, turns, keys[-1])
+
+    async def _keys(self, live: LiveSession, call: Call) -> tuple[list[bytes], bytes]:
+        """The conversation's keys, and the key of this very request."""
+        conversation, forced = call.conversation, call.options.forced
+        if conversation.raw is not None:
+            keys = [raw_key(conversation.raw)]
+        elif conversation.continues is not None:
+            keys = await self._continued(live, conversation, conversation.continues)
+        else:
+            keys = conversation_keys(conversation, with_reasoning=live.tree.follows)
+        return keys, keys[-1] if forced is None else forced_key(keys[-1], forced.name)
+
+    async def _continued(
+        self, live: LiveSession, conversation: Conversation, index: int
+    ) -> list[bytes]:
+        known = index < len(live.tree) and live.tree.nodes[index].answer_key
+        if not known:
+            raise RequestError(
+                f"previous_response_id: turn {index} of this session has no answer",
+                param="previous_response_id",
+                status=404,
+            )
+        turn = (await self._store.get_turns(live.session.session_id, since=index))[0]
+        return continued(conversation, turn.answer_key, load_answer(turn.answer))
 
     async def close(self, grace_s: float) -> None:
         """Lets running calls end for `grace_s`, then cuts them; returns when all are recorded."""
@@ -104,7 +138,11 @@ class Calls:
         return min(known, default=None)
 
     def _start(
-        self, live: LiveSession, call: Call, turns: list[tuple[Turn, Sampling | None]]
+        self,
+        live: LiveSession,
+        call: Call,
+        turns: list[tuple[Turn, Sampling | None]],
+        answered_from: bytes,
     ) -> LiveCall:
         first = turns[0][0]
         running = LiveCall(
@@ -112,7 +150,7 @@ class Calls:
         )
         live.calls[running.request_key] = running
         self._running.add(running)
-        running.start(self._run(live, call, running, turns))
+        running.start(self._run(live, call, running, turns, answered_from))
         return running
 
     async def _run(
@@ -121,10 +159,11 @@ class Calls:
         call: Call,
         running: LiveCall,
         turns: list[tuple[Turn, Sampling | None]],
+        answered_from: bytes,
     ) -> list[Outcome]:
         try:
             async with asyncio.timeout(self._call_timeout_s):
-                return await self._answers(live, call, running, turns)
+                return await self._answers(live, call, running, turns, answered_from)
         except TimeoutError:
             raise EngineError(
                 f"the call did not end within {self._call_timeout_s} s", status=504
@@ -149,15 +188,17 @@ class Calls:
         call: Call,
         running: LiveCall,
         turns: list[tuple[Turn, Sampling | None]],
+        answered_from: bytes,
     ) -> list[Outcome]:
         answers = []
+        opening = self._opening(call).tolist()
         for choice, (turn, sampling) in enumerate(turns):
             if sampling is None:
                 answers.append(_replayed(running, choice, turn))
                 continue
             prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
             answering = Answering(
-                live, call, running, choice, turn, sampling, prompt,
+                live, call, running, choice, turn, sampling, prompt, answered_from, opening,
                 self._rendering, self._markers, self._router, self._store, self._metrics,
             )  # fmt: skip
             answers.append(answering.run())
@@ -173,7 +214,12 @@ class Calls:
             raise
 
     async def _begin(
-        self, live: LiveSession, call: Call, caller: Caller, keys: list[bytes]
+        self,
+        live: LiveSession,
+        call: Call,
+        caller: Caller,
+        keys: list[bytes],
+        request_key: bytes,
     ) -> list[tuple[Turn, Sampling | None]]:
         """One turn per answer, with its intent on disk."""
         begun: list[tuple[Turn, Sampling | None]] = []
@@ -182,7 +228,7 @@ class Calls:
             if begun:
                 placement = live.tree.sibling(live.tree.nodes[begun[0][0].index])
             else:
-                placement = await self._place(live, call.conversation, keys)
+                placement = await self._place(live, call, keys, request_key)
             sampling = resolve(
                 live.session,
                 call.options,
@@ -191,7 +237,7 @@ class Calls:
                 stop_token_ids=self._rendering.stop_token_ids,
                 sibling=len(begun),
             )
-            turn = _intended(live, caller, keys[-1], placement, sampling)
+            turn = _intended(live, caller, request_key, placement, sampling)
             if await self._record_intent(live, turn):
                 live.tree.nodes[turn.index].streamed = call.stream
                 begun.append((turn, sampling))
@@ -199,14 +245,27 @@ class Calls:
                 raise StoreError("other proxies keep writing to this session; try again")
         return begun
 
+    def _opening(self, call: Call) -> Ids:
+        forced = call.options.forced
+        return EMPTY_IDS if forced is None else self._rendering.opening(forced.name)
+
     async def _place(
-        self, live: LiveSession, conversation: Conversation, keys: list[bytes]
+        self, live: LiveSession, call: Call, keys: list[bytes], request_key: bytes
     ) -> Placement:
-        tree, rendering = live.tree, self._rendering
-        known = len(keys) if tree.same_requests(keys[-1]) else tree.match(keys).answered + 1
-        if sum(len(m.text) for m in conversation.messages[known:]) > THREADED_CHARS:
-            return await asyncio.to_thread(tree.place, conversation, keys, rendering)
-        return tree.place(conversation, keys, rendering)
+        tree, rendering, conversation = live.tree, self._rendering, call.conversation
+        asked_before = tree.same_requests(request_key)
+        if asked_before:
+            return tree.sibling(asked_before[-1])
+        new = conversation.messages[tree.match(keys).answered + 1 :]
+        if sum(len(m.text) for m in new) + len(conversation.raw or "") > THREADED_CHARS:
+            placement = await asyncio.to_thread(tree.place, conversation, keys, rendering)
+        else:
+            placement = tree.place(conversation, keys, rendering)
+        opening = self._opening(call)
+        if len(opening):
+            ids = np.concatenate([placement.prompt_ids, opening])
+            return replace(placement, prompt_ids=ids)
+        return placement
 
     async def _record_intent(self, live: LiveSession, turn: Turn) -> bool:
         """False when another proxy took the index first: its turns are read, and we place anew."""

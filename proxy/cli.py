@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -20,6 +21,10 @@ from aiohttp import web
 from proxy.app import build_app
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Calls make little that only the collector can free, and a full collection walks every session's
+tree: so rarely, and never what was there at the start."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +49,9 @@ def serve(arguments: argparse.Namespace) -> int:
 async def _serve(config: ProxyConfig) -> None:
     runner = web.AppRunner(build_app(config), handler_cancellation=True, access_log=None)
     await runner.setup()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         site = web.TCPSite(runner, config.host, config.port, reuse_port=config.workers > 1)
         try:

@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from proxy.errors import ConfigurationError
+from proxy.profiles import AgentProfile
 
 
 class _Section(BaseModel):
@@ -114,6 +115,8 @@ class ProxyConfig(BaseSettings):
     """The weights' version until an engine or the trainer says another."""
     workers: int = Field(default=1, ge=1)
     """Processes on the one port."""
+    profiles: dict[str, AgentProfile] = Field(default_factory=dict)
+    """Agent profiles beside those of proxy/profiles.yaml, or in place of them."""
     rendering: RenderingConfig = Field(default_factory=RenderingConfig)
     sessions: SessionsConfig = Field(default_factory=SessionsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

@@ -51,6 +51,10 @@ class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
     """As in Chat Completions: `{"type": "function", "function": {"name", "parameters", …}}`."""
+    continues: int | None = None
+    """The turn that `messages` come after, where the agent names it instead of repeating it."""
+    raw: str | list[int] | None = None
+    """A prompt without messages, as text or ids (Completions)."""
 
 
 CHAIN = slice(0, 16)
@@ -84,6 +88,51 @@ def conversation_keys(conversation: Conversation, *, with_reasoning: bool = Fals
         if message.role == "assistant":
             calls = [call.id for call in message.tool_calls]
     return keys
+
+
+def continued(conversation: Conversation, answered: bytes, answer: Message) -> list[bytes]:
+    """Puts the answer that the conversation continues before its messages, and gives the keys.
+
+    `answered` is that answer's key. Raises RequestError where instructions or tools are not those
+    of the recorded conversation: its history is kept as tokens, which cannot be rendered anew.
+    """
+    messages = conversation.messages
+    asked = conversation_keys(conversation)[-1]
+    own_system = asked[SYSTEM] != bytes(8)
+    same_tools = not conversation.tools or asked[TOOLS] == answered[TOOLS]
+    if not same_tools or (own_system and asked[SYSTEM] != answered[SYSTEM]):
+        raise RequestError(
+            "previous_response_id: instructions and tools must be those of that response; send "
+            "the whole input instead",
+            param="previous_response_id",
+        )
+    while messages and messages[0].role == "system" and own_system:
+        messages.pop(0)
+    conversation.messages = [answer, *messages]
+    keys, chain, body = [answered], answered[CHAIN], answered[BODY]
+    calls = [call.id for call in answer.tool_calls]
+    for message in messages:
+        digest = message_digest(message, calls)
+        chain, body = _digest(chain + digest, 16), _digest(body + digest, 16)
+        keys.append(_key(chain, answered[TOOLS], answered[SYSTEM], body))
+    return keys
+
+
+RAW = b"raw-text"
+"""In place of a system's digest: the key of a prompt without messages; its length is in TOOLS."""
+
+
+def raw_key(prompt: str | list[int]) -> bytes:
+    data = prompt.encode() if isinstance(prompt, str) else _dump(prompt)
+    kind = b"t" if isinstance(prompt, str) else b"i"
+    chain = _digest(kind + data, 16)
+    return _key(chain, len(prompt).to_bytes(8, "little"), RAW, bytes(16))
+
+
+def forced_key(request_key: bytes, name: str | None) -> bytes:
+    """The same conversation with a call that is forced is another request."""
+    chain = _digest(request_key[CHAIN] + b"forced" + (name or "").encode(), 16)
+    return chain + request_key[16:]
 
 
 def answer_key(request_key: bytes, answer: Message, *, with_reasoning: bool = False) -> bytes:

@@ -6,6 +6,7 @@ the right thing; a stream's terminal event is sent only after its turns are reco
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -18,17 +19,15 @@ from proxy.config import ProxyConfig
 from proxy.errors import ProxyError, RequestError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
+from proxy.rendering.rendering import Rendering
 from proxy.sessions import LiveSession, Sessions
 from proxy.wire.dialect import KEEP_ALIVE, Call, Dialect, Headers
 
-_PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>[a-z/_-]+?)/?")
-AGENT_HEADERS = (
-    "x-claude-code-agent-id",
-    "x-openai-subagent",
-    "thread-id",
-    "x-session-id",
-)
-"""By which agent families name the sub-agent that calls."""
+_PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
+
+
+COUNT = "/count_tokens"
+MAX_AGENT_ID_CHARS = 200
 
 
 class DataPlane:
@@ -37,12 +36,16 @@ class DataPlane:
         config: ProxyConfig,
         sessions: Sessions,
         calls: Calls,
+        rendering: Rendering,
         dialects: dict[str, Dialect],
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._sessions = sessions
         self._calls = calls
+        self._rendering = rendering
+        folder = config.model.name if config.model is not None else "model"
+        self._model_name = config.served_model_name or folder
         self._dialects = dialects
         self._metrics = metrics
         self._in_flight = 0
@@ -54,30 +57,70 @@ class DataPlane:
         }
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """`POST …/v1/<route>` of any dialect, the session named by key or by path."""
+        """Any path below `/v1/`, the session named by key or by path."""
         trial, route = split_path(request.path)
-        dialect = self._dialects.get(route)
-        if dialect is None:
-            raise web.HTTPNotFound(text=f"no route {request.path}")
+        if request.method == "GET" and route == "responses":
+            return _no_websocket(request)
+        dialect = self._dialects.get(route.removesuffix(COUNT))
+        if route.partition("/")[0] == "models" and request.method == "GET":
+            dialect = self._dialects["chat/completions"]
+        elif dialect is None or request.method != "POST":
+            raise web.HTTPNotFound(text=f"no route {request.method} {request.path}")
         try:
-            return await self._serve(request, dialect, trial)
+            live = await self._sessions.authorise(api_key(request.headers), trial)
+            if request.method == "GET":
+                return self._models(route.partition("/")[2])
+            if route.endswith(COUNT):
+                return await self._count(request, dialect, live)
+            return await self._serve(request, dialect, live)
         except ProxyError as error:
             self._metrics.refused(dialect.name, error)
             return error_response(dialect, error)
 
     async def _serve(
-        self, request: web.Request, dialect: Dialect, trial: str | None
+        self, request: web.Request, dialect: Dialect, live: LiveSession
     ) -> web.StreamResponse:
-        live = await self._sessions.authorise(api_key(request.headers), trial)
         self._admit()
         self._in_flight += 1
+        self._metrics.in_flight.set(self._in_flight)
         try:
-            call = dialect.parse(await read_json(request), request.headers)
+            call = await self._parse(request, dialect, live)
             check_limits(live, call, self._session_limits)
-            running = await self._calls.open(live, call, _caller(dialect, request.headers))
+            running = await self._calls.open(live, call, _caller(dialect, live, request.headers))
             return await self._answer(request, dialect, live, call, running)
         finally:
             self._in_flight -= 1
+            self._metrics.in_flight.set(self._in_flight)
+
+    async def _parse(self, request: web.Request, dialect: Dialect, live: LiveSession) -> Call:
+        """Raises RequestError."""
+        call = dialect.parse(await read_json(request), request.headers)
+        call.conversation = live.profile.scrubbed(call.conversation)
+        return call
+
+    async def _count(
+        self, request: web.Request, dialect: Dialect, live: LiveSession
+    ) -> web.StreamResponse:
+        """The tokens that a prompt would have; nothing is sampled or recorded."""
+        call = await self._parse(request, dialect, live)
+        ids = await asyncio.to_thread(self._rendering.full, call.conversation)
+        return _json({"input_tokens": len(ids)})
+
+    def _models(self, wanted: str) -> web.Response:
+        """In OpenAI's form and Anthropic's at once. Any name is served; one is listed."""
+        name = wanted or self._model_name
+        model = {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "agentic-proxy",
+        }
+        if wanted:
+            return _json(model)
+        return _json({"object": "list", "data": [model], "has_more": False})
 
     async def _answer(
         self,
@@ -114,23 +157,23 @@ class DataPlane:
         at once still fails with its status."""
         writer = dialect.writer(call, shortuuid.uuid())
         response = _event_stream()
-        async for piece in running.watch(self._config.limits.keep_alive_s):
-            begin = b"" if response.prepared else writer.start(running.prompt_tokens)
+
+        async def send(data: bytes) -> None:
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(begin + (KEEP_ALIVE if piece is None else writer.piece(piece)))
+                data = writer.start(running.prompt_tokens, running.turns[0]) + data
+            await response.write(data)
+
+        async for piece in running.watch(self._config.limits.keep_alive_s):
+            await send(KEEP_ALIVE if piece is None else writer.piece(piece))
         try:
             outcomes = await running.outcomes()
         except ProxyError as error:
             if not response.prepared:
                 raise
-            await response.write(writer.error(error))
-            await response.write_eof()
-            return response
-        begin = b"" if response.prepared else writer.start(running.prompt_tokens)
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(begin + writer.end(outcomes))
+            await send(writer.error(error))
+        else:
+            await send(writer.end(outcomes))
         await response.write_eof()
         return response
 
@@ -197,7 +240,19 @@ def _event_stream() -> web.StreamResponse:
     return response
 
 
-def _caller(dialect: Dialect, headers: Headers) -> Caller:
-    agent_id = next((headers[name] for name in AGENT_HEADERS if name in headers), None)
+def _no_websocket(request: web.Request) -> web.Response:
+    """426 makes Codex go on over HTTP at once; anything else costs it several tries."""
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        return web.Response(status=426, text="this endpoint speaks HTTP: POST /v1/responses")
+    raise web.HTTPNotFound(text="responses are not kept for reading; POST a new one")
+
+
+def _json(data: dict[str, Any]) -> web.Response:
+    return web.Response(body=orjson.dumps(data), content_type="application/json")
+
+
+def _caller(dialect: Dialect, live: LiveSession, headers: Headers) -> Caller:
+    agent_id = next((headers[name] for name in live.profile.agents if name in headers), None)
     retries = headers.get("x-stainless-retry-count", "0")
-    return Caller(dialect.name, agent_id, is_retry=retries.isdigit() and int(retries) > 0)
+    is_retry = retries.isascii() and retries.isdigit() and int(retries[:9]) > 0
+    return Caller(dialect.name, agent_id and agent_id[:MAX_AGENT_ID_CHARS], is_retry)

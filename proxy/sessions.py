@@ -22,6 +22,7 @@ import shortuuid
 
 from proxy.config import SessionsConfig
 from proxy.errors import RequestError, SessionError
+from proxy.profiles import AgentProfile, Profiles
 from proxy.records import Session, SessionKind, SessionStatus
 from proxy.store.protocol import Store
 from proxy.token_tree import TokenTree
@@ -43,6 +44,7 @@ class LiveSession:
     """A session with its tree in memory."""
 
     session: Session
+    profile: AgentProfile
     tree: TokenTree
     loaded_turns: int
     """Turns below this index were read from the store: whether they arrived is not known here."""
@@ -64,8 +66,9 @@ class LiveSession:
 
 
 class Sessions:
-    def __init__(self, store: Store, config: SessionsConfig) -> None:
+    def __init__(self, store: Store, config: SessionsConfig, profiles: Profiles) -> None:
         self._store = store
+        self._profiles = profiles
         self._config = config
         self._live: OrderedDict[str, LiveSession] = OrderedDict()
         self._loading: dict[str, asyncio.Future[LiveSession]] = {}
@@ -88,6 +91,7 @@ class Sessions:
             RequestError: the id cannot be part of a path.
             SessionError: 409, the id exists.
         """
+        self._profiles.get(profile)
         session_id = shortuuid.uuid() if trial_id is None else check_id(trial_id)
         key = f"sk-{secrets.token_urlsafe(32)}"
         now = time.time()
@@ -138,7 +142,7 @@ class Sessions:
     async def reload(self, live: LiveSession) -> None:
         """Reads the tree again: another proxy wrote to the session, or our write failed."""
         turns = await self._store.get_turns(live.session.session_id)
-        live.tree = TokenTree(turns)
+        live.tree = TokenTree(turns, follows=live.profile.follows)
         live.loaded_turns = len(turns)
 
     def forget(self, live: LiveSession) -> None:
@@ -211,7 +215,9 @@ class Sessions:
         if session is None:
             raise SessionError(f"session {session_id!r} is unknown", status=404)
         turns = await self._store.get_turns(session_id)
-        live = LiveSession(session, TokenTree(turns), len(turns))
+        profile = self._profiles.get(session.profile)
+        tree = TokenTree(turns, follows=profile.follows)
+        live = LiveSession(session, profile, tree, len(turns))
         if session.status is not SessionStatus.OPEN:
             live.closed.set()
         self._live[session_id] = live

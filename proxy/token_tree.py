@@ -17,7 +17,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from proxy.conversation import BODY, CHAIN, SYSTEM, Conversation, Message, load_answer
+from proxy.conversation import (
+    BODY,
+    CHAIN,
+    RAW,
+    SYSTEM,
+    TOOLS,
+    Conversation,
+    Message,
+    load_answer,
+    raw_key,
+)
+from proxy.errors import RequestError
 from proxy.records import EMPTY_IDS, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 
@@ -74,12 +85,15 @@ class Placement:
 class TokenTree:
     """The turns of one session. Not thread-safe: one event loop places and records."""
 
-    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+    def __init__(self, turns: Iterable[Turn] = (), *, follows: bool = False) -> None:
+        """`follows`: the keys tell reasoning apart (a profile whose history is `follow`)."""
+        self.follows = follows
         self.nodes: list[Node] = []
         self.sampled_tokens = 0
         self._by_answer: dict[bytes, int] = {}
         self._by_request: dict[bytes, list[int]] = {}
         self._by_body: dict[bytes, int] = {}
+        self._raw_lengths: set[int] = set()
         for turn in turns:
             self.begin(turn)
             if turn.status is not TurnStatus.OPEN:
@@ -115,6 +129,8 @@ class TokenTree:
         if turn.answer_key:
             self._by_answer[turn.answer_key[CHAIN]] = turn.index
             self._by_body[turn.answer_key[BODY]] = turn.index
+            if turn.answer_key[SYSTEM] == RAW:
+                self._raw_lengths.add(int.from_bytes(turn.answer_key[TOOLS], "little"))
         if turn.answer:
             node.quote = load_answer(turn.answer).text.strip()[: 2 * MIN_QUOTE_CHARS]
 
@@ -151,6 +167,8 @@ class TokenTree:
         same = self.same_requests(keys[-1])
         if same:
             return self.sibling(same[-1])
+        if conversation.raw is not None:
+            return self._place_raw(conversation.raw, rendering)
         match = self.match(keys)
         if match.node is not None:
             extended = self._extend(conversation, match, rendering)
@@ -184,9 +202,38 @@ class TokenTree:
             cause = ForkCause.ROLLED_BACK
         return Placement(node.index, node.path_tokens, suffix, cause)
 
+    def _place_raw(self, raw: str | list[int], rendering: Rendering) -> Placement:
+        """A prompt without messages: it continues the longest recorded text that it begins with."""
+        if isinstance(raw, str):
+            for length in sorted((n for n in self._raw_lengths if n <= len(raw)), reverse=True):
+                index = self._by_answer.get(raw_key(raw[:length])[CHAIN])
+                if index is None:
+                    continue
+                node = self.nodes[index]
+                spoken = rendering.before_stop(node.sampled_ids.tolist())
+                if raw[:length].endswith(rendering.tokenizer.decode(spoken)):
+                    suffix = np.array(rendering.tokenizer.encode(raw[length:]), np.int32)
+                    shared = node.prompt_tokens + len(spoken)
+                    cause = None if shared == node.path_tokens else ForkCause.EDITED
+                    return Placement(index, shared, suffix, cause)
+            ids = rendering.tokenizer.encode(raw, add_special_tokens=True)
+        else:
+            ids = raw
+        prompt = np.array(ids, np.int32)
+        parent, shared = self._deepest_common_point(prompt, Match(-1, None), [])
+        whole = parent is not None and shared == self.nodes[parent].path_tokens
+        cause = None if whole or not self.nodes else ForkCause.NEW_CONVERSATION
+        return Placement(parent, shared, prompt[shared:], cause)
+
     def _fork(
         self, conversation: Conversation, keys: list[bytes], match: Match, rendering: Rendering
     ) -> Placement:
+        if conversation.continues is not None:
+            raise RequestError(
+                "previous_response_id: this model's chat template cannot append to that response; "
+                "send the whole input instead",
+                param="previous_response_id",
+            )
         prompt = rendering.full(conversation)
         if not self.nodes:
             return Placement(None, 0, prompt, None)
@@ -242,6 +289,8 @@ class TokenTree:
             return ForkCause.UNPROVABLE_BRIDGE
         if not asked:
             return ForkCause.FOREIGN_ASSISTANT
+        if self.follows and not message.reasoning:
+            return ForkCause.REASONING_DROPPED
         return ForkCause.TOOL_ARGUMENTS if message.tool_calls else ForkCause.EDITED
 
     def _knows(self, key: bytes) -> bool:

@@ -27,6 +27,11 @@ CONTEXT_TOKENS = 1024
 """How much of the prompt's end a bridge is shown: it needs the last turn's opening, not the
 history, and so joining a turn costs the same at 1k and at 128k tokens."""
 
+_CALL_BEGINNINGS = {
+    "qwen3": ('<tool_call>\n{{"name": "', '<tool_call>\n{{"name": "{name}", "arguments":'),
+}
+"""Per family: what begins a call of any tool, and of the tool `name`."""
+
 _REFUSED = (
     AssertionError,
     AttributeError,
@@ -103,6 +108,19 @@ class Rendering:
         start = close + 1 if last_id in self._closes else close
         return np.array(whole[start:], np.int32)
 
+    def opening(self, name: str | None) -> Ids:
+        """The tokens that begin a call, of the tool `name` or of any: appended to a prompt, they
+        force one. Raises RequestError where the family's calls cannot be begun so."""
+        beginning = _CALL_BEGINNINGS.get(self.name)
+        if beginning is None:
+            raise RequestError(
+                f"tool_choice: a call cannot be forced with the {self.name!r} template; say auto",
+                param="tool_choice",
+            )
+        any_tool, named = beginning
+        text = any_tool if name is None else named.format(name=orjson.dumps(name)[1:-1].decode())
+        return np.array(self.tokenizer.encode(text), np.int32)
+
     def parse(
         self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]], *, calls: bool
     ) -> Message:
@@ -144,8 +162,9 @@ class Rendering:
         texts = [parsed.content] if parsed.content else []
         tool_calls = []
         for attempt in parsed.tool_calls:
-            if calls and attempt.status is ToolCallParseStatus.OK and attempt.name:
-                tool_calls.append(_tool_call(attempt))
+            call = _tool_call(attempt) if calls else None
+            if call is not None:
+                tool_calls.append(call)
             else:
                 texts.append(self._raw(attempt, sampled))
         return Message("assistant", "\n".join(texts), parsed.reasoning_content or None, tool_calls)
@@ -158,10 +177,20 @@ class Rendering:
         return text
 
 
-def _tool_call(parsed: ParsedToolCall) -> ToolCall:
-    arguments = parsed.arguments
-    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
-    return ToolCall(parsed.id or f"call_{os.urandom(12).hex()}", str(parsed.name), text)
+def _tool_call(parsed: ParsedToolCall) -> ToolCall | None:
+    """None for an attempt that is no call: not parsed, without a name, or without an object."""
+    arguments = {} if parsed.arguments is None else parsed.arguments
+    if isinstance(arguments, str):
+        arguments = parsed_arguments(arguments)
+    if parsed.status is not ToolCallParseStatus.OK or not parsed.name:
+        return None
+    if not isinstance(parsed.name, str) or not isinstance(arguments, dict):
+        return None
+    try:
+        text = orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError:  # nested too deep, or an integer past 64 bits
+        return None
+    return ToolCall(parsed.id or f"call_{os.urandom(12).hex()}", parsed.name, text)
 
 
 def _to_template(

@@ -97,7 +97,11 @@ class AnswerParser:
         markers: Markers | None,
         stop: tuple[str, ...] = (),
         calls: bool = True,
+        begun: list[int] | None = None,
+        plain: bool = False,
     ) -> None:
+        """`begun` is a forced call's beginning: in the prompt, and yet part of the answer.
+        `plain` text has no channels and keeps its white space (Completions)."""
         self._rendering = rendering
         self._prompt_end = prompt_end
         self._tools = tools
@@ -106,13 +110,15 @@ class AnswerParser:
         self._markers = markers
         self._ids: list[int] = []
         self._channel = _Channel.START
-        self._text = _Trimmed(stop)
+        self._plain = plain
+        self._text = _Trimmed(stop, trim=not plain)
         self._reasoning = _Trimmed(())
         self._stream = _Decoder(rendering)
         self._block_start = 0
         self._sent_calls: list[ToolCall] = []
         if markers is not None and self._opens_in_reasoning(markers):
             self._channel = _Channel.REASONING
+        self.feed(begun or [])
 
     @property
     def stop_string(self) -> str | None:
@@ -120,19 +126,25 @@ class AnswerParser:
         return self._text.stop_string
 
     def feed(self, ids: list[int]) -> list[Delta]:
-        if self._markers is None:
-            self._ids.extend(ids)
-            return []
         out: list[Delta] = []
         for token in ids:
             self._ids.append(token)
-            self._step(token, self._markers, out)
+            if self._plain:
+                self._step_plain(token, out)
+            elif self._markers is not None:
+                self._step(token, self._markers, out)
         return out
 
     def finish(self) -> tuple[list[Delta], Message]:
         """What had to wait, and the whole message."""
-        message = self._rendering.parse(self._ids, self._prompt_end, self._tools, calls=self._calls)
-        message.text = _cut_at_stop(message.text, self._stop)
+        if self._plain:
+            spoken = self._rendering.before_stop(self._ids)
+            message = Message("assistant", self._rendering.tokenizer.decode(spoken))
+        else:
+            message = self._rendering.parse(
+                self._ids, self._prompt_end, self._tools, calls=self._calls
+            )
+        message.text = _cut_at_stop(message.text, self._stop, trim=not self._plain)
         message.tool_calls[: len(self._sent_calls)] = self._sent_calls
         out: list[Delta] = []
         message.reasoning = self._rest(self._reasoning, message.reasoning or "", out) or None
@@ -173,6 +185,12 @@ class AnswerParser:
         elif channel in (_Channel.START, _Channel.TEXT):
             _send(self._text, TextDelta, self._stream.step(token), out)
 
+    def _step_plain(self, token: int, out: list[Delta]) -> None:
+        if token in self._rendering.stop_token_ids:
+            self._channel = _Channel.STOPPED
+        elif self._channel is not _Channel.STOPPED:
+            _send(self._text, TextDelta, self._stream.step(token), out)
+
     def _enter(self, channel: _Channel) -> None:
         self._channel = channel
         self._stream = _Decoder(self._rendering)
@@ -203,8 +221,9 @@ class AnswerParser:
 class _Trimmed:
     """Text of one channel, from which surrounding white space and stop strings are left out."""
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], *, trim: bool = True) -> None:
         self._stop = stop
+        self._trim = trim
         self._waiting = ""
         self.sent = ""
         self.stop_string: str | None = None
@@ -218,18 +237,21 @@ class _Trimmed:
         if self.stop_string is not None:
             return ""
         waiting = self._waiting + text
-        if not self.sent:
+        if self._trim and not self.sent:
             waiting = waiting.lstrip()
-        ready = waiting.rstrip()
+        ready = self._trimmed(waiting)
         found = [(waiting.find(s), s) for s in self._stop if s in waiting]
         if found:
             end, self.stop_string = min(found)
-            ready = waiting[:end].rstrip()
+            ready = self._trimmed(waiting[:end])
         elif self._stop:
-            ready = ready[: len(ready) - _begun(ready, self._stop)].rstrip()
+            ready = self._trimmed(waiting[: len(waiting) - _begun(waiting, self._stop)])
         self._waiting = waiting[len(ready) :]
         self.sent += ready
         return ready
+
+    def _trimmed(self, text: str) -> str:
+        return text.rstrip() if self._trim else text
 
 
 class _Decoder:
@@ -262,6 +284,8 @@ def _begun(text: str, stop: tuple[str, ...]) -> int:
     return longest
 
 
-def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
+def _cut_at_stop(text: str, stop: tuple[str, ...], *, trim: bool) -> str:
     ends = [text.find(string) for string in stop if string in text]
-    return text[: min(ends)].rstrip() if ends else text
+    if not ends:
+        return text
+    return text[: min(ends)].rstrip() if trim else text[: min(ends)]

@@ -17,7 +17,16 @@ from proxy.conversation import Conversation, Message, Role, ToolCall, merged
 from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
 from proxy.rendering.stream import ReasoningDelta, TextDelta
-from proxy.wire.dialect import Call, Headers, Options, Outcome, Piece, SampledToken, error_type
+from proxy.wire.dialect import (
+    Call,
+    ForcedCall,
+    Headers,
+    Options,
+    Outcome,
+    Piece,
+    SampledToken,
+    error_type,
+)
 from proxy.wire.fields import Fields
 
 MAX_CHOICES = 64
@@ -83,7 +92,7 @@ class ChatWriter:
             "model": call.model,
         }
 
-    def start(self, prompt_tokens: int) -> bytes:
+    def start(self, prompt_tokens: int, turn: int) -> bytes:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(i, role) for i in range(self._call.n))
 
@@ -178,12 +187,20 @@ def parse_tool(fields: Fields) -> dict[str, Any]:
 
 def parse_options(fields: Fields) -> Options:
     max_tokens = fields.integer("max_completion_tokens", 1, 2**31)
-    if max_tokens is None:
-        max_tokens = fields.integer("max_tokens", 1, 2**31)
     logprobs = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    options = parse_sampling(fields)
+    options.max_tokens = max_tokens or options.max_tokens
+    options.logprobs, options.top_logprobs = logprobs, top if logprobs else 0
+    options.tool_calls = fields.get("tool_choice") != "none"
+    options.forced = _forced(fields)
+    return options
+
+
+def parse_sampling(fields: Fields) -> Options:
+    """What Completions asks by the same names."""
     return Options(
-        max_tokens=max_tokens,
+        max_tokens=fields.integer("max_tokens", 1, 2**31),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.integer("top_k", -1, 2**31),
@@ -193,10 +210,7 @@ def parse_options(fields: Fields) -> Options:
         repetition_penalty=fields.number("repetition_penalty", 0.01, 100),
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
         stop=fields.stops("stop"),
-        logprobs=logprobs,
-        top_logprobs=top if logprobs else 0,
         structured=_structured(fields.child("response_format")),
-        tool_calls=_calls_allowed(fields),
     )
 
 
@@ -294,8 +308,12 @@ def _structured(fields: Fields) -> dict[str, Any] | None:
     raise fields.refuse("type", "text, json_object or json_schema")
 
 
-def _calls_allowed(fields: Fields) -> bool:
+def _forced(fields: Fields) -> ForcedCall | None:
     choice = fields.get("tool_choice")
     if choice in (None, "auto", "none"):
-        return bool(choice != "none")
-    raise fields.refuse("tool_choice", '"auto" or "none" (a call cannot be forced on this engine)')
+        return None
+    if choice == "required":
+        return ForcedCall()
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise fields.refuse("tool_choice", "auto, none, required or a function's name")
+    return ForcedCall(fields.child("tool_choice").child("function").text("name"))

@@ -19,6 +19,12 @@ from proxy.rendering.stream import Delta
 Headers = Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    name: str | None = None
+    """None: of any tool."""
+
+
 @dataclass(slots=True)
 class Options:
     """What an agent asks of the sampling; None where it says nothing."""
@@ -39,6 +45,8 @@ class Options:
     """The engine's guided decoding, as vLLM's `structured_outputs`."""
     tool_calls: bool = True
     """False: calls stay text (`tool_choice: "none"`)."""
+    forced: ForcedCall | None = None
+    """The answer must begin with a tool call."""
 
 
 @dataclass(slots=True)
@@ -91,7 +99,7 @@ class Piece:
 class StreamWriter(Protocol):
     """One response's events, in order: `start`, any `piece`s, `end`."""
 
-    def start(self, prompt_tokens: int) -> bytes: ...
+    def start(self, prompt_tokens: int, turn: int) -> bytes: ...
 
     def piece(self, piece: Piece) -> bytes: ...
 

@@ -1,0 +1,65 @@
+"""Agent profiles: what one family of agents does to its history, as data (`profiles.yaml`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from proxy.conversation import Conversation
+from proxy.errors import RequestError
+
+
+class AgentProfile(BaseModel):
+    """One entry of `profiles.yaml`; a configuration's own are of the same form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    history: Literal["keep", "follow"] = "keep"
+    """`keep` what was sampled before the model's eyes, or `follow` what the agent sends."""
+    scrub: tuple[re.Pattern[str], ...] = ()
+    """Removed from system text: it changes with every request."""
+    agents: tuple[str, ...] = ()
+    """Headers that name the sub-agent."""
+
+    @field_validator("agents")
+    @classmethod
+    def _lower(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.lower() for name in names)
+
+    @property
+    def follows(self) -> bool:
+        return self.history == "follow"
+
+    def scrubbed(self, conversation: Conversation) -> Conversation:
+        for message in conversation.messages:
+            if message.role == "system":
+                for pattern in self.scrub:
+                    message.text = pattern.sub("", message.text)
+        if self.scrub and any(m.role == "system" and not m.text for m in conversation.messages):
+            conversation.messages = [
+                m for m in conversation.messages if m.role != "system" or m.text
+            ]
+        return conversation
+
+
+class Profiles:
+    def __init__(self, own: Mapping[str, AgentProfile]) -> None:
+        """`own` are the configuration's; they come before those that ship with the proxy."""
+        shipped = yaml.safe_load(resources.files("proxy").joinpath("profiles.yaml").read_text())
+        known = {name: AgentProfile.model_validate(entry) for name, entry in shipped.items()}
+        self._profiles = {**known, **own}
+
+    def get(self, name: str) -> AgentProfile:
+        """Raises RequestError for a name that is not known."""
+        profile = self._profiles.get(name)
+        if profile is None:
+            raise RequestError(
+                f"profile: {name[:80]!r} is not known; one of {', '.join(self._profiles)}",
+                param="profile",
+            )
+        return profile

@@ -1,0 +1,293 @@
+"""Anthropic Messages: `POST /v1/messages`, and the conversation of `/v1/messages/count_tokens`.
+
+Takes system text wherever Claude's family puts it, content as text or blocks, results and text in
+one user message; `thinking`, `context_management`, `metadata` and `cache_control` change nothing
+that is sampled and are let pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from proxy.conversation import Conversation, Message, ToolCall, merged, parsed_arguments
+from proxy.errors import ContextOverflow, ProxyError
+from proxy.records import FinishReason
+from proxy.rendering.stream import Delta, ReasoningDelta, TextDelta
+from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, Piece
+from proxy.wire.fields import Fields
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessagesDialect:
+    name = "messages"
+
+    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
+        fields = Fields(body)
+        call = Call(
+            model=fields.text("model", ""),
+            conversation=parse_conversation(fields),
+            options=_options(fields),
+            stream=fields.flag("stream"),
+        )
+        thinking = fields.child("thinking").text("type", "disabled")
+        call.extra["thinking"] = thinking in ("enabled", "adaptive")
+        return call
+
+    def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
+        outcome = outcomes[0]
+        message = outcome.message
+        content: list[dict[str, Any]] = []
+        if message.reasoning and call.extra["thinking"]:
+            content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        if message.text:
+            content.append({"type": "text", "text": message.text})
+        content += [{**_tool_use(c), "input": _input(c)} for c in message.tool_calls]
+        return orjson.dumps(
+            {
+                **_head(call, answer_id),
+                "content": content,
+                "stop_reason": _stop_reason(outcome),
+                "stop_sequence": outcome.stop_string,
+                "usage": _usage(outcome),
+            }
+        )
+
+    def writer(self, call: Call, answer_id: str) -> MessagesWriter:
+        return MessagesWriter(call, answer_id)
+
+    def error(self, error: ProxyError) -> bytes:
+        message = error.message
+        if isinstance(error, ContextOverflow):
+            message = (
+                f"prompt is too long: {error.prompt_tokens} tokens > {error.max_tokens} maximum"
+            )
+        kind = _ERROR_TYPES.get(error.status, "api_error")
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+
+
+class MessagesWriter:
+    """Content blocks are opened by their first delta and closed by the next block or the end."""
+
+    def __init__(self, call: Call, answer_id: str) -> None:
+        self._call = call
+        self._id = answer_id
+        self._blocks = 0
+        self._open: type[Delta] | None = None
+
+    def start(self, prompt_tokens: int, turn: int) -> bytes:
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        message = {
+            **_head(self._call, self._id),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        return _event("message_start", message=message)
+
+    def piece(self, piece: Piece) -> bytes:
+        return b"".join(event for delta in piece.deltas for event in self._delta(delta))
+
+    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+        outcome = outcomes[0]
+        stop = {"stop_reason": _stop_reason(outcome), "stop_sequence": outcome.stop_string}
+        return b"".join(
+            [
+                *self._close(),
+                _event("message_delta", delta=stop, usage=_usage(outcome)),
+                _event("message_stop"),
+            ]
+        )
+
+    def error(self, error: ProxyError) -> bytes:
+        return b"event: error\ndata: " + MessagesDialect().error(error) + b"\n\n"
+
+    def _delta(self, delta: Delta) -> Iterator[bytes]:
+        if isinstance(delta, TextDelta):
+            yield from self._enter(TextDelta, {"type": "text", "text": ""})
+            yield self._content({"type": "text_delta", "text": delta.text})
+        elif isinstance(delta, ReasoningDelta):
+            if self._call.extra["thinking"]:
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                yield from self._enter(ReasoningDelta, block)
+                yield self._content({"type": "thinking_delta", "thinking": delta.text})
+        else:
+            yield from self._close()
+            yield from self._enter(type(delta), {**_tool_use(delta.call), "input": {}})
+            arguments = orjson.dumps(_input(delta.call)).decode()
+            yield self._content({"type": "input_json_delta", "partial_json": arguments})
+
+    def _enter(self, kind: type[Delta], block: dict[str, Any]) -> Iterator[bytes]:
+        if self._open is kind:
+            return
+        yield from self._close()
+        self._open = kind
+        yield _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _content(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._blocks)
+            self._open = None
+            self._blocks += 1
+
+
+def parse_conversation(fields: Fields) -> Conversation:
+    """Raises RequestError."""
+    messages: list[Message] = []
+    system = _texts(fields, "system")
+    if system:
+        messages.append(Message("system", system))
+    for message in fields.objects("messages"):
+        messages += _parse_message(message)
+    if not messages:
+        raise fields.refuse("messages", "at least one message")
+    tools = [_parse_tool(tool) for tool in fields.objects("tools")]
+    return Conversation(merged(messages), [tool for tool in tools if tool is not None])
+
+
+def _parse_message(fields: Fields) -> list[Message]:
+    role = fields.text("role")
+    if role == "assistant":
+        return [_parse_assistant(fields)]
+    if role == "system":
+        return [Message("system", _texts(fields, "content"))]
+    if role != "user":
+        raise fields.refuse("role", "user, assistant or system")
+    if isinstance(fields.get("content"), str):
+        return [Message("user", fields.text("content"))]
+    results, texts = [], []
+    for block in fields.objects("content"):
+        if block.text("type") == "tool_result":
+            call_id = block.text("tool_use_id", "")
+            results.append(Message("tool", _texts(block, "content"), tool_call_id=call_id))
+        else:
+            texts.append(_block_text(block))
+    if texts or not results:
+        results.append(Message("user", "\n".join(texts)))
+    return results
+
+
+def _parse_assistant(fields: Fields) -> Message:
+    if isinstance(fields.get("content"), str):
+        return Message("assistant", fields.text("content"))
+    message = Message("assistant")
+    texts, thoughts = [], []
+    for block in fields.objects("content"):
+        kind = block.text("type")
+        if kind == "tool_use":
+            arguments = orjson.dumps(block.child("input").data).decode()
+            call = ToolCall(block.text("id", ""), block.text("name", ""), arguments)
+            message.tool_calls.append(call)
+        elif kind == "thinking":
+            thoughts.append(block.text("thinking", ""))
+        elif kind != "redacted_thinking":
+            texts.append(_block_text(block))
+    message.text = "\n".join(text for text in texts if text)
+    message.reasoning = "\n".join(thoughts) or None
+    return message
+
+
+def _texts(fields: Fields, name: str) -> str:
+    """Text, from a string or from text blocks."""
+    content = fields.get(name)
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_block_text(block) for block in fields.objects(name))
+
+
+def _block_text(block: Fields) -> str:
+    if block.text("type") != "text":
+        raise block.refuse("type", "text (this model takes no images, documents or searches)")
+    return block.text("text", "")
+
+
+def _parse_tool(fields: Fields) -> dict[str, Any] | None:
+    """None for a tool that the provider would run: the model here is not told of it."""
+    if fields.text("type", "custom") != "custom":
+        return None
+    function: dict[str, Any] = {"name": fields.text("name")}
+    if fields.get("description") is not None:
+        function["description"] = fields.text("description")
+    function["parameters"] = fields.child("input_schema").data
+    return {"type": "function", "function": function}
+
+
+def _options(fields: Fields) -> Options:
+    choice = fields.child("tool_choice")
+    kind = choice.text("type", "auto")
+    if kind not in ("auto", "any", "tool", "none"):
+        raise choice.refuse("type", "auto, any, tool or none")
+    output = fields.child("output_config").child("format")
+    schema = output.get("schema") if output.get("type") == "json_schema" else None
+    return Options(
+        max_tokens=fields.integer("max_tokens", 1, 2**31),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 0, 1),
+        top_k=fields.integer("top_k", -1, 2**31),
+        stop=fields.stops("stop_sequences"),
+        structured={"json": schema} if isinstance(schema, dict) else None,
+        tool_calls=kind != "none",
+        forced=_forced(choice, kind),
+    )
+
+
+def _forced(choice: Fields, kind: str) -> ForcedCall | None:
+    if kind == "any":
+        return ForcedCall()
+    return ForcedCall(choice.text("name")) if kind == "tool" else None
+
+
+def _head(call: Call, answer_id: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answer_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+    }
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _input(call: ToolCall) -> dict[str, Any]:
+    """Anthropic's `input` is an object; anything else that the model wrote is shown inside one."""
+    arguments = parsed_arguments(call.arguments)
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+
+
+def _stop_reason(outcome: Outcome) -> str:
+    if outcome.stop_string is not None:
+        return "stop_sequence"
+    if outcome.finish_reason is FinishReason.TOOL_CALLS:
+        return "tool_use"
+    return "max_tokens" if outcome.finish_reason is FinishReason.LENGTH else "end_turn"
+
+
+def _usage(outcome: Outcome) -> dict[str, int]:
+    return {
+        "input_tokens": outcome.prompt_tokens - outcome.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": outcome.cached_tokens,
+        "output_tokens": outcome.completion_tokens,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    data = orjson.dumps({"type": kind, **fields})
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

@@ -1,0 +1,207 @@
+"""OpenAI Responses: `POST /v1/responses`.
+
+Its items become messages (reasoning, text and calls of one turn are one assistant message), its
+tools functions: a namespace's are named `namespace.name`, a free-form tool takes one string
+`input`, and those that the provider would run itself are left out. `previous_response_id` names
+the recorded turn that the new input continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from proxy.conversation import Conversation, Message, Role, ToolCall, merged
+from proxy.errors import ProxyError, RequestError
+from proxy.wire.chat import MAX_TOP_LOGPROBS, openai_error, parse_content
+from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome
+from proxy.wire.fields import Fields
+from proxy.wire.responses_stream import ResponsesWriter, output_items, response_object
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+_FREE_FORM = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+
+
+class ResponsesDialect:
+    name = "responses"
+
+    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
+        fields = Fields(body)
+        tools, kinds = parse_tools(fields.objects("tools"))
+        messages = parse_input(fields)
+        instructions = fields.optional_text("instructions")
+        if instructions:
+            messages.insert(0, Message("system", instructions))
+        previous = fields.optional_text("previous_response_id")
+        if not messages:
+            raise fields.refuse("input", "some input")
+        conversation = Conversation(merged(messages), tools)
+        if previous is not None:
+            conversation.continues = turn_of(previous)
+        return Call(
+            model=fields.text("model", ""),
+            conversation=conversation,
+            options=_options(fields),
+            stream=fields.flag("stream"),
+            extra={"kinds": kinds, "previous": previous, "created": int(time.time())},
+        )
+
+    def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
+        outcome = outcomes[0]
+        return orjson.dumps(response_object(call, outcome, output_items(call, answer_id, outcome)))
+
+    def writer(self, call: Call, answer_id: str) -> ResponsesWriter:
+        return ResponsesWriter(call, answer_id)
+
+    def error(self, error: ProxyError) -> bytes:
+        return openai_error(error)
+
+
+def parse_input(fields: Fields) -> list[Message]:
+    """Raises RequestError for items that cannot be rendered for the model."""
+    if isinstance(fields.get("input"), str):
+        return [Message("user", fields.text("input"))]
+    messages: list[Message] = []
+    for item in fields.objects("input"):
+        message = _parse_item(item)
+        if message is not None:
+            messages.append(message)
+    return messages
+
+
+def parse_tools(tools: list[Fields]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The functions for the model, and of each that is none on the wire: `custom`, or its
+    namespace."""
+    functions: list[dict[str, Any]] = []
+    kinds: dict[str, str] = {}
+    for tool in tools:
+        kind = tool.text("type", "function")
+        if kind == "namespace":
+            inner, _ = parse_tools(tool.objects("tools"))
+            space = tool.text("name")
+            for entry in inner:
+                entry["function"]["name"] = f"{space}.{entry['function']['name']}"
+                kinds[entry["function"]["name"]] = f"namespace:{space}"
+            functions += inner
+        elif kind in ("function", "custom"):
+            functions.append(_function(tool, free_form=kind == "custom"))
+            if kind == "custom":
+                kinds[tool.text("name")] = "custom"
+    return functions, kinds
+
+
+def turn_of(response_id: str) -> int:
+    """The turn that a response's id names. Raises RequestError."""
+    head, _, rest = response_id.partition("_")
+    index = rest.partition("_")[0]
+    if head != "resp" or not index.isdigit() or len(index) > 9:
+        raise RequestError(
+            f"previous_response_id: {response_id[:80]!r} is no response of this session",
+            param="previous_response_id",
+            status=404,
+        )
+    return int(index)
+
+
+def _parse_item(item: Fields) -> Message | None:
+    kind = item.text("type", "message")
+    if kind == "message":
+        role = _ROLES.get(item.text("role"))
+        if role is None:
+            raise item.refuse("role", f"one of {', '.join(_ROLES)}")
+        return Message(role, parse_content(item, "content"))
+    if kind == "function_call":
+        name, space = item.text("name"), item.optional_text("namespace")
+        call = ToolCall(
+            item.text("call_id", ""), f"{space}.{name}" if space else name, _json_text(item)
+        )
+        return Message("assistant", tool_calls=[call])
+    if kind == "custom_tool_call":
+        arguments = orjson.dumps({"input": item.text("input", "")}).decode()
+        call = ToolCall(item.text("call_id", ""), item.text("name"), arguments)
+        return Message("assistant", tool_calls=[call])
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return Message("tool", _output(item), tool_call_id=item.text("call_id", ""))
+    if kind == "reasoning":
+        return Message("assistant", reasoning=_reasoning(item) or None)
+    raise item.refuse(
+        "type",
+        "message, reasoning, function_call, function_call_output, custom_tool_call or "
+        "custom_tool_call_output",
+    )
+
+
+def _json_text(item: Fields) -> str:
+    arguments = item.get("arguments")
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
+
+
+def _output(item: Fields) -> str:
+    output = item.get("output")
+    if isinstance(output, dict | int | float | bool):
+        return orjson.dumps(output).decode()
+    return parse_content(item, "output")
+
+
+def _reasoning(item: Fields) -> str:
+    parts = [*item.objects("content"), *item.objects("summary")]
+    return "\n".join(part.text("text", "") for part in parts)
+
+
+def _function(tool: Fields, *, free_form: bool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.text("name")}
+    if tool.get("description") is not None:
+        function["description"] = tool.text("description")
+    function["parameters"] = _FREE_FORM if free_form else tool.child("parameters").data
+    return {"type": "function", "function": function}
+
+
+def _options(fields: Fields) -> Options:
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    wants = "message.output_text.logprobs" in fields.items("include")
+    choice = fields.get("tool_choice")
+    return Options(
+        max_tokens=fields.integer("max_output_tokens", 1, 2**31),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 0, 1),
+        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        logprobs=wants,
+        top_logprobs=top if wants else 0,
+        structured=_structured(fields.child("text").child("format")),
+        tool_calls=choice != "none",
+        forced=_forced(fields, choice),
+    )
+
+
+def _forced(fields: Fields, choice: Any) -> ForcedCall | None:
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        return ForcedCall()
+    named = fields.child("tool_choice")
+    if named.text("type") in ("function", "custom"):
+        return ForcedCall(named.text("name"))
+    raise fields.refuse("tool_choice", "auto, none, required or a function's name")
+
+
+def _structured(fields: Fields) -> dict[str, Any] | None:
+    kind = fields.text("type", "text")
+    if kind == "json_schema":
+        return {"json": fields.child("schema").data}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "text":
+        return None
+    raise fields.refuse("type", "text, json_object or json_schema")

@@ -1,0 +1,235 @@
+"""How Responses writes an answer: items and the events by which they arrive.
+
+Invariant: the items of the stream's `response.completed` are those of the whole body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from proxy.conversation import ToolCall, parsed_arguments
+from proxy.errors import ProxyError
+from proxy.records import FinishReason
+from proxy.rendering.stream import Delta, ReasoningDelta, TextDelta
+from proxy.wire.chat import openai_error
+from proxy.wire.dialect import Call, Outcome, Piece, SampledToken
+
+Item = dict[str, Any]
+
+
+def response_id(answer_id: str, turn: int) -> str:
+    return f"resp_{turn}_{answer_id}"
+
+
+def response_object(call: Call, outcome: Outcome | None, output: list[Item]) -> dict[str, Any]:
+    """The `response`; unfinished where there is no outcome yet."""
+    status, details = "in_progress", None
+    if outcome is not None:
+        truncated = outcome.finish_reason is FinishReason.LENGTH
+        status = "incomplete" if truncated else "completed"
+        details = {"reason": "max_output_tokens"} if truncated else None
+    return {
+        "id": call.extra["id"],
+        "object": "response",
+        "created_at": call.extra["created"],
+        "status": status,
+        "error": None,
+        "incomplete_details": details,
+        "instructions": None,
+        "metadata": {},
+        "model": call.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "previous_response_id": call.extra["previous"],
+        "temperature": call.options.temperature,
+        "top_p": call.options.top_p,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None if outcome is None else _usage(outcome),
+    }
+
+
+def output_items(call: Call, answer_id: str, outcome: Outcome) -> list[Item]:
+    call.extra["id"] = response_id(answer_id, outcome.turn)
+    message = outcome.message
+    items = []
+    if message.reasoning:
+        items.append(_reasoning_item(f"rs_{answer_id}", message.reasoning))
+    if message.text or not message.tool_calls:
+        items.append(_message_item(f"msg_{answer_id}", message.text, outcome.tokens))
+    return items + [call_item(call, tool_call) for tool_call in message.tool_calls]
+
+
+def call_item(call: Call, tool_call: ToolCall) -> Item:
+    """A function call, or what the agent's own kind of tool wants instead."""
+    kind = call.extra["kinds"].get(tool_call.name, "")
+    head = {"id": f"fc_{tool_call.id}", "call_id": tool_call.id, "status": "completed"}
+    if kind == "custom":
+        arguments = parsed_arguments(tool_call.arguments)
+        text = arguments.get("input", "") if isinstance(arguments, dict) else str(arguments)
+        return {**head, "type": "custom_tool_call", "name": tool_call.name, "input": str(text)}
+    item = {
+        **head,
+        "type": "function_call",
+        "name": tool_call.name,
+        "arguments": tool_call.arguments,
+    }
+    if kind.startswith("namespace:"):
+        space = kind.removeprefix("namespace:")
+        item["namespace"] = space
+        item["name"] = tool_call.name.removeprefix(space + ".")
+    return item
+
+
+class ResponsesWriter:
+    """Events of one streamed response, numbered in order."""
+
+    def __init__(self, call: Call, answer_id: str) -> None:
+        self._call = call
+        self._id = answer_id
+        self._sequence = 0
+        self._output: list[Item] = []
+        self._open: Item | None = None
+        self._text = ""
+        self._tokens: list[SampledToken] = []
+
+    def start(self, prompt_tokens: int, turn: int) -> bytes:
+        self._call.extra["id"] = response_id(self._id, turn)
+        response = response_object(self._call, None, [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def piece(self, piece: Piece) -> bytes:
+        self._tokens += piece.tokens
+        return b"".join(event for delta in piece.deltas for event in self._delta(delta))
+
+    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+        outcome = outcomes[0]
+        events = []
+        if not outcome.message.text and not outcome.message.tool_calls:
+            events += list(self._enter(_message_item(f"msg_{self._id}", "", [])))
+        events += list(self._close())
+        response = response_object(self._call, outcome, self._output)
+        events.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(events)
+
+    def error(self, error: ProxyError) -> bytes:
+        failed = orjson.loads(openai_error(error))["error"]
+        response = response_object(self._call, None, self._output)
+        response["status"] = "failed"
+        code = failed["code"] or "server_error"
+        response["error"] = {"code": code, "message": failed["message"]}
+        return self._event("response.failed", response=response)
+
+    def _delta(self, delta: Delta) -> Iterator[bytes]:
+        if isinstance(delta, TextDelta):
+            yield from self._enter(_message_item(f"msg_{self._id}", "", []))
+            self._text += delta.text
+            yield self._part("response.output_text.delta", delta=delta.text, logprobs=[])
+        elif isinstance(delta, ReasoningDelta):
+            yield from self._enter(_reasoning_item(f"rs_{self._id}", ""))
+            self._text += delta.text
+            yield self._part("response.reasoning_text.delta", delta=delta.text)
+        else:
+            yield from self._close()
+            yield from self._tool_call(call_item(self._call, delta.call))
+
+    def _enter(self, item: Item) -> Iterator[bytes]:
+        if self._open is not None and self._open["type"] == item["type"]:
+            return
+        yield from self._close()
+        self._open, self._text = item, ""
+        begun = {**item, "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=self._at, item=begun)
+        yield self._part("response.content_part.added", part=item["content"][0])
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        if self._open["type"] == "message":
+            item = _message_item(self._open["id"], self._text, self._tokens)
+            kind = "output_text"
+        else:
+            item = _reasoning_item(self._open["id"], self._text)
+            kind = "reasoning_text"
+        done = {"text": self._text, **({"logprobs": []} if kind == "output_text" else {})}
+        yield self._part(f"response.{kind}.done", **done)
+        yield self._part("response.content_part.done", part=item["content"][0])
+        yield self._done(item)
+        self._open = None
+
+    def _tool_call(self, item: Item) -> Iterator[bytes]:
+        custom = item["type"] == "custom_tool_call"
+        field = "input" if custom else "arguments"
+        kind = "custom_tool_call_input" if custom else "function_call_arguments"
+        begun = {**item, "status": "in_progress", field: ""}
+        yield self._event("response.output_item.added", output_index=self._at, item=begun)
+        place = {"item_id": item["id"], "output_index": self._at}
+        yield self._event(f"response.{kind}.delta", **place, delta=item[field])
+        yield self._event(f"response.{kind}.done", **place, **{field: item[field]})
+        yield self._done(item)
+
+    def _done(self, item: Item) -> bytes:
+        event = self._event("response.output_item.done", output_index=self._at, item=item)
+        self._output.append(item)
+        return event
+
+    @property
+    def _at(self) -> int:
+        return len(self._output)
+
+    def _part(self, kind: str, **fields: Any) -> bytes:
+        item_id = self._open["id"] if self._open is not None else ""
+        return self._event(kind, item_id=item_id, output_index=self._at, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = orjson.dumps({"type": kind, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _message_item(item_id: str, text: str, tokens: list[SampledToken]) -> Item:
+    logprobs = [
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.text.encode()),
+            "top_logprobs": [
+                {"token": other, "logprob": value, "bytes": list(other.encode())}
+                for other, value in token.top
+            ],
+        }
+        for token in tokens
+    ]
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def _reasoning_item(item_id: str, text: str) -> Item:
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "summary": [],
+        "status": "completed",
+        "content": [{"type": "reasoning_text", "text": text}],
+    }
+
+
+def _usage(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "input_tokens": outcome.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": outcome.cached_tokens},
+        "output_tokens": outcome.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
+    }

@@ -1,0 +1,177 @@
+"""Anthropic Messages as Claude Code speaks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from tests.proxy.conftest import RunningProxy
+
+TOOL = {"name": "shell", "description": "Runs.", "input_schema": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
+BILLING = "x-anthropic-billing-header: cc_version=2; cch={}"
+
+
+def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"model": "claude-x", "max_tokens": 100, "tools": [TOOL], "messages": messages, **more}
+
+
+def assembled(events: list[bytes]) -> dict[str, Any]:
+    """The message that a client puts together from a stream."""
+    message: dict[str, Any] = {}
+    for event in events:
+        name, _, line = event.partition(b"\n")
+        data = orjson.loads(line.removeprefix(b"data: "))
+        assert name == b"event: " + data["type"].encode()
+        if data["type"] == "message_start":
+            message = data["message"]
+        elif data["type"] == "content_block_start":
+            assert data["index"] == len(message["content"])
+            message["content"].append(data["content_block"])
+        elif data["type"] == "content_block_delta":
+            block, delta = message["content"][data["index"]], data["delta"]
+            if delta["type"] == "input_json_delta":
+                block["input"] = orjson.loads(delta["partial_json"])
+            else:
+                kind = delta["type"].removesuffix("_delta")
+                block[kind] += delta[kind]
+        elif data["type"] == "message_delta":
+            message |= data["delta"]
+            message["usage"] = data["usage"]
+    assert events[-1].startswith(b"event: message_stop")
+    return message
+
+
+async def test_a_conversation_with_tools_is_one_path(proxy: RunningProxy) -> None:
+    """With `cache_control` moving, text flipping to blocks, and a billing header that changes."""
+    session = await proxy.session()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files."}]
+    for turn, answer in enumerate((f"Let me look.\n{CALL}\n{CALL}", CALL, "Done.")):
+        proxy.answers(answer)
+        system = [
+            {"type": "text", "text": BILLING.format(turn)},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        ]
+        status, reply = await proxy.post(
+            session, "messages?beta=true", body(messages, system=system)
+        )
+        assert status == 200, reply
+        results = [
+            {
+                "type": "tool_result",
+                "tool_use_id": block["id"],
+                "content": [{"type": "text", "text": f"result {i}"}],
+                "cache_control": {"type": "ephemeral"},
+            }
+            for i, block in enumerate(reply["content"])
+            if block["type"] == "tool_use"
+        ]
+        messages[0]["content"] = [{"type": "text", "text": "List the files."}]
+        messages += [{"role": "assistant", "content": reply["content"]}]
+        messages += [{"role": "user", "content": results}]
+    assert reply["stop_reason"] == "end_turn"
+    assert reply["model"] == "claude-x"
+
+    _, turns = await proxy.record(session)
+
+    assert [turn.parent for turn in turns] == [None, 0, 1]
+    assert [turn.fork_cause for turn in turns] == [None, None, None]
+    assert turns[2].prompt_tokens == len(proxy.engine.calls[2].prompt_ids)
+
+
+async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
+    proxy.answers(f"<think>\nI want to see.\n</think>\n\nLet me look.\n{CALL}")
+    request = body([{"role": "user", "content": "Hi."}], thinking={"type": "adaptive"})
+    whole_session, stream_session = await proxy.session(), await proxy.session()
+    _, whole = await proxy.post(whole_session, "messages", request)
+
+    events = await proxy.events(stream_session, "messages", {**request, "stream": True})
+
+    message = assembled(events)
+    for reply in (whole, message):
+        reply.pop("id")
+        reply["content"][-1].pop("id")
+    assert message == whole
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
+
+
+async def test_reasoning_is_shown_only_to_who_asked_and_kept_for_the_model(
+    proxy: RunningProxy,
+) -> None:
+    session = await proxy.session()
+    proxy.answers("<think>\nI want to see.\n</think>\n\nHello.")
+    messages = [{"role": "user", "content": "Hi."}]
+    _, reply = await proxy.post(session, "messages", body(messages))
+    assert reply["content"] == [{"type": "text", "text": "Hello."}]
+
+    messages += [
+        {"role": "assistant", "content": reply["content"]},
+        {"role": "user", "content": "More."},
+    ]
+    await proxy.post(session, "messages", body(messages))
+
+    _, turns = await proxy.record(session)
+    assert turns[1].fork_cause is None
+    assert turns[1].shared_tokens == turns[0].path_tokens
+
+
+async def test_tokens_are_counted_without_a_turn(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    request = body([{"role": "user", "content": "Hi."}])
+    _, count = await proxy.post(session, "messages/count_tokens?beta=true", request)
+    _, reply = await proxy.post(session, "messages", request)
+
+    assert count["input_tokens"] == reply["usage"]["input_tokens"]
+    assert len((await proxy.record(session))[1]) == 1
+
+
+async def test_an_overlong_prompt_says_what_makes_claude_compact(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    status, reply = await proxy.post(
+        session, "messages", body([{"role": "user", "content": "word " * 60_000}])
+    )
+    assert status == 400
+    assert reply["type"] == "error"
+    assert reply["error"]["message"].startswith("prompt is too long: ")
+    assert reply["error"]["message"].endswith(" tokens > 32768 maximum")
+
+
+async def test_stop_sequences_end_the_text_before_them(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers("Let me look.\nSTOP here and there")
+    request = body([{"role": "user", "content": "Hi."}], stop_sequences=["STOP"], stream=True)
+
+    message = assembled(await proxy.events(session, "messages", request))
+
+    assert message["content"] == [{"type": "text", "text": "Let me look."}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
+
+
+async def test_a_call_can_be_forced_and_its_beginning_is_not_sampled(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers(' {"command": "ls"}}\n</tool_call>')
+    request = body(
+        [{"role": "user", "content": "Hi."}], tool_choice={"type": "tool", "name": "shell"}
+    )
+
+    _, reply = await proxy.post(session, "messages", request)
+
+    assert reply["stop_reason"] == "tool_use"
+    (block,) = reply["content"]
+    assert (block["name"], block["input"]) == ("shell", {"command": "ls"})
+    _, (turn,) = await proxy.record(session)
+    assert turn.sampled_ids.tolist() == proxy.engine.calls[0].answer_ids
+    opening = proxy.rendering.opening("shell").tolist()
+    assert turn.prompt_ids[-len(opening) :].tolist() == opening
+
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
+    request["messages"] += [
+        {"role": "assistant", "content": [block]},
+        {"role": "user", "content": [result]},
+    ]
+    del request["tool_choice"]
+    proxy.answers("Done.")
+    await proxy.post(session, "messages", request)
+    _, turns = await proxy.record(session)
+    assert turns[1].shared_tokens == turns[0].path_tokens
