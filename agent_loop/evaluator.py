@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent_loop.producers.groups import RunsTrials, run_group
+from agent_loop.producers.groups import GroupRun, RunsTrials
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import SessionKind
 
@@ -84,16 +84,16 @@ class Evaluator:
         async with asyncio.TaskGroup() as running:
             started = [
                 running.create_task(
-                    run_group(
+                    GroupRun(
                         self._loop,
                         task,
                         number=number,
                         size=self._settings.rollouts_per_task,
                         seed=self._seed,
-                        version=version,
+                        version=lambda: version,
                         slots=slots,
                         kind=SessionKind.EVAL,
-                    )
+                    ).run()
                 )
                 for number, task in enumerate(self._tasks)
             ]

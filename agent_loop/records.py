@@ -132,6 +132,12 @@ class Rollout:
         oldest = [int(s.versions[s.mask].min()) for s in self.segments if s.mask.any()]
         return min(oldest, default=self.started_version)
 
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that sampled a token of it; `started_version` if none did."""
+        newest = [int(s.versions[s.mask].max()) for s in self.segments if s.mask.any()]
+        return max(newest, default=self.started_version)
+
 
 @dataclass(slots=True)
 class Group:
@@ -143,4 +149,6 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min((r.oldest_version for r in self.rollouts), default=0)
+        """Of the rollouts that can be trained; of all where none can."""
+        counted = [r for r in self.rollouts if r.trainable] or self.rollouts
+        return min((r.oldest_version for r in counted), default=0)

@@ -18,7 +18,7 @@ from agent_loop.harbor_tasks import HarborDataset, read_harbor_dir
 from agent_loop.launchers.command import CommandLauncher
 from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
 from agent_loop.launchers.protocol import Launcher
-from agent_loop.producers.sync import BatchSettings
+from agent_loop.producers.groups import BatchSettings
 from agent_loop.records import Task
 from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource

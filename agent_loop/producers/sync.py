@@ -7,25 +7,20 @@ of the stream, groups in the order of their tasks, rollouts in the order of thei
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from agent_loop.producers.groups import RunsTrials, check_usable, run_group
+from agent_loop.producers.groups import (
+    BatchSettings,
+    GroupRun,
+    RunsTrials,
+    Verdict,
+    judge,
+    production_error,
+)
 from agent_loop.records import Group
 from agent_loop.tasks import TaskStream
-
-
-class BatchSettings(BaseModel):
-    """Example: BatchSettings(groups=8, group_size=4, max_concurrent=16)"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    groups: int = Field(8, ge=1)
-    """Tasks in a batch."""
-    group_size: int = Field(8, ge=1)
-    """Rollouts of each."""
-    max_concurrent: int = Field(32, ge=1)
-    """Trials at a time."""
 
 
 class SyncProducer:
@@ -37,31 +32,54 @@ class SyncProducer:
         self._settings = settings
         self._seed = seed
         self._slots = asyncio.Semaphore(settings.max_concurrent)
+        self.counts: Counter[str] = Counter()
+        """Groups by `Verdict`, over the run."""
 
     async def next_batch(self, version: int) -> list[Group]:
-        """The next `groups` tasks' groups, sampled by the weights of `version`.
+        """The next `groups` usable groups, sampled by the weights of `version`.
 
         Failed rollouts are in their groups, not trainable; the consumer counts them.
 
         Raises:
-            ProductionError: every trial failed.
+            ProductionError: a whole round of trials gave nothing usable.
         """
-        first = self._tasks.cursor.draws
+        settings = self._settings
+        kept: list[Group] = []
+        uniform = 0
+        while len(kept) < settings.groups:
+            groups = await self._run(settings.groups - len(kept), version)
+            verdicts = [judge(group, settings) for group in groups]
+            self.counts.update(verdict.value for verdict in verdicts)
+            if not any(rollout.trainable for group in groups for rollout in group.rollouts):
+                raise production_error(groups)
+            for group, verdict in zip(groups, verdicts, strict=True):
+                full = uniform >= (settings.max_resamples - 1) * settings.groups
+                uniform += verdict is Verdict.UNIFORM
+                if verdict is Verdict.KEPT or (verdict is Verdict.UNIFORM and full):
+                    kept.append(group)
+        return kept
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint that contains every batch so far."""
+        return {"cursor": dict(self._tasks.cursor.taken)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._tasks.restore(state["cursor"])
+
+    async def _run(self, count: int, version: int) -> list[Group]:
         async with asyncio.TaskGroup() as running:
-            started = [
-                running.create_task(
-                    run_group(
-                        self._loop,
-                        self._tasks.draw(),
-                        number=first + i,
-                        size=self._settings.group_size,
-                        seed=self._seed,
-                        version=version,
-                        slots=self._slots,
-                    )
-                )
-                for i in range(self._settings.groups)
-            ]
-        groups = [group.result() for group in started]
-        check_usable(groups)
-        return groups
+            started = [running.create_task(self._next_group(version).run()) for _ in range(count)]
+        return [group.result() for group in started]
+
+    def _next_group(self, version: int) -> GroupRun:
+        number = self._tasks.cursor.draws
+        return GroupRun(
+            self._loop,
+            self._tasks.draw(),
+            number=number,
+            size=self._settings.group_size,
+            seed=self._seed,
+            version=lambda: version,
+            slots=self._slots,
+            straggler_factor=self._settings.straggler_factor,
+        )

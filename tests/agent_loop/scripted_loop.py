@@ -19,8 +19,11 @@ class ScriptedLoop:
     """
 
     duration: Callable[[int], float] = lambda seed: 0.0
+    task_duration: Callable[[Task], float] = lambda task: 0.0
     reward: Callable[[Task, int], float | None] = lambda task, seed: float(seed % 2)
     fails: Callable[[Task, int], bool] = lambda task, seed: False
+    version_now: Callable[[], int] | None = None
+    """With it a trial has a second turn, sampled at its end by the weights of that time."""
     running: int = 0
     most_running: int = 0
     kinds: list[SessionKind] = field(default_factory=list)
@@ -35,13 +38,15 @@ class ScriptedLoop:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            await asyncio.sleep(self.duration(seed))
+            await asyncio.sleep(self.duration(seed) + self.task_duration(task))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
         turns = [turn(0, None, 0, [1], [seed % 50, seed % 7], version=version)]
+        if self.version_now:
+            turns.append(turn(1, 0, 3, [2], [3], version=self.version_now()))
         failed = self.fails(task, seed)
         return Rollout(
             trial_id=f"{task.task_id}-{self.started}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agent_loop.producers.groups import ProductionError
-from agent_loop.producers.sync import BatchSettings, SyncProducer
+from agent_loop.producers.groups import BatchSettings, ProductionError
+from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, Task
 from agent_loop.tasks import Source, TaskStream
 from tests.agent_loop.scripted_loop import ScriptedLoop
@@ -54,5 +54,5 @@ async def test_failed_rollout_stays_in_its_group_untrainable() -> None:
 async def test_batch_without_a_single_rollout_says_why_and_stops() -> None:
     loop = ScriptedLoop(fails=lambda task, seed: True)
     producer = SyncProducer(loop, stream(), BatchSettings(groups=2, group_size=2), seed=0)
-    with pytest.raises(ProductionError, match=r"all 4 trials .* 4 of them so: scripted failure"):
+    with pytest.raises(ProductionError, match=r"in 4 trials, 4 of them .*: scripted failure"):
         await producer.next_batch(0)

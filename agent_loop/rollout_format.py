@@ -1,0 +1,111 @@
+"""A `Group` as bytes, for the replay buffer: msgpack with the arrays as raw little-endian bytes.
+
+Invariant: `decode_group(encode_group(group))` equals `group`, arrays bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
+
+FORMAT = 1
+"""Raised when a field changes its meaning; a buffer of another format is refused."""
+
+
+def encode_group(group: Group) -> bytes:
+    return _ENCODER.encode(
+        _Group(FORMAT, group.group_id, _task(group.task), [_encode(r) for r in group.rollouts])
+    )
+
+
+def decode_group(data: bytes) -> Group:
+    """Raises ValueError: not a group of this format. The arrays are read-only views."""
+    fields = _DECODER.decode(data)
+    if fields.format != FORMAT:
+        raise ValueError(f"group format {fields.format}, this reader knows {FORMAT}")
+    task = Task(**fields.task)
+    return Group(fields.group_id, task, [_decode(rollout, task) for rollout in fields.rollouts])
+
+
+class _Segment(msgspec.Struct, array_like=True):
+    parent: int
+    ids: bytes
+    mask: bytes
+    logprobs: bytes
+    versions: bytes
+    turns: bytes
+
+
+class _Rollout(msgspec.Struct, array_like=True):
+    segments: list[_Segment]
+    turn_returns: dict[int, float]
+    truncated_turns: list[int]
+    fields: dict[str, Any]
+
+
+class _Group(msgspec.Struct, array_like=True):
+    format: int
+    group_id: str
+    task: dict[str, Any]
+    rollouts: list[_Rollout]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Group)
+
+_PLAIN = (
+    *("trial_id", "reward", "num_turns", "started_version", "error", "logs", "seed"),
+    *("reward_parts", "forks", "times_s", "metrics"),
+)
+"""Fields of a rollout that msgpack knows as they are."""
+
+
+def _task(task: Task) -> dict[str, Any]:
+    return {"task_id": task.task_id, "data": dict(task.data), "source": task.source}
+
+
+def _encode(rollout: Rollout) -> _Rollout:
+    plain = {name: getattr(rollout, name) for name in _PLAIN}
+    mappings = {name: dict(value) for name, value in plain.items() if isinstance(value, dict)}
+    return _Rollout(
+        [
+            _Segment(
+                segment.parent,
+                segment.ids.astype("<i4", copy=False).tobytes(),
+                segment.mask.tobytes(),
+                segment.logprobs.astype("<f4", copy=False).tobytes(),
+                segment.versions.astype("<i4", copy=False).tobytes(),
+                segment.turns.astype("<i4", copy=False).tobytes(),
+            )
+            for segment in rollout.segments
+        ],
+        dict(rollout.turn_returns),
+        list(rollout.truncated_turns),
+        {**plain, **mappings, "status": rollout.status.value},
+    )
+
+
+def _decode(fields: _Rollout, task: Task) -> Rollout:
+    plain = dict(fields.fields)
+    return Rollout(
+        task=task,
+        status=RolloutStatus(plain.pop("status")),
+        segments=tuple(
+            Segment(
+                segment.parent,
+                np.frombuffer(segment.ids, "<i4"),
+                np.frombuffer(segment.mask, np.bool_),
+                np.frombuffer(segment.logprobs, "<f4"),
+                np.frombuffer(segment.versions, "<i4"),
+                np.frombuffer(segment.turns, "<i4"),
+            )
+            for segment in fields.segments
+        ),
+        turn_returns=fields.turn_returns,
+        truncated_turns=tuple(fields.truncated_turns),
+        **plain,
+    )

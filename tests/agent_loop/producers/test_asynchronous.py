@@ -1,0 +1,386 @@
+"""The asynchronous producer's policies, in virtual time: each test is milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
+from agent_loop.producers.buffer import ReplayBuffer
+from agent_loop.producers.groups import BatchSettings, ProductionError
+from agent_loop.producers.sync import SyncProducer
+from agent_loop.records import Group, RolloutStatus, Task
+from agent_loop.rollout_format import encode_group
+from agent_loop.tasks import Source, TaskStream
+from tests.agent_loop.scripted_loop import ScriptedLoop
+from tests.agent_loop.virtual_time import run_in_virtual_time
+
+TRAIN_S = 10.0
+
+
+def stream(size: int = 40, seed: int = 0) -> TaskStream:
+    return TaskStream([Source("a", [Task(f"a{i}", {"i": i}, "a") for i in range(size)])], seed=seed)
+
+
+def long_tailed(seed: int) -> float:
+    return float(np.random.default_rng(seed).lognormal(1.0, 1.2))
+
+
+async def train(
+    producer: AsyncProducer | SyncProducer, steps: int, first: int = 0
+) -> list[list[Group]]:
+    """What a trainer does: take a batch, train on it for a while, update the weights."""
+    batches = []
+    for version in range(first, first + steps):
+        batches.append(await producer.next_batch(version))
+        await asyncio.sleep(TRAIN_S)
+        if isinstance(producer, AsyncProducer):
+            producer.set_version(version + 1)
+    return batches
+
+
+def produce(
+    loop: ScriptedLoop,
+    steps: int = 6,
+    *,
+    check: Callable[[AsyncProducer], None] | None = None,
+    tasks: int = 40,
+    follow_version: bool = False,
+    **policy: Any,
+) -> list[list[Group]]:
+    async def main() -> list[list[Group]]:
+        producer = AsyncProducer(
+            loop, stream(tasks), AsyncSettings(**policy), seed=3, buffer=ReplayBuffer(":memory:")
+        )
+        if follow_version:
+            loop.version_now = lambda: producer.version
+        async with producer:
+            producer.start(0)
+            batches = await train(producer, steps)
+            if check:
+                check(producer)
+        return batches
+
+    batches = run_in_virtual_time(main())
+    assert loop.running == 0
+    return batches
+
+
+def staleness(batches: list[list[Group]]) -> int:
+    return max(v - g.oldest_version for v, groups in enumerate(batches) for g in groups)
+
+
+def content(batches: list[list[Group]]) -> list[list[bytes]]:
+    """All of every group but the trials' ids, which say in which order they were started."""
+    for groups in batches:
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.trial_id = ""
+    return [[encode_group(group) for group in groups] for groups in batches]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 4),
+    group_size=st.integers(1, 4),
+    max_concurrent=st.integers(1, 20),
+    drop_uniform=st.booleans(),
+    failing=st.sampled_from([0, 5]),
+)
+def test_without_staleness_the_batches_are_the_synchronous_producers(
+    groups: int, group_size: int, max_concurrent: int, drop_uniform: bool, failing: int
+) -> None:
+    batch = {
+        "groups": groups,
+        "group_size": group_size,
+        "max_concurrent": max_concurrent,
+        "drop_uniform": drop_uniform and group_size > 1,
+        "max_resamples": 1000,
+    }
+
+    def loop() -> ScriptedLoop:
+        return ScriptedLoop(
+            duration=long_tailed, fails=lambda _, seed: bool(failing) and seed % failing == 0
+        )
+
+    async def synchronous() -> list[list[Group]]:
+        return await train(SyncProducer(loop(), stream(), BatchSettings(**batch), seed=3), 4)
+
+    try:
+        expected = content(run_in_virtual_time(synchronous()))
+    except ProductionError:
+        return
+    assert content(produce(loop(), 4, max_staleness=0, **batch)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    max_staleness=st.integers(0, 3),
+    stale=st.sampled_from(["drop", "mask"]),
+    over_sample=st.sampled_from([0.0, 0.5]),
+    partial=st.booleans(),
+    tail_groups=st.sampled_from([0, 2]),
+    spread=st.floats(0.1, 3.0),
+)
+def test_no_batch_is_staler_than_the_bound_and_no_rollout_comes_twice(
+    max_staleness: int,
+    stale: str,
+    over_sample: float,
+    partial: bool,
+    tail_groups: int,
+    spread: float,
+) -> None:
+    loop = ScriptedLoop(duration=lambda seed: long_tailed(seed) ** spread)
+    batches = produce(
+        loop,
+        groups=3,
+        group_size=2,
+        max_concurrent=30,
+        max_staleness=max_staleness,
+        stale=stale,
+        over_sample=over_sample,
+        partial_rollout=partial,
+        tail_groups=tail_groups,
+    )
+    assert [len(groups) for groups in batches] == [3] * 6
+    assert staleness(batches) <= max_staleness
+    ids = [group.group_id for groups in batches for group in groups]
+    assert len(ids) == len(set(ids))
+
+
+def test_straggler_is_dropped_at_its_age_while_the_others_go_on() -> None:
+    slow = [True]
+
+    def duration(seed: int) -> float:
+        return 100 * TRAIN_S if slow and slow.pop() else 1.0
+
+    loop = ScriptedLoop(duration=duration)
+
+    def check(producer: AsyncProducer) -> None:
+        assert producer.counts["cancelled"] == 1
+
+    batches = produce(loop, groups=2, group_size=1, max_staleness=2, check=check)
+    assert "g0" not in [g.group_id for groups in batches for g in groups]
+    assert staleness(batches) <= 2
+
+
+def test_cancelled_tasks_come_back_in_a_tail_batch_and_are_then_waited_for() -> None:
+    """a0 needs ten updates. Without the tail it would never be learnt."""
+    loop = ScriptedLoop()
+    tasks = stream(4)
+    slow_task = tasks.draw().task_id
+    loop.task_duration = lambda task: 10 * TRAIN_S if task.task_id == slow_task else 1.0
+
+    def trained(tail_groups: int) -> bool:
+        batches = produce(
+            loop, 12, tasks=4, groups=2, group_size=2, over_sample=0.5, max_staleness=1,
+            tail_groups=tail_groups,
+        )  # fmt: skip
+        return any(group.task.task_id == slow_task for groups in batches for group in groups)
+
+    assert trained(tail_groups=1)
+    assert not trained(tail_groups=0)
+
+
+def test_over_sampling_takes_the_first_to_finish() -> None:
+    def wall_s(over_sample: float) -> float:
+        async def main() -> float:
+            producer = AsyncProducer(
+                ScriptedLoop(duration=long_tailed),
+                stream(),
+                AsyncSettings(groups=4, group_size=2, max_staleness=0, over_sample=over_sample),
+                seed=3,
+                buffer=ReplayBuffer(":memory:"),
+            )
+            async with producer:
+                producer.start(0)
+                await train(producer, 8)
+            return asyncio.get_running_loop().time()
+
+        return run_in_virtual_time(main())
+
+    assert wall_s(1.0) < wall_s(0.5) < wall_s(0.0)
+
+
+def test_partial_rollouts_go_on_across_an_update_with_both_versions() -> None:
+    def run(partial_rollout: bool) -> tuple[int, set[tuple[int, int]]]:
+        loop = ScriptedLoop(duration=lambda seed: 1.5 * TRAIN_S)
+        cancelled = []
+
+        def check(producer: AsyncProducer) -> None:
+            cancelled.append(producer.counts["cancelled"])
+
+        batches = produce(
+            loop, check=check, follow_version=True,
+            groups=2, group_size=1, max_staleness=3, partial_rollout=partial_rollout,
+        )  # fmt: skip
+        spans = {(g.oldest_version, g.rollouts[0].newest_version) for b in batches for g in b}
+        return cancelled[0], spans
+
+    cancelled, spans = run(partial_rollout=True)
+    assert cancelled == 0
+    assert any(oldest < newest for oldest, newest in spans)
+    cancelled, spans = run(partial_rollout=False)
+    assert cancelled > 0
+    assert all(oldest == newest for oldest, newest in spans)
+
+
+def test_masking_keeps_a_stragglers_fresh_tokens_where_dropping_loses_it() -> None:
+    def trained_in_g0(stale: str) -> list[list[int]]:
+        slow = [True]
+
+        def duration(seed: int) -> float:
+            return 3.5 * TRAIN_S if slow and slow.pop() else 1.0
+
+        batches = produce(
+            ScriptedLoop(duration=duration), follow_version=True,
+            groups=2, group_size=1, max_staleness=2, stale=stale,
+        )  # fmt: skip
+        assert staleness(batches) <= 2
+        return [
+            segment.versions[segment.mask].tolist()
+            for groups in batches
+            for group in groups
+            for segment in group.rollouts[0].segments
+            if group.group_id == "g0"
+        ]
+
+    assert trained_in_g0("mask") == [[3]]
+    assert trained_in_g0("drop") == []
+
+
+def test_uniform_groups_are_replaced_and_counted() -> None:
+    loop = ScriptedLoop(reward=lambda task, seed: float(int(task.task_id[1:]) % 2 and seed % 2))
+
+    def check(producer: AsyncProducer) -> None:
+        assert producer.counts["uniform"] > 0
+        assert producer.counts["tokens_dropped"] >= 8 * producer.counts["uniform"]
+
+    batches = produce(
+        loop, check=check, groups=2, group_size=4, drop_uniform=True, max_resamples=99
+    )
+    for groups in batches:
+        for group in groups:
+            assert len({rollout.reward for rollout in group.rollouts}) == 2
+
+
+def test_batch_is_filled_up_when_no_group_has_signal() -> None:
+    loop = ScriptedLoop(reward=lambda task, seed: 0.0)
+    policy = {"groups": 2, "group_size": 2, "drop_uniform": True, "max_resamples": 3}
+    batches = produce(loop, 3, max_staleness=0, **policy)
+    assert [len(groups) for groups in batches] == [2, 2, 2]
+    assert loop.started == 3 * 2 * 2 * 3
+
+
+def test_straggling_trial_is_aborted_and_its_group_goes_on() -> None:
+    slow = [True]
+
+    def duration(seed: int) -> float:
+        return 500.0 if slow and slow.pop() else 2.0
+
+    batches = produce(
+        ScriptedLoop(duration=duration), 1,
+        groups=1, group_size=4, max_staleness=0, straggler_factor=3.0,
+    )  # fmt: skip
+    ((group,),) = batches
+    assert [rollout.status for rollout in group.rollouts] == [
+        RolloutStatus.ABORTED,
+        *[RolloutStatus.DONE] * 3,
+    ]
+    assert "6.0 s is 3.0 times" in (group.rollouts[0].error or "")
+
+
+def test_group_of_one_is_a_group() -> None:
+    batches = produce(ScriptedLoop(), groups=3, group_size=1)
+    assert all(len(group.rollouts) == 1 for groups in batches for group in groups)
+
+
+def test_group_with_too_few_rollouts_is_replaced() -> None:
+    loop = ScriptedLoop(fails=lambda task, seed: seed % 3 == 0)
+    batches = produce(loop, groups=2, group_size=4, min_group_size=3, max_staleness=0)
+    for groups in batches:
+        for group in groups:
+            assert sum(rollout.trainable for rollout in group.rollouts) >= 3
+
+
+def test_production_stops_when_everything_fails() -> None:
+    with pytest.raises(ProductionError, match="scripted failure"):
+        produce(ScriptedLoop(fails=lambda *_: True), groups=2, group_size=2)
+
+
+def test_fault_of_our_own_ends_the_training() -> None:
+    def broken(seed: int) -> float:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ExceptionGroup) as error:
+        produce(ScriptedLoop(duration=broken), groups=2, group_size=2)
+    assert error.group_contains(ZeroDivisionError)
+
+
+def test_nothing_starts_while_training_without_staleness() -> None:
+    loop = ScriptedLoop(duration=lambda seed: 1.0)
+
+    async def main() -> None:
+        producer = AsyncProducer(
+            loop,
+            stream(),
+            AsyncSettings(groups=2, group_size=2, max_staleness=0),
+            seed=0,
+            buffer=ReplayBuffer(":memory:"),
+        )
+        async with producer:
+            producer.start(0)
+            await producer.next_batch(0)
+            await asyncio.sleep(TRAIN_S)
+            assert loop.started == 4
+            producer.set_version(1)
+            await asyncio.sleep(TRAIN_S)
+            assert loop.started == 8
+
+    run_in_virtual_time(main())
+
+
+def test_resume_neither_loses_nor_repeats(tmp_path: Path) -> None:
+    """Killed after two batches of which a checkpoint has one: the second comes back, what was
+    sampled by lost weights is run again, and every drawn task is trained once."""
+    policy = AsyncSettings(groups=3, group_size=2, max_staleness=2)
+
+    async def killed() -> tuple[list[Group], dict[str, Any], list[Group]]:
+        producer = AsyncProducer(
+            ScriptedLoop(duration=long_tailed), stream(), policy, seed=3,
+            buffer=ReplayBuffer(tmp_path / "buffer.sqlite"),
+        )  # fmt: skip
+        async with producer:
+            producer.start(0)
+            (first,) = await train(producer, 1)
+            state = producer.state()
+            producer.acknowledge(state)
+            (second,) = await train(producer, 1, first=1)
+        return first, state, second
+
+    async def resumed(state: dict[str, Any]) -> list[list[Group]]:
+        producer = AsyncProducer(
+            ScriptedLoop(duration=long_tailed), stream(), policy, seed=3,
+            buffer=ReplayBuffer(tmp_path / "buffer.sqlite"),
+        )  # fmt: skip
+        async with producer:
+            producer.start(1, state)
+            return await train(producer, 4, first=1)
+
+    first, state, second = run_in_virtual_time(killed())
+    later = run_in_virtual_time(resumed(state))
+    names = [group.group_id for group in [*first, *(g for groups in later for g in groups)]]
+    assert len(names) == len(set(names))
+    assert {group.group_id for group in second} <= set(names)
+    numbers = sorted(int(name[1:]) for name in names)
+    assert numbers[:9] == list(range(9))
+    for version, groups in enumerate(later, start=1):
+        for group in groups:
+            assert all(r.newest_version <= version for r in group.rollouts)
