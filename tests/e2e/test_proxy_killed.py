@@ -6,6 +6,7 @@ The agent's next call reaches a proxy that has nothing in memory, and continues 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ async def start_agent(session: SessionHandle) -> asyncio.subprocess.Process:
 def assert_one_path(turns: list[Turn]) -> None:
     assert [turn.status for turn in turns] == [TurnStatus.DONE] * TURNS
     assert [turn.parent for turn in turns] == [None, *range(TURNS - 1)]
-    for before, turn in zip(turns, turns[1:], strict=False):
+    for before, turn in itertools.pairwise(turns):
         assert turn.shared_tokens == before.path_tokens
         assert turn.fork_cause is None
     (trajectory,) = flatten(build_segments(turns))
