@@ -28,13 +28,14 @@ import shortuuid
 from pydantic import BaseModel, ConfigDict, Field
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
+from agent_loop.credit import CreditSettings, assign_credit
 from agent_loop.errors import AgentLoopError
 from agent_loop.launchers.protocol import AgentEnd, AgentResult, Launcher, Trial
 from agent_loop.records import Rollout, RolloutStatus, Task
-from agent_loop.rewards.protocol import Graded, RewardSource
+from agent_loop.rewards.protocol import Finished, Graded, RewardSource
 from agent_loop.trajectory import build_segments
 from proxy.client import ProxyClient, ProxyClientError
-from proxy.records import FinishReason, SessionKind, Turn, TurnStatus
+from proxy.records import FinishReason, Session, SessionKind, Turn, TurnStatus
 
 Result = TypeVar("Result")
 
@@ -65,6 +66,11 @@ class LoopSettings(BaseModel):
     """The proxy's agent profile."""
     session_limits: Mapping[str, Any] = Field(default_factory=dict)
     """`max_turns`, `max_tokens`, …, as the proxy takes them."""
+    credit: CreditSettings = CreditSettings()
+    """Which turns the reward is credited to."""
+    await_reward_s: float = Field(0.0, ge=0)
+    """How long after its agent's end a trial waits for a reward to be posted; 0: what is posted
+    until then counts."""
     keep_workspaces: bool = False
     """Working directories are removed after the reward; logs stay either way."""
     proxy_patience_s: float = Field(60.0, ge=0)
@@ -78,7 +84,7 @@ class RemoteAgentLoop:
         self,
         proxy: ProxyClient,
         launcher: Launcher,
-        rewards: RewardSource | None,
+        rewards: RewardSource,
         settings: LoopSettings,
     ) -> None:
         self._proxy = proxy
@@ -103,8 +109,7 @@ class RemoteAgentLoop:
 
     async def close(self) -> None:
         await self._launcher.close()
-        if self._rewards is not None:
-            await self._rewards.close()
+        await self._rewards.close()
 
     async def _try(self, task: Task, kind: SessionKind, seed: int, version: int) -> Rollout:
         started = time.monotonic()
@@ -128,16 +133,23 @@ class RemoteAgentLoop:
         try:
             trial = await asyncio.shield(opening)
             agent = await self._launcher.run(trial)
+            if self._settings.await_reward_s:
+                await self._proxy.wait_reward(
+                    trial.trial_id, timeout_s=self._settings.await_reward_s
+                )
         finally:
             await self._complete(opening)
-        _, turns = await self._patiently(lambda: self._proxy.get_turns(trial.trial_id))
+        session, turns = await self._patiently(lambda: self._proxy.get_turns(trial.trial_id))
         _record(rollout, agent, turns)
         began = time.monotonic()
-        graded = await self._grade(trial, agent, turns)
+        graded = await self._rewards.grade(Finished(trial, agent, session, turns))
         rollout.times_s = {**rollout.times_s, "verifier": time.monotonic() - began}
-        _conclude(rollout, agent, turns, graded)
+        credit = assign_credit(turns, graded.value, session.rewards, self._settings.credit)
+        _conclude(rollout, agent, turns, _with_turn_rewards(graded, session))
+        rollout.turn_returns = credit.returns
         eval_only = kind is SessionKind.EVAL
-        rollout.segments = build_segments(turns, untrained=range(len(turns)) if eval_only else ())
+        untrained = range(len(turns)) if eval_only else credit.untrained
+        rollout.segments = build_segments(turns, untrained=untrained)
 
     async def _open(self, rollout: Rollout, kind: SessionKind) -> Trial:
         settings = self._settings
@@ -175,11 +187,6 @@ class RemoteAgentLoop:
             trial_id = opening.result().trial_id
             await self._patiently(lambda: self._proxy.complete(trial_id))
 
-    async def _grade(self, trial: Trial, agent: AgentResult, turns: Sequence[Turn]) -> Graded:
-        if self._rewards is None:
-            return Graded(agent.reward, agent.reward_parts)
-        return await self._rewards.grade(trial, agent, turns)
-
     async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeats an idempotent control call while the proxy is away, and through cancellation."""
 
@@ -204,6 +211,14 @@ class RemoteAgentLoop:
 
 def _is_away(error: BaseException) -> bool:
     return isinstance(error, ProxyClientError) and error.status in (0, 503)
+
+
+def _with_turn_rewards(graded: Graded, session: Session) -> Graded:
+    """Where turns or branches have rewards and the trial has none, their sum is the trial's."""
+    of_turns = [reward.value for reward in session.rewards if reward.turn is not None]
+    if graded.value is None and of_turns:
+        return Graded(sum(of_turns), graded.parts)
+    return graded
 
 
 def _record(rollout: Rollout, agent: AgentResult, turns: Sequence[Turn]) -> None:

@@ -6,7 +6,9 @@ caller, who knows whether the call is idempotent, decides.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -123,6 +125,20 @@ class ProxyClient:
         answer = await self._json("POST", _session_path(trial_id, "rewards"), body)
         return bool(answer["added"])
 
+    async def wait_reward(self, trial_id: str, *, timeout_s: float) -> bool:
+        """True once a reward for the trial is there, False after `timeout_s` or at its end."""
+        try:
+            async with asyncio.timeout(timeout_s), self._event_stream(trial_id, 0) as response:
+                # Asked once the stream listens: a reward cannot fall between.
+                if (await self.show(trial_id))["rewards"]:
+                    return True
+                async for line in response.content:
+                    if line.startswith(b"data: ") and orjson.loads(line[6:])["kind"] == "reward":
+                        return True
+        except TimeoutError:
+            pass
+        return False
+
     async def complete(self, trial_id: str) -> None:
         """Ends the session: running calls are cut, later ones get 409."""
         await self._json("POST", _session_path(trial_id, "complete"))
@@ -138,13 +154,7 @@ class ProxyClient:
 
     async def events(self, trial_id: str, since: int = 0) -> AsyncIterator[dict[str, Any]]:
         """Events `{seq, at, kind, …}` as they happen, until the session ends."""
-        path = _session_path(trial_id, "events") + f"?since={since}"
-        headers = {**self._headers, "Accept": "text/event-stream"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
-        async with self._client().get(
-            self.base_url + path, headers=headers, timeout=timeout
-        ) as response:
-            await _raise_for_status(response)
+        async with self._event_stream(trial_id, since) as response:
             async for line in response.content:
                 if line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
@@ -232,6 +242,19 @@ class ProxyClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             message = f"{method} {path}: the proxy at {self.base_url} did not answer: {error!r}"
             raise ProxyClientError(message, 0) from error
+
+    @asynccontextmanager
+    async def _event_stream(
+        self, trial_id: str, since: int
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        path = _session_path(trial_id, "events") + f"?since={since}"
+        headers = {**self._headers, "Accept": "text/event-stream"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        async with self._client().get(
+            self.base_url + path, headers=headers, timeout=timeout
+        ) as response:
+            await _raise_for_status(response)
+            yield response
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:

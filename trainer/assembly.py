@@ -22,6 +22,7 @@ from agent_loop.producers.groups import BatchSettings
 from agent_loop.records import Task
 from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
+from agent_loop.rewards.reported import LauncherReward
 from agent_loop.rewards.verifier import Verifier
 from agent_loop.tasks import Source, TaskStream, read_jsonl
 from proxy.client import ProxyClient
@@ -41,7 +42,7 @@ class Parts:
     tasks: TaskStream
     held_out: list[Task]
     launcher: Launcher
-    rewards: RewardSource | None
+    rewards: RewardSource
     probe: Ids
 
     def loop(self, config: TrainerConfig, folder: RunFolder, proxy: ProxyClient) -> RemoteAgentLoop:
@@ -68,7 +69,7 @@ def assemble(config: TrainerConfig) -> Parts:
     """
     agent = config.remote_agent
     launcher = _launcher(config)
-    rewards = None if agent.verifier is None else Verifier(agent.verifier)
+    rewards = LauncherReward() if agent.verifier is None else Verifier(agent.verifier)
     tasks, held_out = _training_tasks(config.data), _held_out_tasks(config)
     text = orjson.dumps(dict((held_out or [tasks.draw()])[0].data), default=str).decode()
     probe = probe_ids(config.model.path, text)

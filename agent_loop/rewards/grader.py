@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.environment import inherited_environment
 from agent_loop.launchers.processes import Job
-from agent_loop.launchers.protocol import AgentResult, Trial
 from agent_loop.launchers.python import TARGET_PATTERN, function_host, returned
-from agent_loop.rewards.protocol import Graded
+from agent_loop.rewards.protocol import Finished, Graded
 from proxy.records import Turn
 
 
@@ -38,15 +37,15 @@ class Grader:
         self._settings = settings
         self._host = function_host("grade", settings.target)
 
-    async def grade(self, trial: Trial, agent: AgentResult, turns: Sequence[Turn]) -> Graded:
-        settings = self._settings
+    async def grade(self, finished: Finished) -> Graded:
+        settings, trial = self._settings, finished.trial
         result = trial.directory / "graded.json"
         argument = {
             "task": dict(trial.task.data),
             "workspace": str(trial.workspace.absolute()),
             "agent_log": str((trial.directory / "agent.log").absolute()),
-            "agent_end": agent.end.value,
-            "answers": answers(turns),
+            "agent_end": finished.agent.end.value,
+            "answers": answers(finished.turns),
         }
         job = Job(
             argv=(),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from agent_loop.errors import RewardError
 from agent_loop.launchers.protocol import AgentResult, Trial
-from proxy.records import Turn
+from proxy.records import Session, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,21 @@ class Graded:
 NO_OPINION = Graded(None)
 
 
-class RewardSource(Protocol):
-    """Implementations: `verifier`, `grader`, `judge`, `posted`, `launcher`, `combined`."""
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A trial whose agent has ended and whose session is completed."""
 
-    async def grade(self, trial: Trial, agent: AgentResult, turns: Sequence[Turn]) -> Graded:
-        """Called once, after the agent has ended and its session is completed.
+    trial: Trial
+    agent: AgentResult
+    session: Session
+    turns: Sequence[Turn]
+
+
+class RewardSource(Protocol):
+    """Implementations: `verifier`, `grader`, `judge`, `reported`, `combined`."""
+
+    async def grade(self, finished: Finished) -> Graded:
+        """Called once per trial.
 
         Raises:
             RewardError: it could not be judged.

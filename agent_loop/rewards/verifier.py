@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.environment import expand, inherited_environment
 from agent_loop.launchers.processes import Ended, Job, Limits, ProcessHost
 from agent_loop.launchers.protocol import AgentResult, Trial
-from agent_loop.rewards.protocol import Graded, graded
+from agent_loop.rewards.protocol import Finished, Graded, graded
 from proxy.errors import ConfigurationError
-from proxy.records import Turn
 
 LAST_VERDICT = 125
 """Exit codes above are the shell's: 126 not executable, 127 not found, 128+n killed."""
@@ -54,7 +53,8 @@ class Verifier:
                 "install it, or give its full path"
             )
 
-    async def grade(self, trial: Trial, agent: AgentResult, turns: Sequence[Turn]) -> Graded:
+    async def grade(self, finished: Finished) -> Graded:
+        trial, agent = finished.trial, finished.agent
         # Made now, under a name that the agent was not told: it cannot have written into it.
         rewards = trial.directory / "reward"
         try:

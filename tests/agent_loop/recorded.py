@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import orjson
 from hypothesis import strategies as st
 
-from proxy.records import FinishReason, ForkCause, Ids, Turn, TurnStatus, VersionSpan
+from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
+from agent_loop.rewards.protocol import Finished
+from proxy.records import (
+    FinishReason,
+    ForkCause,
+    Ids,
+    Reward,
+    Session,
+    SessionKind,
+    SessionStatus,
+    Turn,
+    TurnStatus,
+    VersionSpan,
+)
 
 
 def turn(
@@ -39,6 +53,24 @@ def turn(
         status=status,
         agent_id=agent_id,
     )
+
+
+def finished(
+    trial: Trial,
+    *,
+    agent: AgentResult | None = None,
+    rewards: Sequence[Reward] = (),
+    answers: Sequence[str] = (),
+) -> Finished:
+    """A trial whose session holds these rewards and answers."""
+    session = Session(
+        trial.trial_id, b"", SessionKind.TRAIN, SessionStatus.COMPLETED, 0.0, 1.0,
+        rewards=list(rewards),
+    )  # fmt: skip
+    turns = [turn(i, None, 0, [1], [2]) for i in range(len(answers))]
+    for answered, content in zip(turns, answers, strict=True):
+        answered.answer = orjson.dumps({"role": "assistant", "content": content})
+    return Finished(trial, agent or AgentResult(AgentEnd.EXITED), session, turns)
 
 
 def full_path(turns: Sequence[Turn], index: int | None) -> Ids:

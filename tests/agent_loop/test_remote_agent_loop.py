@@ -12,10 +12,12 @@ import pytest
 from agent_loop.launchers.command import CommandLauncher, CommandSettings
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.rewards.protocol import RewardSource
+from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import Verifier, VerifierSettings
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.engines.scripted import Fault
-from proxy.records import SessionKind
+from proxy.records import Reward, SessionKind
 from tests.agent_loop.launchers.test_command import alive, until
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
@@ -35,12 +37,15 @@ async def run(
     verifier: str | None = GOOD,
     kind: SessionKind = SessionKind.TRAIN,
     client: ProxyClient | None = None,
+    posted: bool = False,
     task: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Rollout:
-    rewards = None
+    rewards: RewardSource = LauncherReward()
     if verifier is not None:
         rewards = Verifier(VerifierSettings(argv=(sys.executable, "-I", "-S", "-c", verifier)))
+    if posted:
+        rewards = PostedReward()
     loop = RemoteAgentLoop(
         client or proxy.control,
         CommandLauncher(CommandSettings(argv=AGENT, grace_s=0.2)),
@@ -247,3 +252,28 @@ async def test_proxy_that_refuses_is_a_failure_that_says_why(
         rollout = await run(proxy, trials, client=client)
     assert rollout.status is RolloutStatus.FAILED
     assert "401" in (rollout.error or "")
+
+
+async def test_rewards_posted_after_the_agents_end_are_awaited_and_credited_to_turns(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    running = asyncio.ensure_future(
+        run(proxy, trials, posted=True, await_reward_s=20, task={"turns": 2})
+    )
+    await until(lambda: bool(list(trials.glob("*/work/answer"))))
+    (answer,) = trials.glob("*/work/answer")
+    trial_id = answer.parents[1].name
+    await proxy.control.add_reward(trial_id, Reward("step", 0.25, turn=0))
+    await proxy.control.add_reward(trial_id, Reward("judged", 0.5, {"style": 0.1}))
+    rollout = await running
+    assert rollout.reward == 0.5
+    assert rollout.reward_parts == {"judged": 0.5, "judged.style": 0.1}
+    assert rollout.turn_returns == {0: 0.75, 1: 0.5}
+
+
+async def test_reward_that_does_not_come_is_no_reward_and_not_zero(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    rollout = await run(proxy, trials, posted=True, await_reward_s=0.2)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.DONE, None)
+    assert not rollout.trainable

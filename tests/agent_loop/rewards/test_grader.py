@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 
 from agent_loop.errors import RewardError
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
+from agent_loop.launchers.protocol import Trial
 from agent_loop.rewards.grader import Grader, GraderSettings
 from agent_loop.rewards.protocol import Graded
 from tests.agent_loop.conftest import MakeTrial
-from tests.agent_loop.recorded import turn
+from tests.agent_loop.recorded import finished
 
 
 async def grade(trial: Trial, function: str, answer: str = "42", timeout_s: float = 20) -> Graded:
     trial.workspace.mkdir()
     target = f"tests.agent_loop.functions:{function}"
     grader = Grader(GraderSettings(target=target, timeout_s=timeout_s))
-    answered = turn(0, None, 0, [1], [2])
-    answered.answer = b'{"role": "assistant", "content": "%s"}' % answer.encode()
     try:
-        return await grader.grade(trial, AgentResult(AgentEnd.EXITED), [answered])
+        return await grader.grade(finished(trial, answers=[answer]))
     finally:
         await grader.close()
 

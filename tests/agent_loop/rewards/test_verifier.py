@@ -7,11 +7,12 @@ import sys
 import pytest
 
 from agent_loop.errors import RewardError
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
+from agent_loop.launchers.protocol import Trial
 from agent_loop.rewards.protocol import Graded
 from agent_loop.rewards.verifier import Verifier, VerifierSettings
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
+from tests.agent_loop.recorded import finished
 
 WRITE = "import os; open(os.environ['REWARD_DIR'] + '/{}', 'w').write({!r})"
 
@@ -21,7 +22,7 @@ async def grade(trial: Trial, code: str, **settings: object) -> Graded:
     argv = (sys.executable, "-I", "-S", "-c", code)
     verifier = Verifier(VerifierSettings(argv=argv, **settings))  # type: ignore[arg-type]
     try:
-        return await verifier.grade(trial, AgentResult(AgentEnd.EXITED), [])
+        return await verifier.grade(finished(trial))
     finally:
         await verifier.close()
 
