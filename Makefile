@@ -21,7 +21,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup harbor starter train test check format serve clean
+.PHONY: setup reference harbor starter train test check format serve clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,13 @@ ifeq ($(EXTRA),cpu)
 	$(BIN)/python -m pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 endif
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev]'
+	touch $@
+
+reference: $(VENV)/.reference
+
+$(VENV)/.reference: $(VENV)/.ready
+	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev,reference]'
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1
 	touch $@
 
 starter: setup
@@ -52,7 +59,7 @@ train: starter
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
 
 # Without Python 3.12 the tests that run real Harbor trials are skipped.
-test: setup $(if $(HARBOR_PYTHON),harbor)
+test: setup reference $(if $(HARBOR_PYTHON),harbor)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup
