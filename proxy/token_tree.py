@@ -178,7 +178,8 @@ class TokenTree:
 
     def sibling(self, node: Node) -> Placement:
         """One more answer to the very prompt of `node`."""
-        return Placement(node.index, node.prompt_tokens, EMPTY_IDS, ForkCause.SIBLING)
+        shared = node.prompt_tokens
+        return Placement(self._owner(node.index, shared), shared, EMPTY_IDS, ForkCause.SIBLING)
 
     def _extend(
         self, conversation: Conversation, match: Match, rendering: Rendering

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ _CALL_BEGINNINGS = {
 }
 """Per family: what begins a call of any tool, and of the tool `name`."""
 
+_OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
     AttributeError,
@@ -90,20 +92,31 @@ class Rendering:
     def suffix_after(self, conversation: Conversation, answered: int, last_id: int) -> Ids | None:
         """The tokens behind a recorded path that ends with message `answered`, or None.
 
-        Proven on the template: the conversation up to and including that message must render to a
-        prefix of the whole; what follows its last end-of-turn token is then what was added. It
+        Proven on the template: two other endings in place of the next message show where that
+        message begins, the last end-of-turn token before it where the answer ends; up to there the
+        whole must render as they do, and begin as the answered question alone did. What follows in
+        the whole is then what was added. It
         serves chat templates without a renderer, and histories in which messages that were not
         sampled follow. `last_id` is the path's last token: the close, if it was sampled.
         """
+        messages, tools = conversation.messages, conversation.tools
+        if answered + 1 >= len(messages):
+            return None
+        known, following = messages[: answered + 1], messages[answered + 1]
         try:
-            whole = self._render(conversation.messages, conversation.tools, generate=True)
-            known = self._render(
-                conversation.messages[: answered + 1], conversation.tools, generate=False
+            whole = self._render(messages, tools, generate=True)
+            asked = self._render(known[:-1], tools, generate=False) if answered else []
+            one, other = (
+                self._render([*known, replace(following, text=text)], tools, generate=False)
+                for text in _OTHER_TEXTS
             )
         except RequestError:
             return None
-        close = next((i for i in reversed(range(len(known))) if known[i] in self._closes), None)
-        if close is None or whole[: len(known)] != known:
+        begins = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+        close = next((i for i in reversed(range(begins)) if one[i] in self._closes), None)
+        if close is None or whole[: close + 1] != one[: close + 1]:
+            return None
+        if whole[: len(asked)] != asked:
             return None
         start = close + 1 if last_id in self._closes else close
         return np.array(whole[start:], np.int32)
@@ -167,7 +180,8 @@ class Rendering:
                 tool_calls.append(call)
             else:
                 texts.append(self._raw(attempt, sampled))
-        return Message("assistant", "\n".join(texts), parsed.reasoning_content or None, tool_calls)
+        reasoning = (parsed.reasoning_content or "").strip()
+        return Message("assistant", "\n".join(texts), reasoning or None, tool_calls)
 
     def _raw(self, attempt: ParsedToolCall, sampled: list[int]) -> str:
         if attempt.token_span is None:

@@ -16,7 +16,7 @@ from renderers.base import MODEL_RENDERER_MAP, Renderer
 from renderers.configs import DefaultRendererConfig
 
 from proxy.config import RenderingConfig
-from proxy.errors import ConfigurationError
+from proxy.errors import ConfigurationError, RequestError
 from proxy.rendering.chat_template import ChatTemplate
 from proxy.rendering.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ def _agreeing(
             rendered = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
             if rendered != tokenizer.encode(text):
                 return None
-    except (*_UNBUILDABLE, ImportError, ValueError, ValidationError):
+    except (*_UNBUILDABLE, ImportError, RequestError, ValueError, ValidationError):
         return None
     return renderer
 

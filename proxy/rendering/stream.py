@@ -170,7 +170,7 @@ class AnswerParser:
             self._channel = _Channel.STOPPED
         elif channel in _IN_REASONING and token == markers.end_think:
             self._enter(_Channel.TEXT)
-        elif channel is _Channel.START and token == markers.think and self._text.is_blank:
+        elif channel is _Channel.START and token == markers.think and self._is_blank():
             self._enter(_Channel.REASONING)
         elif channel is _Channel.REASONING and token == markers.tool:
             self._channel = _Channel.REASONING_HELD
@@ -190,6 +190,12 @@ class AnswerParser:
             self._channel = _Channel.STOPPED
         elif self._channel is not _Channel.STOPPED:
             _send(self._text, TextDelta, self._stream.step(token), out)
+
+    def _is_blank(self) -> bool:
+        """Whether nothing but white space came before the token that is being looked at."""
+        if self._text.sent:
+            return False
+        return not self._rendering.tokenizer.decode(self._ids[:-1]).strip()
 
     def _enter(self, channel: _Channel) -> None:
         self._channel = channel
@@ -227,10 +233,6 @@ class _Trimmed:
         self._waiting = ""
         self.sent = ""
         self.stop_string: str | None = None
-
-    @property
-    def is_blank(self) -> bool:
-        return not self.sent and not self._waiting.strip()
 
     def push(self, text: str) -> str:
         """What can be sent now."""
