@@ -5,6 +5,7 @@
 #   make test      all tests (starts one real vLLM)
 #   make check     ruff, format, strict types
 #   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
+#   make agents    Claude Code, Codex and mini-swe-agent, in .agents/, for tests and examples
 #   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
 #
 # On a machine without a GPU torch's CPU build is needed. Where plain `pip install torch` would
@@ -21,7 +22,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor starter train test check format serve clean
+.PHONY: setup reference harbor agents starter train test check format serve clean
 
 setup: $(VENV)/.ready
 
@@ -53,6 +54,20 @@ $(HARBOR)/.ready: pyproject.toml
 	$(HARBOR)/bin/python -m pip install -q uv
 	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python harbor==0.24.0 aiohttp pydantic tenacity
 	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python --no-deps -e .
+	touch $@
+
+# Third-party agents, pinned; nothing of them is changed.
+AGENTS := .agents
+
+agents: $(AGENTS)/.ready
+
+$(AGENTS)/.ready: $(VENV)/.ready
+	@command -v npm >/dev/null || { echo "make: agents needs node and npm" >&2; exit 1; }
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
+	$(BIN)/uv pip install -q --python $(AGENTS)/python/bin/python mini-swe-agent==2.4.6 mcp
+	mkdir -p $(AGENTS)/bin
+	ln -sf ../node_modules/.bin/claude ../node_modules/.bin/codex ../python/bin/mini ../python/bin/mini-swe-agent $(AGENTS)/bin/
 	touch $@
 
 train: starter

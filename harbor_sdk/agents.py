@@ -36,14 +36,15 @@ def connect(agent: AgentSpec, base_url: str, api_key: str | None) -> AgentSpec:
             "OPENAI_API_KEY": key,
             "LLM_BASE_URL": base_url,
             "LLM_API_KEY": key,
+            # LiteLLM knows no price of ours, and would fetch its list from a code host.
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "MSWEA_COST_TRACKING": "ignore_errors",
         }
         provider = "openai"
     if name in _LITELLM_AGENTS:
         kwargs.setdefault("api_base", base_url)
         call = {"api_key": key, **(kwargs.get("llm_call_kwargs") or {})}
         kwargs["llm_call_kwargs"] = call
-    if name == "mini-swe-agent":
-        own_env |= {"MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     if model and "/" not in model:
         model = f"{provider}/{model}"
     return agent.model_copy(

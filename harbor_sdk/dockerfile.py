@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from harbor_sdk.sandbox import DEFAULT_PATH
+
 # They say how an image is started or described: Harbor starts its own commands.
 _NO_EFFECT = frozenset({"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL"})
 _CARRIED_OUT = ("RUN", "ENV", "WORKDIR", "COPY")
@@ -114,4 +116,5 @@ def _copy(rest: str, workdir: str) -> Copy:
 
 
 def _expand(text: str, env: dict[str, str]) -> str:
-    return re.sub(r"\$\{?(\w+)\}?", lambda match: env.get(match[1], match[0]), text)
+    known = {"PATH": DEFAULT_PATH, **env}
+    return re.sub(r"\$\{?(\w+)\}?", lambda match: known.get(match[1], match[0]), text)

@@ -28,6 +28,7 @@ from harbor.environments.capabilities import (
 
 from harbor_sdk.dockerfile import Build, Copy, Run, read_dockerfile
 from harbor_sdk.sandbox import (
+    DEFAULT_PATH,
     Bind,
     Sandbox,
     SandboxSpec,
@@ -46,6 +47,8 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
     """Keyword settings (`--ek`, `environment.kwargs`):
 
     hidden_paths     more folders that the trial must not see
+    bind             folders to see as they are here, read-only, also below a hidden one
+    path             folders put first in PATH: what stock agents find there they do not install
     inherit_env      names of this process's variables that commands inside get (proxies, mirrors)
     run_dockerfile   false: leave the Dockerfile's RUN and COPY out, this machine is prepared
     """
@@ -54,11 +57,15 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         self,
         *args: Any,
         hidden_paths: Sequence[str] = (),
+        bind: Sequence[str] = (),
+        path: Sequence[str] = (),
         inherit_env: Sequence[str] = (),
         run_dockerfile: bool = True,
         **kwargs: Any,
     ) -> None:
         self._hidden_paths = [Path(path) for path in hidden_paths]
+        self._own_binds = [Bind(Path(path), Path(path), read_only=True) for path in bind]
+        self._path = list(path)
         self._inherit_env = list(inherit_env)
         self._run_dockerfile = run_dockerfile
         self._build = Build()
@@ -95,8 +102,11 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         self._sandbox = await Sandbox.start(
             SandboxSpec(
                 binds=[
-                    Bind(Path(mount["source"]), Path(mount["target"]), "read_only" in mount)
-                    for mount in self._mounts
+                    *(
+                        Bind(Path(mount["source"]), Path(mount["target"]), "read_only" in mount)
+                        for mount in self._mounts
+                    ),
+                    *self._own_binds,
                 ],
                 hidden=self._hidden(),
                 size_mb=self.task_env_config.storage_mb or _DEFAULT_SIZE_MB,
@@ -121,13 +131,12 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        inherited = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
         effective_user = self._resolve_user(user)
         try:
             done = await self._started.run(
                 command,
                 cwd=cwd or self._workdir,
-                env={**inherited, **dict(self._build.env), **(self._merge_env(env) or {})},
+                env={**self._env(dict(self._build.env)), **(self._merge_env(env) or {})},
                 user="root" if effective_user is None else effective_user,
                 timeout_s=timeout_sec,
                 on_output=self._output_callback(),
@@ -185,6 +194,11 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         own = [self.trial_paths.trial_dir.parent, self.environment_dir.parent, Path.home()]
         return [path.resolve() for path in (*own, *self._hidden_paths)]
 
+    def _env(self, own: dict[str, str]) -> dict[str, str]:
+        inherited = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
+        path = ":".join([*self._path, own.get("PATH", DEFAULT_PATH)])
+        return {**inherited, **own, "PATH": path}
+
     async def _carry_out(self, step: Run | Copy) -> None:
         if isinstance(step, Run):
             await self._checked(step.command, cwd=step.workdir, env=step.env)
@@ -208,9 +222,8 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         stdout: BinaryIO | None = None,
     ) -> None:
         """As root; a failure raises with the end of what the command wrote."""
-        inherited = {name: os.environ[name] for name in self._inherit_env if name in os.environ}
         done = await self._started.run(
-            command, cwd=cwd, env={**inherited, **(env or {})}, stdin=stdin, stdout=stdout
+            command, cwd=cwd, env=self._env(env or {}), stdin=stdin, stdout=stdout
         )
         if done.return_code != 0:
             output = (done.stdout + done.stderr).decode(errors="replace")[-2000:].strip()

@@ -39,7 +39,7 @@ _CAPABILITIES = (
     "+net_bind_service,+net_raw,+sys_chroot,+audit_write"
 )
 _CAP_SYS_ADMIN = 21
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TRUNCATED = b"\n[output cut here: more than %d bytes]\n" % MAX_OUTPUT_BYTES
 
 
@@ -110,7 +110,7 @@ class Sandbox:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={"PATH": _PATH},  # the outside's variables would be seen in /proc/1/environ
+            env={"PATH": DEFAULT_PATH},  # the outside's variables would be seen in /proc/1/environ
             start_new_session=True,
         )
         sandbox = cls(process, folder)
@@ -188,7 +188,7 @@ class Sandbox:
                 stdin=stdin or asyncio.subprocess.DEVNULL,
                 stdout=stdout or write_ends[0],
                 stderr=write_ends[1],
-                env={"PATH": _PATH, **env},
+                env={"PATH": DEFAULT_PATH, **env},
                 start_new_session=True,
             )
             for write_end in write_ends:
