@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.e2e.harbor_server import HarborServer, harbor_server, needs_harbor
 from tests.harbor_sdk.harbor_tasks import write_task
 from tests.proxy.conftest import (  # noqa: F401 (fixtures)
     RunningProxy,
+    StartProxy,
     checkpoint,
     proxy,
     rendering,
@@ -25,18 +27,26 @@ from tests.proxy.conftest import (  # noqa: F401 (fixtures)
 )
 
 pytestmark = needs_harbor
+AGENTS = Path(__file__).resolve().parents[2] / ".agents"
+needs_agents = pytest.mark.skipif(not (AGENTS / ".ready").exists(), reason="make agents")
 TERMINUS = '{{"analysis": "a", "plan": "p", "commands": {commands}, "task_complete": {complete}}}'
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[HarborServer]:
-    async with harbor_server(tmp_path / "state") as server:
+    # The agents' Python may lie in this user's home, which a trial does not see.
+    python = (AGENTS / "python/bin/python").resolve().parents[1]
+    own = {"path": [str(AGENTS / "bin")], "bind": [str(AGENTS), str(python)]}
+    local = own if AGENTS.exists() else {}
+    flags = ("--environment-kwargs", json.dumps(local))
+    async with harbor_server(tmp_path / "state", *flags) as server:
         yield server
 
 
 async def launch(
-    server: HarborServer, session: SessionHandle, folder: Path, agent: str, **kwargs: object
+    server: HarborServer, session: SessionHandle, folder: Path, **settings: object
 ) -> AgentResult:
+    folder.mkdir()
     trial = Trial(
         trial_id=session.trial_id,
         task=Task("one", {"local_task_path": str(write_task(folder / "tasks", "one"))}),
@@ -46,12 +56,22 @@ async def launch(
         directory=folder,
         timeout_s=60.0,
     )
-    settings = HarborSettings(agent_name=agent, agent_kwargs=kwargs, harbor_server_url=server.url)
-    launcher = HarborLauncher(settings)
+    given = {"harbor_server_url": server.url, **settings}
+    launcher = HarborLauncher(HarborSettings.model_validate(given))
     try:
         return await launcher.run(trial)
     finally:
         await launcher.close()
+
+
+def call(name: str, **arguments: str) -> str:
+    """A tool call as the model of the tests writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def in_turn(*answers: str) -> Callable[[str], str]:
+    """The n-th answer to a prompt that has n answers in it already."""
+    return lambda prompt: answers[prompt.count("<|im_start|>assistant") - 1]
 
 
 async def test_terminus_2s_own_token_ids_are_those_that_the_proxy_recorded(
@@ -65,18 +85,16 @@ async def test_terminus_2s_own_token_ids_are_those_that_the_proxy_recorded(
         TERMINUS.format(commands="[]", complete="true"),
         TERMINUS.format(commands="[]", complete="true"),
     ]
-    proxy.answers(lambda prompt: answers[prompt.count("<|im_start|>assistant") - 1])
+    proxy.answers(in_turn(*answers))
     session = await proxy.session()
     directory = tmp_path / "trial"
-    directory.mkdir()
 
     result = await launch(
         server,
         session,
         directory,
-        "terminus-2",
-        collect_rollout_details=True,
-        record_terminal_session=False,
+        agent_name="terminus-2",
+        agent_kwargs={"collect_rollout_details": True, "record_terminal_session": False},
     )
 
     assert (result.end, result.reward) == (AgentEnd.EXITED, 1.0), result.error
@@ -93,3 +111,49 @@ async def test_terminus_2s_own_token_ids_are_those_that_the_proxy_recorded(
     assert told.logprobs == [turn.logprobs.tolist() for turn in turns]
     for file in directory.rglob("*"):
         assert not file.is_file() or session.api_key.encode() not in file.read_bytes()
+
+
+WRITE = "echo hello-one > answer.txt"
+
+
+@needs_agents
+@pytest.mark.agents
+@pytest.mark.parametrize(
+    ("agent", "answers"),
+    [
+        (
+            {"agent_import_path": "harbor_sdk.local_agents:LocalMiniSweAgent"},
+            (
+                call("bash", command=WRITE),
+                call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+            ),
+        ),
+        (
+            {"agent_name": "claude-code"},
+            (call("Bash", command=WRITE, description="write"), "Done."),
+        ),
+        ({"agent_name": "codex"}, (call("exec_command", cmd=WRITE), "Done.")),
+    ],
+    ids=["mini-swe-agent", "claude-code", "codex"],
+)
+async def test_a_stock_agents_trial_is_one_exact_path(
+    start_proxy: StartProxy,  # noqa: F811
+    server: HarborServer,
+    tmp_path: Path,
+    agent: dict[str, object],
+    answers: tuple[str, ...],
+) -> None:
+    # Claude Code's first prompt is 58,000 tokens in the tests' small vocabulary.
+    proxy = await start_proxy(max_context_tokens=131_072)  # noqa: F811
+    proxy.answers(in_turn(*answers))
+    proxy.engine.expect_extension = True
+    session = await proxy.session()
+
+    result = await launch(server, session, tmp_path / "trial", **agent)
+
+    log = (tmp_path / "trial/agent.log").read_text()
+    assert (result.end, result.reward) == (AgentEnd.EXITED, 1.0), (result.error, log)
+    _, turns = await proxy.record(session)
+    assert [turn.status for turn in turns] == [TurnStatus.DONE] * len(answers)
+    assert [turn.fork_cause for turn in turns] == [None] * len(answers)
+    assert proxy.engine.violations == []
