@@ -75,6 +75,8 @@ class Answering:
             stop_string=parser.stop_string,
             tokens=self._tokens,
             turn=self.turn.index,
+            prompt_ids=self.prompt,
+            sampled_ids=self.turn.sampled_ids,
         )
 
     async def _sample(self, parser: AnswerParser, begun: float) -> FinishReason:

@@ -57,21 +57,25 @@ class ChatDialect:
             options=parse_options(fields),
             n=fields.integer("n", 1, MAX_CHOICES) or 1,
             stream=fields.flag("stream"),
-            extra={"usage": stream_options.flag("include_usage")},
+            extra={
+                "usage": stream_options.flag("include_usage"),
+                "token_ids": fields.flag("return_token_ids"),
+            },
         )
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
         choices = [_choice(i, outcome, call) for i, outcome in enumerate(outcomes)]
-        return orjson.dumps(
-            {
-                "id": f"chatcmpl-{answer_id}",
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": call.model,
-                "choices": choices,
-                "usage": usage(outcomes),
-            }
-        )
+        body = {
+            "id": f"chatcmpl-{answer_id}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": call.model,
+            "choices": choices,
+            "usage": usage(outcomes),
+        }
+        if call.extra.get("token_ids"):
+            _add_token_ids(body, outcomes)
+        return orjson.dumps(body)
 
     def writer(self, call: Call, answer_id: str) -> ChatWriter:
         return ChatWriter(call, answer_id)
@@ -260,6 +264,14 @@ def _choice(index: int, outcome: Outcome, call: Call) -> dict[str, Any]:
         "logprobs": _logprobs(outcome.tokens) if call.options.logprobs else None,
         "finish_reason": outcome.finish_reason,
     }
+
+
+def _add_token_ids(body: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """vLLM's `return_token_ids`, by which terminus-2 keeps its own record. (Not in a stream.)"""
+    for choice, outcome in zip(body["choices"], outcomes, strict=True):
+        if outcome.prompt_ids is not None and outcome.sampled_ids is not None:
+            body["prompt_token_ids"] = outcome.prompt_ids.tolist()
+            choice["token_ids"] = outcome.sampled_ids.tolist()
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

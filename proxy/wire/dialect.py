@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from proxy.conversation import Conversation, Message
 from proxy.errors import ProxyError
-from proxy.records import FinishReason
+from proxy.records import FinishReason, Ids
 from proxy.rendering.stream import Delta
 
 Headers = Mapping[str, str]
@@ -85,6 +85,9 @@ class Outcome:
     stop_string: str | None = None
     tokens: list[SampledToken] = field(default_factory=list)
     turn: int = 0
+    prompt_ids: Ids | None = None
+    """What the engine was given; None for an answer that is given again."""
+    sampled_ids: Ids | None = None
 
 
 @dataclass(slots=True)

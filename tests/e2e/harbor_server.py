@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from harbor_sdk.sandbox import SandboxError, require_privilege
 
 PROGRAM = Path(__file__).resolve().parents[2] / ".harbor/bin/harbor-server"
-START_TIMEOUT_S = 60.0
 
 
 def missing() -> str | None:
@@ -32,32 +30,32 @@ needs_harbor = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
 class HarborServer:
-    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
         self.process = process
         self.url = url
 
-    async def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        await self.process.wait()
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
-@asynccontextmanager
-async def harbor_server(state_dir: Path, *flags: str) -> AsyncIterator[HarborServer]:
+@contextmanager
+def harbor_server(state_dir: Path, *flags: str) -> Iterator[HarborServer]:
     state_dir.mkdir(parents=True, exist_ok=True)
-    log = await asyncio.to_thread((state_dir / "server.log").open, "ab")
-    process = await asyncio.create_subprocess_exec(
-        *(str(PROGRAM), "--port", "0", "--state-dir", str(state_dir), *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=log,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    log.close()
+    log = state_dir / "server.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [str(PROGRAM), "--port", "0", "--state-dir", str(state_dir), *flags],
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": ""},
+        )
     try:
         assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-        assert line.startswith(b"harbor-server on "), (state_dir / "server.log").read_text()
+        line = process.stdout.readline()
+        assert line.startswith(b"harbor-server on "), log.read_text()
         yield HarborServer(process, line.split()[-1].decode())
     finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
+        process.terminate()
+        process.wait()
+        process.stdout.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ pytestmark = needs_harbor
 WAIT_S = 60.0
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[HarborServer]:
-    async with harbor_server(tmp_path / "state") as server:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HarborServer]:
+    with harbor_server(tmp_path_factory.mktemp("state")) as server:
         yield server
 
 
@@ -115,20 +115,16 @@ async def test_cancelling_ends_the_trial_and_its_sandbox(
 async def test_a_killed_server_leaves_nothing_running_and_says_what_it_lost(
     tmp_path: Path,
 ) -> None:
-    async with (
-        harbor_server(tmp_path / "state") as server,
-        AgentRunClient(server.url) as client,
-    ):
-        done = await _run(client, write_task(tmp_path, "two"))
-        run = await _begun(client, tmp_path)
-        assert _sleepers() == 1
-        await server.kill()
-    async with (
-        harbor_server(tmp_path / "state") as server,
-        AgentRunClient(server.url) as client,
-    ):
-        assert (await client.get(run.run_id)).status is RunStatus.LOST
-        assert (await client.get(done.run_id)).rewards == {"reward": 1.0, "files": 3.0}
+    with harbor_server(tmp_path / "state") as server:
+        async with AgentRunClient(server.url) as client:
+            done = await _run(client, write_task(tmp_path, "two"))
+            run = await _begun(client, tmp_path)
+            assert _sleepers() == 1
+            server.kill()
+    with harbor_server(tmp_path / "state") as server:
+        async with AgentRunClient(server.url) as client:
+            assert (await client.get(run.run_id)).status is RunStatus.LOST
+            assert (await client.get(done.run_id)).rewards == {"reward": 1.0, "files": 3.0}
     assert _sleepers() == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,14 +32,14 @@ needs_agents = pytest.mark.skipif(not (AGENTS / ".ready").exists(), reason="make
 TERMINUS = '{{"analysis": "a", "plan": "p", "commands": {commands}, "task_complete": {complete}}}'
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[HarborServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HarborServer]:
     # The agents' Python may lie in this user's home, which a trial does not see.
     python = (AGENTS / "python/bin/python").resolve().parents[1]
     own = {"path": [str(AGENTS / "bin")], "bind": [str(AGENTS), str(python)]}
     local = own if AGENTS.exists() else {}
     flags = ("--environment-kwargs", json.dumps(local))
-    async with harbor_server(tmp_path / "state", *flags) as server:
+    with harbor_server(tmp_path_factory.mktemp("state"), *flags) as server:
         yield server
 
 
