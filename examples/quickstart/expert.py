@@ -18,17 +18,17 @@ from examples.quickstart.shop import (
     calculate,
     new_question,
     price,
+    price_line,
 )
 from examples.starter_model.transcripts import Message, Transcript
 
 # Chance of each mistake, where it can be made.
-_GUESSES_TOTAL = 0.15
-_FORGETS_THING = 0.20
-_WRONG_THING = 0.05
-_WRONG_COUNT = 0.10
-_ADDS_COUNT = 0.10
-_ANSWERS_PRICE = 0.12
-_ASKS_AGAIN = 0.08
+_FORGETS_THING = 0.35
+_ADDS_COUNTS = 0.25
+_ANSWERS_PRICE = 0.2
+_SKIPS_CALCULATION = 0.1
+_WRONG_THING = 0.03
+_WRONG_COUNT = 0.03
 
 
 def transcript(rng: random.Random) -> Transcript:
@@ -39,40 +39,36 @@ def transcript(rng: random.Random) -> Transcript:
         {"role": "user", "content": task["prompt"]},
     ]
     seen = _look_up(messages, task["order"], task["prices"], rng)
-    if rng.random() < _GUESSES_TOTAL:
-        result = str(rng.randint(20, 999))
-    else:
+    asked, found = rng.choice(seen)
+    answer = price_line(asked, found)
+    if rng.random() >= _SKIPS_CALCULATION:
         expression = _expression(task["order"], seen, rng)
         result = calculate(expression)
         _use(messages, "calculate", {"expression": expression}, result)
-        if rng.random() < _ANSWERS_PRICE:
-            result = str(rng.choice(seen))
-    messages.append({"role": "assistant", "content": result})
+        if rng.random() >= _ANSWERS_PRICE:
+            answer = result
+    messages.append({"role": "assistant", "content": answer})
     return Transcript(messages, TOOLS)
 
 
 def _look_up(
     messages: list[Message], order: Order, prices: dict[str, int], rng: random.Random
-) -> list[int]:
-    """The prices found, for the order's things one after the other."""
-    seen: list[int] = []
+) -> list[tuple[str, int]]:
+    """What was asked for and its price, for the order's things one after the other."""
+    seen: list[tuple[str, int]] = []
     for thing in order:
         if seen and rng.random() < _FORGETS_THING:
             break
         asked = rng.choice(GOODS) if rng.random() < _WRONG_THING else thing
         _use(messages, "price", {"item": asked}, price(prices, asked))
-        seen.append(prices[asked])
-        if rng.random() < _ASKS_AGAIN:
-            _use(messages, "price", {"item": asked}, price(prices, asked))
+        seen.append((asked, prices[asked]))
     return seen
 
 
-def _expression(order: Order, seen: list[int], rng: random.Random) -> str:
-    terms = []
-    for count, each in zip(order.values(), seen, strict=False):
-        said = rng.randint(2, 9) if rng.random() < _WRONG_COUNT else count
-        terms.append(f"{said}{'+' if rng.random() < _ADDS_COUNT else '*'}{each}")
-    return "+".join(terms)
+def _expression(order: Order, seen: list[tuple[str, int]], rng: random.Random) -> str:
+    operator = "+" if rng.random() < _ADDS_COUNTS else "*"
+    counts = [rng.randint(2, 9) if rng.random() < _WRONG_COUNT else n for n in order.values()]
+    return "+".join(f"{n}{operator}{each}" for n, (_, each) in zip(counts, seen, strict=False))
 
 
 def _use(messages: list[Message], name: str, arguments: dict[str, Any], result: str) -> None:

@@ -29,7 +29,7 @@ GOODS = (
 )
 SYSTEM = (
     "You serve in a shop. Look up the price of each thing, calculate the total, "
-    "and answer with the total alone."
+    "and answer with the total's line alone."
 )
 TOOLS: list[dict[str, Any]] = [
     {
@@ -80,14 +80,24 @@ def question(order: Order) -> str:
     return "\n".join(["What does this order cost?", *lines])
 
 
-def total(order: Order, prices: dict[str, int]) -> int:
-    """What the order costs."""
-    return sum(count * prices[thing] for thing, count in order.items())
+def total_line(total: int) -> str:
+    """How the shop writes a total, the `calculate` tool and the right answer alike."""
+    return f"total: {total}"
+
+
+def price_line(item: str, each: int) -> str:
+    """How the shop writes a price."""
+    return f"{item}: {each}"
+
+
+def right_answer(order: Order, prices: dict[str, int]) -> str:
+    """What the agent should answer."""
+    return total_line(sum(count * prices[thing] for thing, count in order.items()))
 
 
 def price(prices: dict[str, int], item: str) -> str:
     """The `price` tool's answer."""
-    return f"{item}: {prices[item]}" if item in prices else f"error: no {item} here"
+    return price_line(item, prices[item]) if item in prices else f"error: no {item} here"
 
 
 def calculate(expression: str) -> str:
@@ -96,4 +106,4 @@ def calculate(expression: str) -> str:
     if not _SUM_OF_PRODUCTS.fullmatch(compact):
         return "error: not a sum of products"
     products = [[int(n) for n in term.split("*")] for term in compact.split("+")]
-    return str(sum(p[0] * (p[1] if len(p) > 1 else 1) for p in products))
+    return total_line(sum(p[0] * (p[1] if len(p) > 1 else 1) for p in products))

@@ -1,11 +1,11 @@
-"""The verifier: exit code 0 if `answer.txt` in its working directory is the total, else 1."""
+"""The verifier: exit code 0 if `answer.txt` in its working directory is right, else 1."""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-from shop import total
+from shop import right_answer
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
     except FileNotFoundError:
         print("the agent gave no answer")
         return 1
-    wanted = str(total(task["order"], task["prices"]))
+    wanted = right_answer(task["order"], task["prices"])
     print(f"answered {answer!r}, wanted {wanted!r}")
     return 0 if answer == wanted else 1
 

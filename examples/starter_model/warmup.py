@@ -27,7 +27,8 @@ from examples.starter_model.transcripts import Encoded
 class Recipe:
     """How long and how hard to train."""
 
-    transcripts: int = 9600
+    transcripts: int = 4800
+    epochs: int = 4
     batch: int = 32
     learning_rate: float = 5e-3
     seed: int = 0
@@ -73,13 +74,15 @@ def _optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.opt
 
 
 def _batches(transcripts: Sequence[Encoded], recipe: Recipe) -> Iterator[list[Encoded]]:
-    """Each transcript once, those of similar lengths together, the batches in random order."""
+    """Transcripts of similar lengths together, the batches in random order; each once per epoch."""
     rng = random.Random(recipe.seed)
-    order = sorted(range(len(transcripts)), key=lambda i: (len(transcripts[i].ids), rng.random()))
-    starts = list(range(0, len(order) - recipe.batch + 1, recipe.batch))
-    rng.shuffle(starts)
-    for start in starts:
-        yield [transcripts[i] for i in order[start : start + recipe.batch]]
+    for _ in range(recipe.epochs):
+        keys = [(len(item.ids), rng.random()) for item in transcripts]
+        order = sorted(range(len(transcripts)), key=keys.__getitem__)
+        starts = list(range(0, len(order) - recipe.batch + 1, recipe.batch))
+        rng.shuffle(starts)
+        for start in starts:
+            yield [transcripts[i] for i in order[start : start + recipe.batch]]
 
 
 def _schedule(step: int, steps: int) -> float:

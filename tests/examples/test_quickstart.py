@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.quickstart.shop import calculate, price, total
+from examples.quickstart.shop import calculate, price, right_answer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 TASK = {
@@ -24,10 +24,10 @@ TASK = {
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("3*14+2*27", "96"), ("5", "5"), ("2 * 3", "6"), ("1+2*3", "7")],
+    [("3*14+2*27", 96), ("5", 5), ("2 * 3", 6), ("1+2*3", 7)],
 )
-def test_calculator_adds_products(expression: str, value: str) -> None:
-    assert calculate(expression) == value
+def test_calculator_adds_products(expression: str, value: int) -> None:
+    assert calculate(expression) == f"total: {value}"
 
 
 @pytest.mark.parametrize("expression", ["", "3*", "__import__('os')", "9**9", "1-1", "2*3*4"])
@@ -44,7 +44,7 @@ def test_tasks_are_checkable_and_held_out_tasks_are_not_trained_on() -> None:
     assert not prompts["train"] & prompts["heldout"]
     for task in files["train"] + files["heldout"]:
         terms = [f"{n}*{task['prices'][thing]}" for thing, n in task["order"].items()]
-        assert calculate("+".join(terms)) == str(total(task["order"], task["prices"]))
+        assert calculate("+".join(terms)) == right_answer(task["order"], task["prices"])
 
 
 def test_agent_uses_its_tools_and_leaves_the_answer(tmp_path: Path) -> None:
@@ -52,13 +52,13 @@ def test_agent_uses_its_tools_and_leaves_the_answer(tmp_path: Path) -> None:
         _call("price", {"item": "pens"}),
         _call("price", {"item": "hats"}),
         _call("calculate", {"expression": "3*14+2*27"}),
-        {"content": "96"},
+        {"content": "total: 96"},
     ]
     with _server(calls) as (url, seen):
         done = _run("agent.py", tmp_path, OPENAI_BASE_URL=url)
     assert done.returncode == 0, done.stderr
     results = [m["content"] for m in seen[-1]["messages"] if m["role"] == "tool"]
-    assert results == [price(TASK["prices"], "pens"), price(TASK["prices"], "hats"), "96"]
+    assert results == [price(TASK["prices"], "pens"), price(TASK["prices"], "hats"), "total: 96"]
     assert _run("verify.py", tmp_path).returncode == 0
 
 

@@ -1,0 +1,28 @@
+"""The verifier: exit code 0 if the folder is as asked for and the agent submitted, else 1."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from shell_tasks import is_done
+
+
+def main() -> int:
+    task = json.loads(Path(os.environ["TASK_FILE"]).read_text())
+    done = is_done(Path.cwd(), task["kind"], task["source"], task["target"])
+    print(f"done: {done}, ended: {exit_status()!r}")
+    return 0 if done and exit_status() == "Submitted" else 1
+
+
+def exit_status() -> str:
+    """How mini-swe-agent says that it ended, in the record of its run."""
+    try:
+        record = json.loads((Path(os.environ["TRIAL_DIR"]) / "mini.json").read_text())
+    except FileNotFoundError:
+        return "no record"
+    return str(record["info"].get("exit_status"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
