@@ -2,6 +2,7 @@
 #
 #   make train     the quickstart: a tool-using agent learns, in minutes, on this machine
 #   make starter   only the small model that it starts from
+#   make train-mini  the same with mini-swe-agent from PyPI, in a virtual environment of its own
 #   make test      all tests (starts one real vLLM)
 #   make check     ruff, format, strict types
 #   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
@@ -22,7 +23,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents starter train test check format serve clean
+.PHONY: setup reference harbor agents starter train train-mini test check format serve clean
 
 setup: $(VENV)/.ready
 
@@ -61,17 +62,24 @@ AGENTS := .agents
 
 agents: $(AGENTS)/.ready
 
-$(AGENTS)/.ready: $(VENV)/.ready
-	@command -v npm >/dev/null || { echo "make: agents needs node and npm" >&2; exit 1; }
-	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+$(AGENTS)/python/.ready: $(VENV)/.ready
 	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
 	$(BIN)/uv pip install -q --python $(AGENTS)/python/bin/python mini-swe-agent==2.4.6 mcp
+	touch $@
+
+$(AGENTS)/.ready: $(AGENTS)/python/.ready
+	@command -v npm >/dev/null || { echo "make: agents needs node and npm" >&2; exit 1; }
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 	mkdir -p $(AGENTS)/bin
 	ln -sf ../node_modules/.bin/claude ../node_modules/.bin/codex ../python/bin/mini ../python/bin/mini-swe-agent $(AGENTS)/bin/
 	touch $@
 
 train: starter
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
+
+train-mini: $(AGENTS)/python/.ready
+	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --out .cache/starter/mini_swe_agent
+	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
 # Without Python 3.12 the tests that run real Harbor trials are skipped.
 test: setup reference $(if $(HARBOR_PYTHON),harbor)

@@ -4,15 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from examples.quickstart.shop import calculate, price, right_answer
+from tests.examples.openai_server import openai_server
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 TASK = {
@@ -54,7 +51,7 @@ def test_agent_uses_its_tools_and_leaves_the_answer(tmp_path: Path) -> None:
         _call("calculate", {"expression": "3*14+2*27"}),
         {"content": "total: 96"},
     ]
-    with _server(calls) as (url, seen):
+    with openai_server(calls) as (url, seen):
         done = _run("agent.py", tmp_path, OPENAI_BASE_URL=url)
     assert done.returncode == 0, done.stderr
     results = [m["content"] for m in seen[-1]["messages"] if m["role"] == "tool"]
@@ -64,7 +61,7 @@ def test_agent_uses_its_tools_and_leaves_the_answer(tmp_path: Path) -> None:
 
 def test_agent_survives_calls_that_make_no_sense(tmp_path: Path) -> None:
     calls = [_call("fly", {}), _call("price", {"thing": 1}), {"content": "7"}]
-    with _server(calls) as (url, seen):
+    with openai_server(calls) as (url, seen):
         assert _run("agent.py", tmp_path, OPENAI_BASE_URL=url).returncode == 0
     results = [m["content"] for m in seen[-1]["messages"] if m["role"] == "tool"]
     assert all(result.startswith("error") for result in results)
@@ -72,7 +69,7 @@ def test_agent_survives_calls_that_make_no_sense(tmp_path: Path) -> None:
 
 
 def test_no_answer_is_a_verdict_not_a_crash(tmp_path: Path) -> None:
-    with _server([_call("price", {"item": "pens"})] * 20) as (url, seen):
+    with openai_server([_call("price", {"item": "pens"})] * 20) as (url, seen):
         assert _run("agent.py", tmp_path, OPENAI_BASE_URL=url).returncode == 0
     assert len(seen) < 10
     done = _run("verify.py", tmp_path)
@@ -103,36 +100,3 @@ def _run(script: str, folder: Path, **env: str) -> subprocess.CompletedProcess[s
 def _call(name: str, arguments: dict) -> dict:
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
-
-
-@contextmanager
-def _server(answers: list[dict]) -> Iterator[tuple[str, list[dict]]]:
-    """An OpenAI-compatible server that says `answers` one after the other; what it was asked."""
-    seen: list[dict] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            message = {"role": "assistant", **answers[len(seen)]}
-            seen.append(body)
-            choice = {"index": 0, "finish_reason": "stop", "message": message}
-            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy"}
-            raw = json.dumps({**answer, "choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
