@@ -23,7 +23,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents starter train train-mini test check format serve clean
+.PHONY: setup reference harbor agents starter train train-mini test check format serve bench-proxy clean
 
 setup: $(VENV)/.ready
 
@@ -96,6 +96,10 @@ format: setup
 
 serve: setup
 	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
+
+# LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
+bench-proxy: setup
+	$(BIN)/python -m benchmarks.proxy $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(HARBOR) .cache .agents build *.egg-info

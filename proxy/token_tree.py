@@ -32,6 +32,8 @@ from proxy.errors import RequestError
 from proxy.records import EMPTY_IDS, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 
+QUOTED_TURNS = 64
+"""How far back a summary is looked for in what was said: a fork must not cost the whole session."""
 MIN_QUOTE_CHARS = 40
 """An earlier answer quoted at this length or more in a new history is a summary of it."""
 FORK_CANDIDATES = 16
@@ -298,7 +300,8 @@ class TokenTree:
         return key[CHAIN] in self._by_answer or key[CHAIN] in self._by_request
 
     def _is_quoted(self, messages: list[Message]) -> bool:
-        quotes = [node.quote for node in self.nodes if len(node.quote) >= MIN_QUOTE_CHARS]
+        recent = self.nodes[-QUOTED_TURNS:]
+        quotes = [node.quote for node in recent if len(node.quote) >= MIN_QUOTE_CHARS]
         texts = [message.text for message in messages if message.role != "assistant"]
         return any(quote in text for quote in quotes for text in texts)
 

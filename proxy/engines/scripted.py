@@ -91,6 +91,8 @@ class ScriptedEngine:
         self.version = 0
         self.healthy = True
         self.calls: list[ScriptedCall] = []
+        self.aborts: list[str] = []
+        """Request ids that the abort route was given."""
         self.called = asyncio.Event()
         """Set when a call has come in."""
         self.checked = asyncio.Event()
@@ -270,7 +272,8 @@ class ScriptedEngine:
 
     async def _abort(self, request: web.Request) -> web.Response:
         for request_id in (await request.json())["request_ids"]:
-            call = self._running.get(request_id.removeprefix(REQUEST_PREFIX))
+            self.aborts.append(request_id.removeprefix(REQUEST_PREFIX))
+            call = self._running.get(self.aborts[-1])
             if call is not None:
                 call.abort.set()
         return web.Response()

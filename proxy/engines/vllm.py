@@ -107,20 +107,22 @@ class VllmEngine:
     ) -> AsyncGenerator[Chunk, None]:
         body = request_body(prompt_ids, sampling, request_id, self._info.model, cache_salt, stream)
         chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
-        started, self._info.in_flight = False, self._info.in_flight + 1
+        started, ended, self._info.in_flight = False, False, self._info.in_flight + 1
         try:
             async for chunk in chunks:
+                ended = chunk.finish_reason is not None
                 yield chunk
                 started = True
-                if chunk.finish_reason is not None:
+                if ended:
                     return
             raise self._upstream.fault("ended its stream without a finish_reason")
         except EngineError as error:
             error.started = started
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            with contextlib.suppress(EngineError):
-                await self.abort(request_id)
+            if not ended:
+                with contextlib.suppress(EngineError):
+                    await self.abort(request_id)
             raise
         finally:
             self._info.in_flight -= 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from proxy.errors import ConfigurationError, EngineError
 
 HEALTH_INTERVAL_S = 0.2
 """vLLM binds its port at once but listens only when it is ready, and tells nobody: so we ask."""
-_ERROR_WORDS = ("Error", "error:", "Killed", "Exception")
+_ERROR = re.compile(r"(\w*(Error|Exception)|\berror): \S.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +123,9 @@ class VllmServer:
 
     def last_words(self) -> str:
         """The line of its log that most likely says why it died."""
-        lines = _tail(self.options.log).splitlines()
-        telling = [line for line in lines if any(word in line for word in _ERROR_WORDS)]
-        return (telling or lines or ["its log is empty"])[-1].strip()
+        lines = _tail(self.options.log).splitlines() or ["its log is empty"]
+        # The first error is the cause; what follows are its consequences in other processes.
+        return next((found[0] for line in lines if (found := _ERROR.search(line))), lines[-1])
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -150,6 +150,15 @@ async def test_closing_the_generator_aborts_the_call(
     assert engine.info.in_flight == 0
 
 
+async def test_reader_that_stops_after_the_last_chunk_aborts_nothing(
+    server: ScriptedEngine, engine: VllmEngine
+) -> None:
+    call = engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r", stream=False)
+    async with aclosing(call):
+        assert (await anext(call)).finish_reason is FinishReason.STOP
+    assert server.aborts == []
+
+
 async def test_cancelled_reader_aborts_the_call(server: ScriptedEngine, engine: VllmEngine) -> None:
     server.faults = [Fault("stall", after_tokens=1)]
     reader = asyncio.create_task(sample(engine, stream=True))

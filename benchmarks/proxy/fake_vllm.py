@@ -1,0 +1,110 @@
+"""A vLLM that costs nothing: the same 200 tokens, with their log-probabilities, to everybody.
+
+`/inference/v1/generate` and `/v1/chat/completions`, whole and streamed (one event per token, at
+`--tokens-per-s`). Prints its URL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+
+import orjson
+import uvloop
+from aiohttp import web
+
+TOKENS = 200
+_END = 2
+_TOKEN = 75
+"""Any id; the text of the answer does not matter."""
+
+
+def generate_choice(count: int, finish: str | None) -> dict[str, object]:
+    token = {"token_id": _TOKEN, "logprob": -0.693147, "rank": 1}
+    content = [{**token, "top_logprobs": [token]}] * count
+    versions = [{"version": "1", "start": 0, "end": TOKENS}] if finish else None
+    return {
+        "index": 0,
+        "token_ids": [_TOKEN] * count,
+        "logprobs": {"content": content},
+        "finish_reason": finish,
+        "stop_reason": None,
+        "routed_experts": None,
+        "weight_versions": versions,
+    }
+
+
+def generate_body() -> bytes:
+    choices = [generate_choice(TOKENS, "length")]
+    return orjson.dumps({"request_id": "r", "model": "fake", "choices": choices})
+
+
+def chat_body() -> bytes:
+    token = {"token": " the", "logprob": -0.693147, "bytes": [32, 116, 104, 101]}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": " the" * TOKENS},
+        "logprobs": {"content": [{**token, "top_logprobs": []}] * TOKENS},
+        "finish_reason": "length",
+        "token_ids": [_TOKEN] * TOKENS,
+    }
+    usage = {"prompt_tokens": 250, "completion_tokens": TOKENS, "total_tokens": 250 + TOKENS}
+    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "fake"}
+    return orjson.dumps({**answer, "choices": [choice], "usage": usage})
+
+
+def generate_events() -> Iterator[bytes]:
+    for at in range(TOKENS):
+        choice = generate_choice(1, "length" if at + 1 == TOKENS else None)
+        yield b"data: " + orjson.dumps({"request_id": "r", "choices": [choice]}) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def build_app(tokens_per_s: float) -> web.Application:
+    whole, chat, events = generate_body(), chat_body(), list(generate_events())
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if b'"stream":true' not in body[-200:] and b'"stream":true' not in body[:200]:
+            return web.Response(body=whole, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        for at, event in enumerate(events):
+            await asyncio.sleep(begun + at / tokens_per_s - loop.time())
+            await response.write(event)
+        return response
+
+    async def complete(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=chat, content_type="application/json")
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake", "max_model_len": 200_000}]})
+
+    app = web.Application(client_max_size=64 * 2**20)
+    app.router.add_post("/inference/v1/generate", generate)
+    app.router.add_post("/v1/chat/completions", complete)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/health", lambda _: _ok())
+    return app
+
+
+async def _ok() -> web.Response:
+    return web.Response()
+
+
+async def _serve(tokens_per_s: float) -> None:
+    runner = web.AppRunner(build_app(tokens_per_s), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens-per-s", type=float, default=30.0)
+    uvloop.run(_serve(parser.parse_args().tokens_per_s))

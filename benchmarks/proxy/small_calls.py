@@ -1,0 +1,73 @@
+"""Many small calls (1 KB, 200 tokens back) through each target: requests/s, latency added, CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from benchmarks.proxy.targets import Target
+
+_MESSAGES = [
+    {"role": "system", "content": "You are an agent that works in a shell. " * 12},
+    {"role": "user", "content": "Task @N@: list the files, then say which is the largest. " * 8},
+]
+BODY = json.dumps({"model": "fake", "messages": _MESSAGES, "max_tokens": 200})
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One target at one number of clients."""
+
+    target: str
+    clients: int
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+    cpu_ms_per_request: float
+    failures: int
+
+
+def measure(target: Target, clients: int, seconds: float) -> Cell:
+    run_load(target.url, target.headers, clients, min(2.0, seconds))  # warm
+    before = target.cpu_s()
+    result = run_load(target.url, target.headers, clients, seconds)
+    cpu_s = target.cpu_s() - before
+    return Cell(
+        target.name,
+        clients,
+        result["requests_per_s"],
+        result["p50_ms"],
+        result["p99_ms"],
+        cpu_s * 1e3 / max(result["requests"], 1),
+        int(result["failures"]),
+    )
+
+
+def run_load(url: str, headers: dict[str, str], clients: int, seconds: float) -> dict[str, float]:
+    argv = [sys.executable, "-m", "benchmarks.proxy.load", url, "--headers", json.dumps(headers)]
+    argv += ["--body", BODY, "--clients", str(clients), "--seconds", str(seconds)]
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+def table(direct: dict[int, dict[str, float]], cells: list[Cell]) -> str:
+    """Markdown: requests/s, and what is added to the direct call at p50 / p99."""
+    lines = [
+        "| target | clients | requests/s | added p50 ms | added p99 ms | CPU ms/request | failed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for clients, d in direct.items():
+        lines.append(
+            f"| direct | {clients} | {d['requests_per_s']:,.0f} | ({d['p50_ms']:.2f} absolute) "
+            f"| ({d['p99_ms']:.2f} absolute) | | {d['failures']:.0f} |"
+        )
+    for c in cells:
+        d = direct[c.clients]
+        lines.append(
+            f"| {c.target} | {c.clients} | {c.requests_per_s:,.0f} | {c.p50_ms - d['p50_ms']:.2f} "
+            f"| {c.p99_ms - d['p99_ms']:.2f} | {c.cpu_ms_per_request:.3f} | {c.failures} |"
+        )
+    return "\n".join(lines)
