@@ -53,8 +53,7 @@ $(HARBOR)/.ready: pyproject.toml
 	@test -n "$(HARBOR_PYTHON)" || { echo "make: harbor needs Python 3.12; install it or say make harbor HARBOR_PYTHON=…" >&2; exit 1; }
 	test -x $(HARBOR)/bin/python || $(HARBOR_PYTHON) -m venv $(HARBOR)
 	$(HARBOR)/bin/python -m pip install -q uv
-	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python harbor==0.24.0 aiohttp pydantic tenacity
-	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python --no-deps -e .
+	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python harbor==0.24.0 -e .
 	touch $@
 
 # Third-party agents, pinned; nothing of them is changed.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from harbor_sdk import AgentRun, AgentRunClient, AgentRunRequest, AgentSpec, RunStatus
-from tests.e2e.harbor_server import HarborServer, harbor_server, needs_harbor
+from tests.e2e.harbor_server import PROGRAM, HarborServer, harbor_server, needs_harbor
 from tests.harbor_sdk.harbor_tasks import write_task
 
 pytestmark = needs_harbor
@@ -126,6 +127,36 @@ async def test_a_killed_server_leaves_nothing_running_and_says_what_it_lost(
             assert (await client.get(run.run_id)).status is RunStatus.LOST
             assert (await client.get(done.run_id)).rewards == {"reward": 1.0, "files": 3.0}
     assert _sleepers() == 0
+
+
+_LOCAL = """
+import asyncio, sys
+from pathlib import Path
+from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
+from agent_loop.launchers.protocol import Trial
+from agent_loop.records import Task
+
+async def main(task, directory):
+    trial = Trial("t-1", Task("one", {"local_task_path": task}), "http://127.0.0.1:9/v1", "key",
+                  "policy", Path(directory), 30.0)
+    launcher = HarborLauncher(HarborSettings(agent_name="oracle", use_local_trial=True))
+    result = await launcher.run(trial)
+    print(result.end.value, result.reward, result.reward_parts)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_a_trial_in_the_launchers_own_process(tmp_path: Path) -> None:
+    (tmp_path / "trial").mkdir()
+    task = write_task(tmp_path / "tasks", "one")
+    done = subprocess.run(
+        [PROGRAM.parent / "python", "-c", _LOCAL, task, tmp_path / "trial"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "exited 1.0 {'reward': 1.0, 'files': 3.0}\n", done.stderr
 
 
 async def _begun(client: AgentRunClient, folder: Path) -> AgentRun:
