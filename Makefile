@@ -3,6 +3,7 @@
 #   make train     the quickstart: a tool-using agent learns, in minutes, on this machine
 #   make starter   only the small model that it starts from
 #   make train-mini  the same with mini-swe-agent from PyPI, in a virtual environment of its own
+#   make train-harbor  the same as Harbor trials, each in a sandbox
 #   make test      all tests (starts one real vLLM)
 #   make check     ruff, format, strict types
 #   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
@@ -23,7 +24,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents starter train train-mini test check format serve bench-proxy clean
+.PHONY: setup reference harbor agents starter train train-mini train-harbor test check format serve bench-proxy clean
 
 setup: $(VENV)/.ready
 
@@ -75,6 +76,11 @@ $(AGENTS)/.ready: $(AGENTS)/python/.ready
 
 train: starter
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
+
+# Harbor trials of mini-swe-agent on the same tasks, each in a sandbox of its own.
+train-harbor: agents harbor
+	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --out .cache/starter/mini_swe_agent
+	examples/harbor/train.sh $(ARGS)
 
 train-mini: $(AGENTS)/python/.ready
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --out .cache/starter/mini_swe_agent

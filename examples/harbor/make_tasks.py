@@ -34,7 +34,7 @@ _SOLVE = "#!/bin/bash\n{command}\n"
 _VERIFY = """#!/bin/bash
 # `right`: the file asked for holds what it should; `kept`: the source is still there, or is gone
 # where it was to be renamed. Both make the reward.
-[ "$(tr -s '[:space:]' ' ' < {target}.txt)" = "{wanted} " ] && right=1 || right=0
+[ "$(echo $(cat {target}.txt))" = "{wanted}" ] && right=1 || right=0
 [ -e {source}.txt ] && found=1 || found=0
 [ $found = {stays} ] && kept=1 || kept=0
 echo "{{\\"reward\\": $((right * kept)), \\"right\\": $right, \\"kept\\": $kept}}" \\

@@ -45,20 +45,24 @@ def command(kind: str, source: str, target: str) -> str:
     return f"{PROGRAMS[kind].format(source=source)} > {target}.txt"
 
 
-def is_done(folder: Path, kind: str, source: str, target: str) -> bool:
-    """Whether `folder`, a copy of `WORKSPACE` at first, is as the task wants it."""
+def expected(kind: str, source: str) -> list[str]:
+    """The words that the target must hold."""
     original = (WORKSPACE / f"{source}.txt").read_text().split()
-    wanted = {
+    return {
         "count": [str(len(original))],
         "sum": [str(sum(map(int, original)))],
         "first": original[:1],
         "sort": sorted(original, key=int),
         "rename": original,
     }[kind]
+
+
+def is_done(folder: Path, kind: str, source: str, target: str) -> bool:
+    """Whether `folder`, a copy of `WORKSPACE` at first, is as the task wants it."""
     written = folder / f"{target}.txt"
     is_gone = not (folder / f"{source}.txt").exists()
     return (
         written.is_file()
-        and written.read_text().split() == wanted
+        and written.read_text().split() == expected(kind, source)
         and is_gone == (kind == "rename")
     )
