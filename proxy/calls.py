@@ -130,7 +130,7 @@ class Calls:
                 await asyncio.gather(*(call.ended() for call in calls))
         except TimeoutError:
             for call in calls:
-                call.abort()
+                call.abort(EngineError("the proxy is stopping; try again"))
             await asyncio.gather(*(call.ended() for call in calls))
 
     def _room(self) -> int | None:
@@ -150,6 +150,7 @@ class Calls:
         )
         live.calls[running.request_key] = running
         self._running.add(running)
+        live.running.add(running)
         running.start(self._run(live, call, running, turns, answered_from))
         return running
 
@@ -171,6 +172,7 @@ class Calls:
         finally:
             live.in_flight -= 1
             self._running.discard(running)
+            live.running.discard(running)
             if live.calls.get(running.request_key) is running:
                 del live.calls[running.request_key]
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
+from proxy.errors import ProxyError
 from proxy.wire.dialect import Outcome, Piece
 
 
@@ -24,6 +25,7 @@ class LiveCall:
         self._pieces: list[Piece] = []
         self._watchers = 0
         self._waiting: list[asyncio.Future[bool]] = []
+        self._why: ProxyError | None = None
         self._task: asyncio.Task[list[Outcome]] | None = None
 
     @property
@@ -39,7 +41,9 @@ class LiveCall:
         self._pieces.append(piece)
         self._wake()
 
-    def abort(self) -> None:
+    def abort(self, why: ProxyError | None = None) -> None:
+        """Ends the sampling; who still watches is told `why`."""
+        self._why = why
         if self._task is not None:
             self._task.cancel()
 
@@ -52,6 +56,10 @@ class LiveCall:
         self._watchers += 1
         try:
             return await asyncio.shield(self._running())
+        except asyncio.CancelledError:
+            if self._why is not None and self._running().cancelled():
+                raise self._why from None
+            raise
         finally:
             self._leave()
 

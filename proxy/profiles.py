@@ -36,14 +36,18 @@ class AgentProfile(BaseModel):
         return self.history == "follow"
 
     def scrubbed(self, conversation: Conversation) -> Conversation:
+        """Without what `scrub` matches, and without system messages that held nothing else."""
+        kept = []
         for message in conversation.messages:
-            if message.role == "system":
+            if message.role == "system" and message.text:
                 for pattern in self.scrub:
                     message.text = pattern.sub("", message.text)
-        if self.scrub and any(m.role == "system" and not m.text for m in conversation.messages):
-            conversation.messages = [
-                m for m in conversation.messages if m.role != "system" or m.text
-            ]
+                if not message.text:
+                    continue
+            kept.append(message)
+        if conversation.messages and not kept:
+            raise RequestError("messages: one with some text is wanted", param="messages")
+        conversation.messages = kept
         return conversation
 
 

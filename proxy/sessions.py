@@ -50,6 +50,7 @@ class LiveSession:
     """Turns below this index were read from the store: whether they arrived is not known here."""
     calls: dict[bytes, LiveCall] = field(default_factory=dict)
     """Running calls by their request's key: what a retry joins."""
+    running: set[LiveCall] = field(default_factory=set)
     undelivered: dict[bytes, list[int]] = field(default_factory=dict)
     """Answered turns whose answer did not reach the agent, by request key."""
     replayed: set[int] = field(default_factory=set)
@@ -170,8 +171,8 @@ class Sessions:
     def _close(self, live: LiveSession, kind: str) -> None:
         live.closed.set()
         live.publish(kind)
-        for call in list(live.calls.values()):
-            call.abort()
+        for call in list(live.running):
+            call.abort(_ended(live.session, kind))
 
     async def _find_or_create(self, session_id: str) -> LiveSession:
         try:
@@ -206,7 +207,7 @@ class Sessions:
 
     def _check_open(self, session: Session) -> None:
         if session.status is SessionStatus.COMPLETED:
-            raise SessionError(f"session {session.session_id!r} is completed", status=409)
+            raise _ended(session, "completed")
         if session.status is SessionStatus.EXPIRED or time.time() >= session.expires_at:
             raise SessionError(f"session {session.session_id!r} has expired", status=410)
 
@@ -245,6 +246,10 @@ def check_id(session_id: str) -> str:
 
 def key_hash(key: str) -> bytes:
     return sha256(key.encode(errors="surrogatepass")).digest()
+
+
+def _ended(session: Session, kind: str) -> SessionError:
+    return SessionError(f"session {session.session_id!r} is {kind}", status=409)
 
 
 def _unauthorised() -> SessionError:
