@@ -32,7 +32,7 @@ class WeightSync:
 
     def __init__(self, control: EngineControl, backend: Backend = "shm") -> None:
         self.control = control
-        self._transport: Transport = open_transport(backend, control)
+        self.transport: Transport = open_transport(backend, control)
 
     def push(self, weights: Iterable[Named], version: int) -> SyncReport:
         """
@@ -44,7 +44,7 @@ class WeightSync:
         self.control.next_version = version
         self.control.pause()
         paused = time.perf_counter()
-        self._transport.send(weights)
+        self.transport.send(weights)
         self.control.reset_prefix_cache()
         self._expect_version(version)
         self.control.resume()
@@ -74,7 +74,7 @@ class WeightSync:
         return worst
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
         self.control.close()
 
     def _expect_version(self, version: int) -> None:

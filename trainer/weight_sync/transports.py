@@ -35,17 +35,17 @@ class SharedMemoryTransport:
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
-        self._segment = SegmentWriter()
+        self.segment = SegmentWriter()
         control.init_weight_transfer_engine({})
 
     def send(self, weights: Iterable[Named]) -> None:
-        written = self._segment.write(weights)
+        written = self.segment.write(weights)
         self._control.start_weight_update()
         self._control.update_weights(asdict(written))
         self._control.finish_weight_update()
 
     def close(self) -> None:
-        self._segment.close()
+        self.segment.close()
 
 
 class VllmTransport:

@@ -1,0 +1,93 @@
+"""The report: from the folder alone, at any time, with nothing to load from anywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from proxy.records import Session, SessionKind, SessionStatus, Turn, TurnStatus
+from proxy.store import open_store
+from trainer.report import write_report
+from trainer.report.transcript import longest_branch
+from trainer.run_folder import RunFolder
+
+
+def turn(
+    index: int, parent: int | None, shared: int, prompt: list[int], sampled: list[int]
+) -> Turn:
+    return Turn(
+        session_id="t-1",
+        index=index,
+        parent=parent,
+        shared_tokens=shared,
+        fork_cause=None,
+        prompt_ids=np.array(prompt, np.int32),
+        request_key=bytes([index]),
+        sampling={},
+        sampled_ids=np.array(sampled, np.int32),
+        logprobs=np.zeros(len(sampled), np.float32),
+        status=TurnStatus.DONE,
+    )
+
+
+def test_the_longest_branch_is_the_path_the_engine_saw() -> None:
+    turns = [turn(0, None, 0, [1, 2], [3, 4]), turn(1, 0, 4, [5], [6, 7]), turn(2, 0, 3, [9], [8])]
+    runs = [(ids.tolist(), sampled) for ids, sampled in longest_branch(turns)]
+    assert runs == [([1, 2], False), ([3, 4], True), ([5], False), ([6, 7], True)]
+
+
+def test_a_fork_drops_what_it_does_not_share() -> None:
+    turns = [turn(0, None, 0, [1, 2], [3, 4]), turn(1, 0, 3, [9, 9], [8])]
+    runs = [(ids.tolist(), sampled) for ids, sampled in longest_branch(turns)]
+    assert runs == [([1, 2], False), ([3], True), ([9, 9], False), ([8], True)]
+
+
+def test_no_turns_no_text() -> None:
+    assert longest_branch([]) == []
+
+
+@pytest.fixture
+async def folder(tmp_path: Path, tiny_model: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    settings = {"model": {"path": str(tiny_model)}, "logging": {"report_trials": 3}}
+    folder.config.write_text(yaml.safe_dump(settings))
+    steps = [{"step": n, "reward/mean": n / 10, "staleness/tokens_at_0": 5} for n in range(1, 9)]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    trial = {"trial_id": "t-1", "task_id": "<task>", "kind": "eval", "step": 0, "reward": 1.0}
+    trial |= {"turns": 1, "sampled_tokens": 2, "status": "done"}
+    folder.trials_log.write_text(json.dumps(trial) + "\n")
+    result = {"success": 0.25, "reward": 0.3, "trials": 64, "failed": 0}
+    folder.write_summary({"status": "running", "eval": {"before": result}})
+    store = await open_store(f"sqlite:///{folder.sessions}")
+    session = Session("t-1", b"k", SessionKind.EVAL, SessionStatus.OPEN, 0.0, 9e9)
+    await store.create_session(session)
+    for record in [turn(0, None, 0, [40, 41], [42, 43])]:
+        await store.begin_turn(record)
+        await store.commit_turn(record)
+    await store.close()
+    return folder
+
+
+def test_report_has_curve_evaluation_and_trials(folder: RunFolder) -> None:
+    text = write_report(folder).read_text()
+    assert "<svg" in text
+    assert "0.250" in text
+    assert "&lt;task&gt;" in text
+    assert "<span class=s>" in text
+
+
+def test_report_needs_no_network(folder: RunFolder) -> None:
+    text = write_report(folder).read_text()
+    assert not re.search(r"(src|href)=|<script|@import|url\(", text)
+
+
+def test_report_of_a_run_that_has_only_begun(folder: RunFolder) -> None:
+    for file in (folder.metrics, folder.trials_log, folder.summary, folder.sessions):
+        file.unlink()
+    assert "None was made" in write_report(folder).read_text()
