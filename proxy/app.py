@@ -82,7 +82,7 @@ def _parts(
     given_store: Store | None,
 ) -> Callable[[web.Application], AsyncGenerator[None, None]]:
     async def run(app: web.Application) -> AsyncGenerator[None, None]:
-        store = given_store or await open_store(config.store)
+        store = given_store or await open_store(config.store, durability=config.durability)
         replicas = [make_engine(e) for e in config.engines] if engines is None else list(engines)
         router = Router(replicas, version=config.policy_version)
         await router.start()

@@ -103,6 +103,9 @@ class ProxyConfig(BaseSettings):
     engines: list[EngineConfig] = Field(default_factory=list)
     store: str = "sqlite:///agentic-proxy.db"
     """`sqlite:///FILE` or `postgresql://…`."""
+    durability: Literal["process", "power"] = "process"
+    """What a recorded turn outlives: `kill -9` of the proxy, or the machine's power, too (then each
+    write waits for the disk)."""
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     public_url: str | None = None

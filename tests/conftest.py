@@ -1,14 +1,16 @@
-"""The real parts of the test run: one tiny checkpoint, and one vLLM server on it, for all tests."""
+"""The real parts of the test run: a tiny checkpoint, one vLLM on it, one PostgreSQL."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from proxy.engines.vllm_server import VllmOptions, VllmServer
+from tests.postgres_server import binaries, postgres_server
 
 TINY_CONTEXT_TOKENS = 2048
 
@@ -46,3 +48,15 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         runner.run(server.start())
         yield server
         runner.run(server.stop())
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """URL of the PostgreSQL server of the test run."""
+    programs = binaries()
+    if programs is None and os.environ.get("CI"):
+        pytest.fail("PostgreSQL is not installed: apt-get install postgresql")
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+    with postgres_server(programs) as url:
+        yield url

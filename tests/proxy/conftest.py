@@ -94,16 +94,20 @@ async def start_proxy(
     async with AsyncExitStack() as stack:
 
         async def start(
-            *, engine: ScriptedEngine | None = None, store: Store | None = None, **config: Any
+            *, engine: ScriptedEngine | None = None, store: Store | str | None = None, **config: Any
         ) -> RunningProxy:
+            """`store`: a URL, or a store that is open."""
             if engine is None:
                 engine = await stack.enter_async_context(ScriptedEngine(lambda _: []))
-            given = {"store": f"sqlite:///{tmp_path}/proxy.db", "admin_key": ADMIN_KEY, **config}
+            url = store if isinstance(store, str) else f"sqlite:///{tmp_path}/proxy.db"
+            given = {"store": url, "admin_key": ADMIN_KEY, **config}
             settings: ProxyConfig = load_config(
                 None, model=checkpoint, engines=[{"url": engine.url}], **given
             )
             runner = web.AppRunner(
-                build_app(settings, store=store), handler_cancellation=True, access_log=None
+                build_app(settings, store=None if isinstance(store, str) else store),
+                handler_cancellation=True,
+                access_log=None,
             )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

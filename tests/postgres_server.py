@@ -13,6 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
+
+import asyncpg
 
 
 def binaries() -> Path | None:
@@ -43,6 +46,15 @@ def postgres_server(programs: Path) -> Iterator[str]:
             _run(*server, "-w", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(folder)
+
+
+async def empty_database(server: str) -> str:
+    """URL of a new database on the server."""
+    name = f"test_{uuid4().hex}"
+    connection = await asyncpg.connect(server)
+    await connection.execute(f"CREATE DATABASE {name}")
+    await connection.close()
+    return server.rpartition("/")[0] + f"/{name}"
 
 
 def _run(*argv: str | Path) -> None:
