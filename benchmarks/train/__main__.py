@@ -1,0 +1,137 @@
+"""python -m benchmarks.train: tokens/s and peak memory of a training step, side by side.
+
+Every contestant runs in a process of its own, so that peak memory is its own; contestants take
+turns within a workload, so that a noisy machine is noisy for all. Tokens are the input tokens of
+all sequences (what a dense step computes), so shared prefixes show as a higher rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.train import contestants
+from benchmarks.train.workloads import WORKLOADS, make_groups
+from trainer.batch import build_batch
+
+MODELS = {
+    # the quickstart's starter model
+    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "vocab": 1024},
+    # Qwen3-0.6B, random weights
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "vocab": 151936,
+    },
+}
+CONTESTANTS = ("tree", "packed", "trl")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps after one to warm up")
+    parser.add_argument("--one", nargs=3, metavar=("CONTESTANT", "WORKLOAD", "PATH"))
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(_measure(*arguments.one, arguments)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(arguments.model, Path(folder))
+        print("| workload | contestant | step s | tokens/s | against TRL | peak memory MB | loss |")
+        print("|---|---|---|---|---|---|---|")
+        for workload in arguments.workloads:
+            results = {
+                name: _in_a_process(name, workload, folder) for name in arguments.contestants
+            }
+            for name, result in results.items():
+                print(_row(workload, name, result, results.get("trl")), flush=True)
+
+
+def _measure(
+    name: str, workload: str, path: str, arguments: argparse.Namespace
+) -> dict[str, float]:
+    vocabulary = MODELS[arguments.model]["vocab"]
+    batch = build_batch(make_groups(WORKLOADS[workload], vocabulary))
+    device, dtype = arguments.device, arguments.dtype
+    before = _peak_mb(device)
+    if name == "trl":
+        step = contestants.trl(Path(path), batch, device, dtype)
+    else:
+        share = name == "tree"
+        step = contestants.ours(Path(path), batch, device, dtype, share_prefixes=share)
+    loss, times = step(), []
+    for _ in range(arguments.steps):
+        _synchronize(device)
+        start = time.perf_counter()
+        step()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": batch.input_tokens / seconds,
+        "peak_mb": _peak_mb(device) - before,
+        "loss": loss,
+    }
+
+
+def _in_a_process(name: str, workload: str, folder: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.train", *sys.argv[1:]]
+    command += ["--one", name, workload, folder]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _row(workload: str, name: str, got: dict[str, float], trl: dict[str, float] | None) -> str:
+    ratio = f"{got['tokens_per_s'] / trl['tokens_per_s']:.1f}x" if trl else ""
+    return (
+        f"| {workload} | {name} | {got['seconds']:.2f} | {got['tokens_per_s']:,.0f} | {ratio} "
+        f"| {got['peak_mb']:,.0f} | {got['loss']:.6f} |"
+    )
+
+
+def _save_model(name: str, folder: Path) -> None:
+    sizes = dict(MODELS[name])
+    settings = Qwen3Config(
+        vocab_size=sizes.pop("vocab"),
+        num_attention_heads=sizes["hidden_size"] // (32 if name == "tiny" else 64),
+        num_key_value_heads=2 if name == "tiny" else 8,
+        head_dim=32 if name == "tiny" else 128,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+
+
+def _peak_mb(device: str) -> float:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
