@@ -29,7 +29,7 @@ from proxy.client import ProxyClient
 from proxy.records import Ids
 from trainer.config import DataConfig, TrainerConfig
 from trainer.errors import ConfigError
-from trainer.policy import Policy
+from trainer.learner import Learner, build_learner
 from trainer.probe import probe_ids
 from trainer.run_folder import RunFolder
 
@@ -38,7 +38,7 @@ from trainer.run_folder import RunFolder
 class Parts:
     """What a run is made of before any process runs."""
 
-    policy: Policy
+    learner: Learner
     tasks: TaskStream
     held_out: list[Task]
     launcher: Launcher
@@ -74,7 +74,7 @@ def assemble(config: TrainerConfig) -> Parts:
     text = orjson.dumps(dict((held_out or [tasks.draw()])[0].data), default=str).decode()
     probe = probe_ids(config.model.path, text)
     tasks.restore({})
-    return Parts(_policy(config), tasks, held_out, launcher, rewards, probe)
+    return Parts(_learner(config), tasks, held_out, launcher, rewards, probe)
 
 
 def _launcher(config: TrainerConfig) -> Launcher:
@@ -160,9 +160,15 @@ def _harbor_dataset(data: DataConfig, root: Path, limit: int | None) -> HarborDa
     )
 
 
-def _policy(config: TrainerConfig) -> Policy:
+def _learner(config: TrainerConfig) -> Learner:
     device = config.trainer.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(config.trainer.seed)
-    return Policy(config.model, config.optimizer, device=device, total_steps=config.trainer.steps)
+    return build_learner(
+        config.model,
+        config.optimizer,
+        config.algorithm,
+        device=device,
+        batches=config.trainer.steps,
+    )

@@ -19,16 +19,14 @@ import torch
 
 from agent_loop.evaluator import EvalReport
 from agent_loop.records import Group
-from trainer.algorithms import Algorithm
 from trainer.batch import Batch, build_batch
 from trainer.config import TrainerConfig
 from trainer.errors import TrainingError
-from trainer.policy import Policy
+from trainer.learner import Learner
 from trainer.probe import score_ids
 from trainer.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
 from trainer.run_control import RunControl, StopRequested
 from trainer.run_log import RunLog
-from trainer.update import update_policy
 from trainer.weight_sync.sync import WeightSync
 
 Metrics = dict[str, float]
@@ -53,12 +51,11 @@ class TrainController:
     metrics |= controller.train_step(batch) | controller.sync_weights()
     """
 
-    def __init__(
-        self, config: TrainerConfig, policy: Policy, algorithm: Algorithm, sync: WeightSync
-    ) -> None:
+    def __init__(self, config: TrainerConfig, learner: Learner, sync: WeightSync) -> None:
         self.config = config
-        self.policy = policy
-        self.algorithm = algorithm
+        self.learner = learner
+        self.policy = learner.policy
+        self.algorithm = learner.algorithm
         self.sync = sync
         self.step = 0
         """Training steps made."""
@@ -127,8 +124,7 @@ class TrainController:
         """
         if not self.algorithm.needs_prox:
             return {}
-        scores = self.policy.compute_logprobs(batch, temperature=self.config.rollout.temperature)
-        batch.prox_logprobs = scores.logprobs
+        scores = self.learner.compute_logprobs(batch, temperature=self.config.rollout.temperature)
         metrics = mismatch_metrics(batch, scores.logprobs, self.version)
         metrics["actor/entropy"] = float(scores.entropy.mean())
         mean = metrics.get("mismatch/logp_abs_mean", 0.0)
@@ -141,11 +137,13 @@ class TrainController:
         return metrics
 
     def compute_ref_logprobs(self, batch: Batch) -> Metrics:
-        """Sets `batch.ref_logprobs` where the algorithm has a reference."""
+        """Sets `batch.ref_logprobs` where the algorithm has a reference (or a teacher)."""
+        self.learner.compute_ref_logprobs(batch, temperature=self.config.rollout.temperature)
         return {}
 
     def compute_values(self, batch: Batch) -> Metrics:
         """Sets `batch.values` where the algorithm has a critic."""
+        self.learner.compute_values(batch)
         return {}
 
     def compute_advantages(self, batch: Batch) -> Metrics:
@@ -157,15 +155,12 @@ class TrainController:
 
         No step is made, and `actor/update_steps` is 0, where the algorithm trains on no group.
         """
-        metrics = update_policy(
-            self.policy,
-            self.algorithm,
+        return self.learner.train_step(
             batch,
             temperature=self.config.rollout.temperature,
             version=self.version,
             generator=self.generator,
         )
-        return {f"actor/{name}": value for name, value in metrics.items()}
 
     def sync_weights(self) -> Metrics:
         """The policy's weights into every engine, and the proof that they serve them."""

@@ -99,3 +99,10 @@ class Critic:
     def step(self) -> Metrics:
         """As the policy's."""
         return self.stepper.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and schedule, for torch's DCP."""
+        return self.stepper.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stepper.load_state_dict(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from agent_loop.producers.sync import SyncProducer
-from trainer.algorithms import Algorithm
 from trainer.assembly import Parts, batch_settings
 from trainer.config import TrainerConfig
 from trainer.controller import TrainController
@@ -24,7 +23,7 @@ async def train(
         loop = parts.loop(config, folder, services.proxy)
         producer = SyncProducer(loop, parts.tasks, batch_settings(config), seed=config.trainer.seed)
         sync = WeightSync(EngineControl(services.engine_urls), config.engine.weight_transfer)
-        controller = TrainController(config, parts.policy, Algorithm(config.algorithm), sync)
+        controller = TrainController(config, parts.learner, sync)
         controller.probe = parts.probe.tolist()
         try:
             return await controller.fit(producer, parts.evaluator(config, loop), log, control)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -121,6 +122,11 @@ def context_tokens(model: Any) -> int:
     return int(model.config.get_text_config().max_position_embeddings)
 
 
+def vocabulary(model: Any) -> int:
+    """How many tokens the model has an embedding for."""
+    return int(model.config.get_text_config().vocab_size)
+
+
 def named_hf_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
     """`(name, tensor)` as in a checkpoint: adapters merged in, shards gathered, tied weights once.
 
@@ -157,6 +163,7 @@ def _load_settings(path: Path) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path: {path}: {_one_line(error)}") from error
     text = settings.get_text_config()
+    _check_tokenizer(path, text.vocab_size)
     kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if strange:
@@ -169,6 +176,18 @@ def _load_settings(path: Path) -> Any:
         if getattr(text, name, None) not in (None, 1, 1.0):
             raise ConfigError(f"model.path: {path}: {name} is not supported; use another model")
     return settings
+
+
+def _check_tokenizer(path: Path, vocabulary: int) -> None:
+    """A model may have more embeddings than its tokenizer has tokens, never fewer."""
+    file = path / "tokenizer.json"
+    if file.is_file():
+        tokens = Tokenizer.from_file(str(file)).get_vocab_size()
+        if tokens > vocabulary:
+            raise ConfigError(
+                f"model.path: {path}: its tokenizer has {tokens} tokens, its model only"
+                f" {vocabulary}; the two are not of one checkpoint"
+            )
 
 
 def _one_line(error: Exception) -> str:

@@ -27,6 +27,7 @@ from trainer.model import (
     context_tokens,
     load_model,
     named_hf_parameters,
+    vocabulary,
 )
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, pack
@@ -117,9 +118,14 @@ class Policy:
 
         Raises TrainingError, leaving the weights as they are, where the gradient is not finite.
         """
-        if self.stepper is None:
-            raise TrainingError("this policy is frozen: it was made without an optimizer")
-        return self.stepper.step()
+        return self._trained().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and schedule, for torch's DCP; TrainingError if it is frozen."""
+        return self._trained().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trained().load_state_dict(state)
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` as in a Hugging Face checkpoint; tied weights appear once."""
@@ -134,6 +140,11 @@ class Policy:
             raise TrainingError("this policy has no adapters to switch off: set model.lora")
         manager: AbstractContextManager[Any] = self.model.disable_adapter()
         return manager
+
+    def _trained(self) -> Stepper:
+        if self.stepper is None:
+            raise TrainingError("this policy is frozen: it was made without an optimizer")
+        return self.stepper
 
     def _score(
         self, micro: MicroBatch, batch: Batch, temperature: float, *, entropy_grad: bool
@@ -154,10 +165,17 @@ def pack_for(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the batch, within the model's context and the memory budget.
 
-    Raises TrainingError for a rollout longer than the model's context.
+    Raises TrainingError for a rollout longer than the model's context, or with a token outside
+    its vocabulary.
     """
-    limit = context_tokens(model)
+    limit, size = context_tokens(model), vocabulary(model)
     for index, ids in enumerate(batch.sequences):
+        if len(ids) and int(ids.max()) >= size:
+            trial = batch.trial_ids[int(batch.sequence_rollout[index])]
+            raise TrainingError(
+                f"rollout {trial}: token {int(ids.max())} is outside the model's vocabulary of"
+                f" {size}; the engine serves a model with another one"
+            )
         if len(ids) > limit:
             trial = batch.trial_ids[int(batch.sequence_rollout[index])]
             raise TrainingError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
@@ -196,4 +199,22 @@ def test_a_sequence_beyond_the_context_is_refused(checkpoint: Path) -> None:
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path: .* holds no config.json"):
+        make_policy(tmp_path)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Path) -> None:
+    batch = make_batch(9)
+    batch.sequences[2][1] = 96
+    name = batch.trial_ids[int(batch.sequence_rollout[2])]
+    with pytest.raises(TrainingError, match=rf"rollout {name}: token 96 .* vocabulary of 96"):
+        make_policy(checkpoint).pack(batch)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    words = {f"w{i}": i for i in range(97)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="its tokenizer has 97 tokens, its model only 96"):
         make_policy(tmp_path)

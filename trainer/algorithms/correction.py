@@ -73,25 +73,6 @@ def within(
     return keep if lower is None else keep & (estimate >= lower)
 
 
-def mismatch(log_w: Tensor) -> dict[str, float]:
-    """How far the engine's log-probabilities are from the trainer's, over `[N]` tokens.
-
-    Mean and largest |Δ log p|, k1 and k3 of KL(π_b ‖ π_prox), and the effective sample size of
-    the raw weights `(Σw)² / (N Σw²)`, 1 when they agree.
-    """
-    if not len(log_w):
-        return {}
-    w = torch.exp(log_w.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-    zero = torch.zeros_like(log_w)
-    return {
-        "mismatch/logp_abs_mean": float(log_w.abs().mean()),
-        "mismatch/logp_abs_max": float(log_w.abs().max()),
-        "mismatch/k1": float(-log_w.mean()),
-        "mismatch/k3": float(divergence(-log_w, zero, "k3").mean()),
-        "mismatch/ess": float(w.sum().square() / (len(w) * w.square().sum())),
-    }
-
-
 def _over_sequence(values: Tensor, sequence: Tensor, reduce: Literal["sum", "amax"]) -> Tensor:
     _, index = torch.unique(sequence, return_inverse=True)
     size = int(index.max()) + 1 if len(index) else 0

@@ -100,16 +100,6 @@ def test_a_veto_drops_the_whole_sequence() -> None:
     assert kept.tolist() == [False, False, True, True]
 
 
-def test_mismatch_is_none_between_equals_and_grows() -> None:
-    same = correction.mismatch(torch.zeros(5))
-    assert same["mismatch/ess"] == 1
-    assert same["mismatch/k3"] == same["mismatch/logp_abs_mean"] == 0
-    w = np.array([2.0, 0.5, 1.0])
-    got = correction.mismatch(torch.as_tensor(np.log(w)))
-    np.testing.assert_allclose(got["mismatch/ess"], w.sum() ** 2 / (3 * (w**2).sum()))
-    np.testing.assert_allclose(got["mismatch/k3"], np.mean(w - 1 - np.log(w)))
-
-
 def loss_by_hand(kind: Aggregation, per_token: Array, sequence: Array, rollout: Array) -> float:
     if kind == "token_mean":
         return float(per_token.mean())
