@@ -24,7 +24,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents starter train train-mini train-harbor test check format serve bench-proxy clean
+.PHONY: setup reference harbor agents starter train train-mini train-harbor test check format serve bench-proxy bench-rollout clean
 
 setup: $(VENV)/.ready
 
@@ -103,6 +103,9 @@ serve: setup
 	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 # LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
+bench-rollout: setup
+	$(BIN)/python -m benchmarks.rollout $(ARGS)
+
 bench-proxy: setup
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 

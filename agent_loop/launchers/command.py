@@ -84,6 +84,7 @@ def agent_result(ended: Ended, reward: Graded = NO_OPINION) -> AgentResult:
         reward_parts=reward.parts,
         metrics={
             "agent_cpu_s": ended.cpu_s,
+            "supervisor_cpu_s": ended.supervisor_cpu_s,
             "agent_peak_memory_bytes": ended.peak_memory_bytes,
             "agent_output_bytes": ended.output_bytes,
             "agent_left_over_processes": ended.left_over,

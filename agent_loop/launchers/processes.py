@@ -110,6 +110,8 @@ class Ended:
     output_bytes: int
     """Printed in all, kept or not."""
     cpu_s: float
+    supervisor_cpu_s: float
+    """What watching it cost."""
     peak_memory_bytes: int
     """Of its largest process."""
 

@@ -78,6 +78,7 @@ def supervise(job_fd: int, cancel_fd: int, report_fd: int, body: Body) -> None:
     agent.drain()
     agent.log.close()
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = resource.getrusage(resource.RUSAGE_SELF)
     _report(
         report_fd,
         ended_by=ended_by,
@@ -86,6 +87,7 @@ def supervise(job_fd: int, cancel_fd: int, report_fd: int, body: Body) -> None:
         left_over=left_over,
         output_bytes=agent.log.total_bytes,
         cpu_s=usage.ru_utime + usage.ru_stime,
+        supervisor_cpu_s=own.ru_utime + own.ru_stime,
         peak_memory_bytes=usage.ru_maxrss * 1024,
     )
 

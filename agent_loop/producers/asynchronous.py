@@ -108,7 +108,7 @@ class AsyncProducer:
         self._changed = asyncio.Event()
         self.counts: Counter[str] = Counter()
         """Over the run: groups `kept`, `failed`, `uniform`, `stale`, `cancelled`; tokens
-        `tokens_dropped` (sampled, and never trained)."""
+        `tokens_dropped` with their group and `tokens_masked` for their age, of those sampled."""
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """Begins to produce. `state` is that of the checkpoint the trainer resumes from."""
@@ -291,7 +291,9 @@ class AsyncProducer:
             if not self._is_stale(group.oldest_version):
                 continue
             if self._settings.stale == "mask":
+                sampled = _tokens(group)
                 group = without_stale_tokens(group, self.version - self._settings.max_staleness)
+                self.counts["tokens_masked"] += sampled - _tokens(group)
                 if judge(group, self._settings) is not Verdict.FAILED:
                     self._ready[number] = group
                     continue
@@ -300,7 +302,7 @@ class AsyncProducer:
             self._drop(number, group)
 
     def _drop(self, number: int, group: Group) -> None:
-        self.counts["tokens_dropped"] += sum(r.sampled_tokens for r in group.rollouts)
+        self.counts["tokens_dropped"] += _tokens(group)
         self._buffer.drop([number])
 
     # Consumption
@@ -322,3 +324,7 @@ class AsyncProducer:
         bound = self.version - self._settings.max_staleness
         starts = [running.run.oldest_start for running in self._running.values() if running.tail]
         return any(start is not None and start <= bound for start in starts)
+
+
+def _tokens(group: Group) -> int:
+    return sum(rollout.sampled_tokens for rollout in group.rollouts)

@@ -1,0 +1,263 @@
+"""`make bench-rollout`: what asynchronous production gains, and what the loop itself costs.
+
+1. *Schedules.* The real producers, a scripted engine and agents in virtual time (the clock jumps
+   to the next timer; nothing but durations is simulated). An agent's time is log-normal with
+   σ = 1.2: 8 turns, half of it sampling, half in its tools. The engine has 32 slots, 64 trials run
+   at a time, a batch is 8 groups of 8, a training step takes 60 s and a weight update 2 s, the
+   same for every row; trainer and engine have devices of their own.
+2. *Overhead.* 1,000 trials at a time through `RemoteAgentLoop`: a real proxy process, a scripted
+   engine process, and as agent a shell that makes one call, which all 1,000 wait for at once.
+   CPU of the loop's own process and of the command launcher's supervisors, per trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
+from agent_loop.producers.buffer import ReplayBuffer
+from agent_loop.producers.groups import BatchSettings
+from agent_loop.producers.sync import SyncProducer
+from agent_loop.records import Rollout, RolloutStatus, Task
+from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.rewards.reported import LauncherReward
+from agent_loop.tasks import Source, TaskStream
+from agent_loop.trajectory import build_segments
+from proxy.client import ProxyClient
+from proxy.records import SessionKind, Turn, TurnStatus, VersionSpan
+from tests.agent_loop.virtual_time import run_in_virtual_time
+from tests.proxy.checkpoint import write_checkpoint
+
+SIGMA = 1.2
+MEDIAN_S = 20.0
+TURNS = 8
+SLOTS = 32
+TOKENS_PER_S = 50
+TRAIN_S = 60.0
+UPDATE_S = 2.0
+BATCH = {"groups": 8, "group_size": 8, "max_concurrent": 64}
+
+
+class Trials:
+    """Trials whose agents take log-normal time; counts what the engine did."""
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        self.version = version
+        self.engine = asyncio.Semaphore(SLOTS)
+        self.busy_s = 0.0
+        self.sampled_tokens = 0
+        self.cancelled_tokens = 0
+
+    async def run(
+        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+    ) -> Rollout:
+        duration_s = np.random.default_rng(seed).lognormal(np.log(MEDIAN_S), SIGMA)
+        part_s = duration_s / TURNS / 2
+        turns: list[Turn] = []
+        try:
+            for index in range(TURNS):
+                async with self.engine:
+                    await asyncio.sleep(part_s)
+                self.busy_s += part_s
+                turns.append(_turn(index, turns, int(part_s * TOKENS_PER_S) + 1, self.version()))
+                self.sampled_tokens += len(turns[-1].sampled_ids)
+                await asyncio.sleep(part_s)
+        except asyncio.CancelledError:
+            self.cancelled_tokens += sum(len(turn.sampled_ids) for turn in turns)
+            raise
+        return Rollout(
+            f"{task.task_id}-{seed}",
+            task,
+            RolloutStatus.DONE,
+            float(seed % 2),
+            build_segments(turns),
+            started_version=version,
+            seed=seed,
+        )
+
+
+def _turn(index: int, before: list[Turn], tokens: int, version: int) -> Turn:
+    return Turn(
+        "s",
+        index,
+        index - 1 if before else None,
+        before[-1].path_tokens if before else 0,
+        None,
+        np.zeros(10, np.int32),
+        b"",
+        {},
+        sampled_ids=np.zeros(tokens, np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        versions=(VersionSpan(version, 0, tokens),),
+        status=TurnStatus.DONE,
+    )
+
+
+async def _schedule(policy: dict[str, Any] | None, steps: int) -> dict[str, float]:
+    """One row; None is the synchronous producer."""
+    producer: SyncProducer | AsyncProducer
+    current = [0]
+    trials = Trials(lambda: current[0])
+    stream = TaskStream([Source("a", [Task(f"a{i}", {}, "a") for i in range(1000)])], seed=0)
+    if policy is None:
+        producer = SyncProducer(trials, stream, BatchSettings(**BATCH), seed=0)
+    else:
+        settings = AsyncSettings(**BATCH, **policy)
+        producer = AsyncProducer(trials, stream, settings, seed=0, buffer=ReplayBuffer(":memory:"))
+        producer.start(0)
+    clock = asyncio.get_running_loop().time
+    waited_s = 0.0
+    staleness: list[int] = []
+    for version in range(steps):
+        began = clock()
+        groups = await producer.next_batch(version)
+        waited_s += clock() - began
+        staleness += [version - group.oldest_version for group in groups]
+        await asyncio.sleep(TRAIN_S + UPDATE_S)
+        current[0] = version + 1
+        if isinstance(producer, AsyncProducer):
+            producer.set_version(version + 1)
+    wall_s = clock()
+    lost = trials.cancelled_tokens
+    lost += producer.counts["tokens_dropped"] + producer.counts["tokens_masked"]
+    if isinstance(producer, AsyncProducer):
+        await producer.close()
+    samples = steps * BATCH["groups"] * BATCH["group_size"]
+    return {
+        "samples/s": samples / wall_s,
+        "engine idle": 1 - trials.busy_s / (SLOTS * wall_s),
+        "trainer idle": waited_s / wall_s,
+        "mean staleness": float(np.mean(staleness)),
+        "max staleness": max(staleness),
+        "stale groups": producer.counts["stale"] + producer.counts["cancelled"],
+        "lost": lost / trials.sampled_tokens,
+    }
+
+
+def schedules(steps: int) -> None:
+    rows: dict[str, dict[str, Any] | None] = {
+        "synchronous": None,
+        "staleness 1": {"max_staleness": 1},
+        "staleness 2": {"max_staleness": 2},
+        "staleness 4": {"max_staleness": 4},
+        "staleness 2, old tokens masked": {"max_staleness": 2, "stale": "mask"},
+        "staleness 2, tail batches of 4": {"max_staleness": 2, "tail_groups": 4},
+    }
+    print(f"schedules: {steps} steps of {BATCH['groups']} groups of {BATCH['group_size']}")
+    print(
+        "| | samples/s | ratio | engine idle | trainer idle | staleness | too old | tokens lost |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    first = 0.0
+    for name, policy in rows.items():
+        row = run_in_virtual_time(_schedule(policy, steps))
+        first = first or row["samples/s"]
+        print(
+            f"| {name} | {row['samples/s']:.3f} | {row['samples/s'] / first:.2f} "
+            f"| {row['engine idle']:.0%} | {row['trainer idle']:.0%} "
+            f"| {row['mean staleness']:.2f} / {row['max staleness']:.0f} "
+            f"| {row['stale groups']:.0f} | {row['lost']:.1%} |"
+        )
+
+
+AGENT = """
+rest=${OPENAI_BASE_URL#http://}; host=${rest%%:*}; rest=${rest#*:}; port=${rest%%/*}
+body='{"model": "m", "messages": [{"role": "user", "content": "Go."}]}'
+exec 3<>/dev/tcp/$host/$port
+printf 'POST /%s/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n' \
+    "${rest#*/}" "$OPENAI_API_KEY" >&3
+printf 'Content-Type: application/json\r\nContent-Length: %s\r\nConnection: close\r\n\r\n%s' \
+    ${#body} "$body" >&3
+read -r _ status _ <&3; [ "$status" = 200 ]; ok=$?; cat <&3 >/dev/null; exit $ok
+"""
+
+
+async def _overhead(folder: Path, trials: int, answer_s: float) -> None:
+    with _servers(folder, answer_s) as url:
+        async with ProxyClient(url, "bench", max_connections=100) as proxy:
+            launcher = CommandLauncher(CommandSettings(argv=("bash", "-c", AGENT)))
+            settings = LoopSettings(trials_dir=folder / "trials", timeout_s=600, max_retries=0)
+            loop = RemoteAgentLoop(proxy, launcher, LauncherReward(), settings)
+            cpu_s, began = time.process_time(), time.monotonic()
+            rollouts = await asyncio.gather(
+                *(loop.run(Task(f"t{i}", {}), kind=SessionKind.TRAIN) for i in range(trials))
+            )
+            cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - began
+            await loop.close()
+    done = [rollout for rollout in rollouts if rollout.status is RolloutStatus.DONE]
+    if len(done) < trials:
+        print(next(rollout.error for rollout in rollouts if rollout not in done))
+    calls_s = [rollout.times_s["generate"] for rollout in done]
+    supervisors_ms = np.mean([rollout.metrics["supervisor_cpu_s"] for rollout in done]) * 1e3
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"overhead: {len(done)} of {trials} trials at a time, done in {wall_s:.1f} s")
+    print(f"  each waited {np.median(calls_s):.1f} s (median) for its one call")
+    print(f"  loop's process: {cpu_s / trials * 1e3:.2f} ms CPU per trial, peak {peak_mib:.0f} MiB")
+    print(f"  its supervisor and the fork of its agent: {supervisors_ms:.2f} ms CPU per trial")
+
+
+@contextmanager
+def _servers(folder: Path, answer_s: float) -> Iterator[str]:
+    """A scripted engine and a proxy in front of it, each a process. Yields the proxy's URL."""
+    tokens = 50
+    engine = _start(
+        "proxy.engines.scripted",
+        *("--answer-tokens", str(tokens), "--token-delay-s", str(answer_s / tokens)),
+    )
+    try:
+        engine_url = _first_url(engine)
+        checkpoint = write_checkpoint(folder)
+        arguments = ["--engine", engine_url, "--model", str(checkpoint), "--port", "0"]
+        proxy = _start("proxy", "serve", *arguments, "--store", f"sqlite:///{folder}/proxy.db")
+        try:
+            yield _first_url(proxy)
+        finally:
+            proxy.terminate()
+            proxy.wait()
+    finally:
+        engine.terminate()
+        engine.wait()
+
+
+def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
+    env = os.environ | {"AGENTIC_PROXY_ADMIN_KEY": "bench"}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def _first_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        for word in line.replace(",", " ").split():
+            if word.startswith("http://"):
+                return word
+    raise SystemExit(f"{process.args!r} did not say where it listens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--answer-s", type=float, default=30.0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_overhead(Path(folder), arguments.trials, arguments.answer_s))
+    schedules(arguments.steps)
+
+
+if __name__ == "__main__":
+    main()
