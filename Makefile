@@ -18,6 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_INDEX ?=
+AGENTS := .agents
 CONFIG ?= agentic_trainer.yaml
 # Harbor needs Python 3.12, so it has an environment of its own. pyenv's shim may not run it.
 HARBOR := .harbor
@@ -98,6 +99,19 @@ check: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+agents: setup $(AGENTS)/.ready
+
+$(AGENTS)/.ready: tests/e2e/agents/package.json tests/e2e/agents/requirements.txt
+	@command -v npm >/dev/null || { echo "make: npm is not on PATH; the agents that are tested come from it" >&2; exit 1; }
+	mkdir -p $(AGENTS)/npm
+	cp tests/e2e/agents/package.json $(AGENTS)/npm/
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS)/npm
+	chmod +x $(AGENTS)/npm/node_modules/codex-0.77/bin/codex.js
+	ln -sfn ../codex-0.77/bin/codex.js $(AGENTS)/npm/node_modules/.bin/codex-0.77
+	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
+	$(BIN)/uv pip install -q --python $(AGENTS)/python/bin/python -r tests/e2e/agents/requirements.txt
+	touch $@
 
 serve: setup
 	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)

@@ -272,14 +272,25 @@ class TokenTree:
             return self._cause_after(messages[known + 1], asked, match)
         if known >= 0:  # every message is known, and yet it could not be joined
             return ForkCause.UNPROVABLE_BRIDGE
-        for key in reversed(keys):
+        for position in reversed(range(len(keys))):
+            key = keys[position]
             other = self._by_body.get(key[BODY])
             if other is not None and key[BODY] != bytes(16):
-                same_system = self.nodes[other].request_key[SYSTEM] == key[SYSTEM]
-                return ForkCause.TOOLS_CHANGED if same_system else ForkCause.SYSTEM_CHANGED
+                return self._cause_beside(self.nodes[other], key, messages[position + 1 :], match)
         if self._is_quoted(messages):
             return ForkCause.COMPACTION
         return ForkCause.NEW_CONVERSATION
+
+    def _cause_beside(
+        self, other: Node, key: bytes, following: list[Message], match: Match
+    ) -> ForkCause:
+        """Why a conversation forks whose messages, but not whose whole key, `other` has too."""
+        if other.request_key[SYSTEM] != key[SYSTEM]:
+            return ForkCause.SYSTEM_CHANGED
+        if other.request_key[TOOLS] != key[TOOLS]:
+            return ForkCause.TOOLS_CHANGED
+        # The same request but for a call that was forced.
+        return self._cause_after(following[0], [other], match) if following else ForkCause.SIBLING
 
     def _cause_after(self, message: Message, asked: list[Node], match: Match) -> ForkCause:
         """Why `message` is not what the record has after the last message that it knows."""

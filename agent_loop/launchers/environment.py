@@ -52,6 +52,7 @@ def agent_environment(trial: Trial, extra: Mapping[str, str]) -> dict[str, str]:
         "OPENAI_MODEL": trial.model,
         "ANTHROPIC_MODEL": trial.model,
         "AGENT_SEED": str(trial.seed),
+        "PWD": str(trial.workspace.absolute()),  # some agents believe it rather than ask
         "TASK_FILE": str(trial.task_file.absolute()),
     }
     prompt = prompt_of(trial.task.data)

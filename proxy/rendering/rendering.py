@@ -29,9 +29,9 @@ CONTEXT_TOKENS = 1024
 history, and so joining a turn costs the same at 1k and at 128k tokens."""
 
 _CALL_BEGINNINGS = {
-    "qwen3": ('<tool_call>\n{{"name": "', '<tool_call>\n{{"name": "{name}", "arguments":'),
+    "qwen3": ('<tool_call>\n{"name": "', '<tool_call>\n{{"name": "{name}", "arguments":'),
 }
-"""Per family: what begins a call of any tool, and of the tool `name`."""
+"""Per family: what begins a call of any tool, and (a format string) of the tool `name`."""
 
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (

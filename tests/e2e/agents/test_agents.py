@@ -1,0 +1,136 @@
+"""Real agents, unmodified: each plays a short task with tools through the proxy, and finishes it.
+
+Every one runs as it does in training: the `command` launcher with the agent's file of
+`examples/agents`, a session of its own, a reward from what it left behind. `make agents` installs
+them. A session's prompts extend, or fork with the cause that the agent is known for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.records import Rollout, RolloutStatus, Task
+from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.rewards.verifier import Verifier, VerifierSettings
+from agent_loop.trajectory import flatten
+from proxy.engines.scripted import text_script
+from proxy.records import SessionKind
+from tests.e2e.agents.model import COMMANDS, play
+from tests.proxy.conftest import RunningProxy, StartProxy
+
+ROOT = Path(__file__).parents[3]
+AGENTS = ROOT / ".agents"
+EXAMPLES = ROOT / "examples" / "agents"
+SCRIPTS = Path(__file__).parent / "scripts"
+PROMPT = "Run the shell command: echo hi > out.txt . Then read the file and finish."
+
+pytestmark = [
+    pytest.mark.agents,
+    pytest.mark.skipif(
+        not (AGENTS / ".ready").exists() and not os.environ.get("CI"),
+        reason="the agents are not installed: make agents",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """`causes`: why its requests may fork; empty, every one extends."""
+
+    name: str
+    causes: frozenset[str] = field(default_factory=frozenset)
+
+
+EXAMPLE_AGENTS = [
+    Agent("claude_code"),
+    Agent("codex"),
+    Agent("codex_0_77"),
+    Agent("opencode"),
+    Agent("opencode_responses"),
+    Agent("opencode_messages"),
+    Agent("qwen_code"),
+    Agent("mini_swe_agent"),
+]
+SDK_AGENTS = [
+    (Agent("openai_sdk"), "chat"),
+    (Agent("openai_sdk"), "responses"),
+    (Agent("anthropic_sdk"), "messages"),
+    (Agent("openai_agents"), "chat"),
+    (Agent("openai_agents"), "responses"),
+    (Agent("pydantic_ai_agent"), "chat"),
+    (Agent("langgraph_agent"), "chat"),
+    (Agent("smolagents_agent", frozenset({"foreign_assistant", "edited"})), "chat"),
+]
+
+
+@pytest.fixture
+async def proxy(start_proxy: StartProxy) -> RunningProxy:
+    """With an engine that plays the task."""
+    proxy = await start_proxy(max_context_tokens=131_072)  # full prompts, in a tiny vocabulary
+    tokenizer = proxy.rendering.tokenizer
+    proxy.engine.script = text_script(
+        play,
+        decode=tokenizer.decode,
+        encode=tokenizer.encode,
+        end_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
+    )
+    return proxy
+
+
+async def trial(proxy: RunningProxy, command: CommandSettings, folder: Path) -> Rollout:
+    path = f"{AGENTS}/npm/node_modules/.bin:{AGENTS}/python/bin:{os.environ['PATH']}"
+    env = {"PATH": path, **command.env}
+    settings = LoopSettings(trials_dir=folder, timeout_s=120, max_retries=0, keep_workspaces=True)
+    verifier = VerifierSettings(argv=("grep", "-qx", "hi", "out.txt"))
+    loop = RemoteAgentLoop(
+        proxy.control,
+        CommandLauncher(CommandSettings(argv=("env", *command.argv), env=env)),
+        Verifier(verifier),
+        settings,
+    )
+    try:
+        return await loop.run(Task("hi", {"prompt": PROMPT}), kind=SessionKind.TRAIN)
+    finally:
+        await loop.close()
+
+
+def assert_exact(rollout: Rollout, agent: Agent, proxy: RunningProxy) -> None:
+    log = (Path(rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
+    assert rollout.status is RolloutStatus.DONE, f"{rollout.error}\n{log}"
+    assert rollout.reward == 1.0, log
+    assert rollout.num_turns > len(COMMANDS)
+    assert set(rollout.forks) <= agent.causes, rollout.forks
+    assert rollout.metrics["cut_turns"] == 0
+    sampled = [call.answer_ids for call in proxy.engine.calls]
+    assert rollout.sampled_tokens == sum(map(len, sampled))
+    paths = [trajectory.ids.tolist() for trajectory in flatten(rollout.segments)]
+    for call in proxy.engine.calls:
+        assert any(path[: len(call.path)] == call.path for path in paths)
+
+
+@pytest.mark.parametrize("agent", EXAMPLE_AGENTS, ids=lambda agent: agent.name)
+async def test_agent_finishes_its_task_and_leaves_an_exact_record(
+    agent: Agent, proxy: RunningProxy, tmp_path: Path
+) -> None:
+    example = yaml.safe_load((EXAMPLES / f"{agent.name}.yaml").read_text())
+    command = CommandSettings.model_validate(example["remote_agent"]["command"])
+    rollout = await trial(proxy, command, tmp_path)
+    assert_exact(rollout, agent, proxy)
+
+
+@pytest.mark.parametrize(("agent", "dialect"), SDK_AGENTS, ids=str)
+async def test_sdk_finishes_its_task_and_leaves_an_exact_record(
+    agent: Agent, dialect: str, proxy: RunningProxy, tmp_path: Path
+) -> None:
+    script = str(SCRIPTS / f"{agent.name}.py")
+    command = CommandSettings(
+        argv=(str(AGENTS / "python/bin/python"), script), env={"DIALECT": dialect}
+    )
+    rollout = await trial(proxy, command, tmp_path)
+    assert_exact(rollout, agent, proxy)
