@@ -1,0 +1,70 @@
+"""`kill -9` at a random instant of production and consumption, again and again: over all lives
+of the run every group is consumed once, by the last life that a checkpoint remembers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
+from agent_loop.producers.buffer import ReplayBuffer
+from agent_loop.records import Task
+from agent_loop.tasks import Source, TaskStream
+from tests.agent_loop.scripted_loop import ScriptedLoop
+
+STEPS = 60
+
+
+async def live(folder: Path) -> None:
+    """One life: resumes from the last checkpoint, trains, is killed or comes to the end."""
+    checkpoint = folder / "checkpoint.json"
+    state = json.loads(checkpoint.read_text()) if checkpoint.exists() else None
+    stream = TaskStream([Source("a", [Task(f"a{i}", {}, "a") for i in range(1000)])], seed=0)
+    loop = ScriptedLoop(duration=lambda seed: seed % 7 / 2000)
+    settings = AsyncSettings(groups=3, group_size=2, max_staleness=2)
+    buffer = ReplayBuffer(folder / "buffer.sqlite")
+    trained = list(state["trained"]) if state else []
+    async with AsyncProducer(loop, stream, settings, seed=0, buffer=buffer) as producer:
+        producer.start(len(trained), state and state["producer"])
+        while len(trained) < STEPS:
+            groups = await producer.next_batch(len(trained))
+            trained.append([group.group_id for group in groups])
+            producer.set_version(len(trained))
+            if len(trained) % 2 == 0:
+                saved = {"producer": producer.state(), "trained": trained}
+                (folder / "new.json").write_text(json.dumps(saved))
+                (folder / "new.json").rename(checkpoint)
+                producer.acknowledge(saved["producer"])
+            print(len(trained), flush=True)
+    buffer.close()
+
+
+RUN = """
+import asyncio, sys
+from pathlib import Path
+from tests.agent_loop.producers.test_kill import live
+asyncio.run(live(Path(sys.argv[1])))
+"""
+
+
+def test_killed_again_and_again_every_group_is_trained_once(tmp_path: Path) -> None:
+    for life in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for _ in range(5 + 4 * life % 7):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    subprocess.run([sys.executable, "-c", RUN, str(tmp_path)], check=True, capture_output=True)
+    trained = json.loads((tmp_path / "checkpoint.json").read_text())["trained"]
+    numbers = [int(group[1:]) for batch in trained for group in batch]
+    assert len(trained) == STEPS
+    assert len(numbers) == len(set(numbers)) == 3 * STEPS
+    missing = set(range(max(numbers))) - set(numbers)
+    assert len(missing) <= 3 * 3  # drawn ahead of the end: at most max_staleness + 1 batches
