@@ -6,7 +6,10 @@ only ever made from new text and read, never normalised.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,45 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from proxy.errors import ConfigurationError
 from proxy.rendering.chat_template import ChatTemplate
+
+BATCH_MIN_CHARS = 4096
+"""From here on the batch form costs a fifth less: it alone does without offsets."""
+REMEMBERED_CHARS = 16 * 2**20
+ENTRY_CHARS = 128
+"""What an entry costs beside its text."""
+
+
+class RecentTexts:
+    """Ids of the texts that were encoded last, at most `limit_chars` of them.
+
+    A session that begins with another's system prompt and tools, and a fork that renders its
+    history anew, find theirs here; and so does every turn the template's own words.
+    """
+
+    def __init__(self, limit_chars: int) -> None:
+        self._limit_chars = limit_chars
+        self._chars = 0
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()
+        self._lock = threading.Lock()  # long conversations are rendered in threads
+
+    def __len__(self) -> int:
+        return self._chars
+
+    def get(self, text: str) -> array[int] | None:
+        with self._lock:
+            if text in self._ids:
+                self._ids.move_to_end(text)
+            return self._ids.get(text)
+
+    def put(self, text: str, ids: list[int]) -> array[int]:
+        kept = array("i", ids)
+        with self._lock:
+            self._chars += len(text) + ENTRY_CHARS if text not in self._ids else 0
+            self._ids[text] = kept
+            while self._chars > self._limit_chars:
+                oldest, _ = self._ids.popitem(last=False)
+                self._chars -= len(oldest) + ENTRY_CHARS
+        return kept
 
 
 @dataclass(slots=True)
@@ -34,9 +76,22 @@ class Tokenizer:
     """`max_position_embeddings` of the model's config.json."""
     template: ChatTemplate | None = None
     """What `apply_chat_template` renders; set where the template itself is used."""
+    remembered: RecentTexts = field(default_factory=lambda: RecentTexts(REMEMBERED_CHARS))
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens:
+            return self._encode(text, True)
+        ids = self.remembered.get(text)
+        if ids is None:
+            ids = self.remembered.put(text, self._encode(text, False))
+        return ids.tolist()
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) < BATCH_MIN_CHARS:
+            ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        (found,) = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = found.ids
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
