@@ -1,0 +1,306 @@
+"""`AsyncSwarmClient`: claims episodes, keeps them alive, ends them. One instance per server.
+
+Invariant: a call is sent again only where a second one does nothing more: ending carries the
+episode's key and is the same answer again; claiming is not repeated once it may have arrived (a
+lost claim is reclaimed by its lease). While an episode is held, heartbeats extend its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import orjson
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
+
+from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.wire import (
+    Claim,
+    Claimed,
+    End,
+    EngineState,
+    EpisodeKind,
+    EpisodeState,
+    EpisodeView,
+    Status,
+)
+
+REQUEST_TIMEOUT_S = 60.0
+PATIENCE_S = 60.0
+"""How long the server may be away, or its proxy, before an error is raised."""
+POLL_S = 30.0
+
+
+@dataclass(slots=True)
+class _Held:
+    claimed: Claimed
+    beats: asyncio.Task[None]
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class AsyncSwarmClient:
+    """Example:
+    async with AsyncSwarmClient("http://trainer:8100", token) as swarm:
+        async with swarm.episode(task_id="sum-17") as episode:
+            reward = await my_agent(episode.base_url, episode.api_key)
+            await swarm.end_episode(episode, reward=reward)
+    """
+
+    url: str
+    token: str | None = None
+    client_id: str = field(
+        default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    )
+    patience_s: float = PATIENCE_S
+    _http: aiohttp.ClientSession | None = None
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for held in self._held.values():
+            held.beats.cancel()
+        self._held.clear()
+        if self._http is not None:
+            await self._http.close()
+
+    # Episodes.
+
+    async def begin_episode(
+        self,
+        *,
+        task_id: str | None = None,
+        kind: EpisodeKind = "train",
+        source: str = "default",
+        lease_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Claimed:
+        """Claims an episode, waiting while there is none (`timeout_s`; None: without end).
+
+        Raises `throttled` or `state` past `timeout_s`, and `state` at once when the engine is in
+        error or offline.
+        """
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while True:
+            left = POLL_S if deadline is None else deadline - asyncio.get_running_loop().time()
+            claim = Claim(
+                client_id=self.client_id,
+                kind=kind,
+                task_id=task_id,
+                source=source,
+                lease_s=lease_s,
+                wait_s=max(0.0, min(POLL_S, left)),
+            )
+            try:
+                body = await self._call("POST", "/v1/episodes", claim.model_dump())
+            except SwarmError as error:
+                if error.code not in ("throttled", "state") or (
+                    deadline is not None and left <= POLL_S
+                ):
+                    raise
+                if (await self.status()).state in (EngineState.OFFLINE, EngineState.ERROR):
+                    raise
+                continue
+            claimed = Claimed.model_validate(body)
+            beats = asyncio.create_task(self._beat(claimed))
+            self._held[claimed.episode_id] = _Held(claimed, beats)
+            return claimed
+
+    async def end_episode(
+        self,
+        episode: Claimed,
+        *,
+        reward: float,
+        task_id: str | None = None,
+        reward_parts: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> EpisodeView:
+        """Durable when it returns. `task_id` is needed unless the claim had it.
+
+        Raises `late` when the episode was reclaimed, `conflict` when it ended differently.
+        """
+        wanted = task_id or episode.task_id
+        if wanted is None:
+            raise SwarmError("end_episode needs task_id: the claim had none", "invalid")
+        end = End(
+            task_id=wanted,
+            reward=reward,
+            reward_parts=dict(reward_parts or {}),
+            metadata=dict(metadata or {}),
+        )
+        try:
+            return EpisodeView.model_validate(await self._of(episode, "end", end.model_dump()))
+        finally:
+            self._release(episode)
+
+    async def abort_episode(self, episode: Claimed, reason: str = "") -> EpisodeView:
+        """Nothing of it is trained. Again is no error."""
+        try:
+            return EpisodeView.model_validate(await self._of(episode, "abort", reason))
+        finally:
+            self._release(episode)
+
+    async def can_continue_episode(self, episode: Claimed) -> bool:
+        """False once it was reclaimed or aborted: its agent may as well stop."""
+        view = EpisodeView.model_validate(await self._of(episode, "heartbeat", None))
+        return view.state is EpisodeState.CLAIMED
+
+    @asynccontextmanager
+    async def episode(self, **claim: Any) -> AsyncIterator[Claimed]:
+        """A claimed episode; aborted when the block leaves without having ended it."""
+        claimed = await self.begin_episode(**claim)
+        try:
+            yield claimed
+        finally:
+            if claimed.episode_id in self._held:
+                await self.abort_episode(claimed, "its block was left without an end")
+
+    async def get_episode_buffer(self, limit: int = 1000) -> list[EpisodeView]:
+        body = await self._retried("GET", f"/v1/episodes?limit={limit}")
+        return [EpisodeView.model_validate(view) for view in body["episodes"]]
+
+    # The engine.
+
+    async def status(self) -> Status:
+        return Status.model_validate(await self._retried("GET", "/v1/status"))
+
+    async def changes(self) -> AsyncIterator[Status]:
+        """The status now and after each change, by long-poll."""
+        last = -1
+        while True:
+            path = f"/v1/status?since={last}&wait_s={POLL_S}"
+            status = Status.model_validate(await self._retried("GET", path))
+            if status.change != last:
+                last = status.change
+                yield status
+
+    async def sync_train_config(self, config: str) -> None:
+        """The trainer's YAML. Raises `state` while the engine runs."""
+        await self._call("PUT", "/v1/config", config)
+
+    async def start_engine(self, *, timeout_s: float = 600.0) -> Status:
+        """Returns when episodes can be claimed. Raises `state` when it ends in error."""
+        await self._call("POST", "/v1/start", None)
+        return await self._until_rolling(timeout_s)
+
+    async def stop_engine(self) -> Status:
+        return Status.model_validate(await self._call("POST", "/v1/stop", None))
+
+    async def auto_start(
+        self, config: str, *, force_restart: bool = False, timeout_s: float = 600.0
+    ) -> Status:
+        """Starts the engine with `config` if it is not up, waits if it is on its way."""
+        state = (await self.status()).state
+        if force_restart and state is not EngineState.OFFLINE:
+            state = (await self.stop_engine()).state
+        if state in (EngineState.OFFLINE, EngineState.ERROR):
+            await self.sync_train_config(config)
+            return await self.start_engine(timeout_s=timeout_s)
+        return await self._until_rolling(timeout_s)
+
+    async def agree_sync_weights(self) -> Status:
+        """For the stop rules `any_client` and `all_clients`."""
+        body = await self._retried("POST", "/v1/agree", {"client_id": self.client_id})
+        return Status.model_validate(body)
+
+    # Inside.
+
+    async def _until_rolling(self, timeout_s: float) -> Status:
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for status in self.changes():
+                    if status.state in (EngineState.ERROR, EngineState.OFFLINE):
+                        raise SwarmError(
+                            f"the engine is {status.state.value}: {status.detail}", "state"
+                        )
+                    if status.state is not EngineState.BOOTING:
+                        return status
+        except TimeoutError:
+            pass
+        raise SwarmError(f"the engine is not up after {timeout_s} s", "state")
+
+    async def _beat(self, claimed: Claimed) -> None:
+        """Three heartbeats per lease, to its end."""
+        while True:
+            await asyncio.sleep(claimed.lease_s / 3)
+            with contextlib.suppress(SwarmError):
+                view = EpisodeView.model_validate(
+                    await self._call(
+                        "POST",
+                        f"/v1/episodes/{claimed.episode_id}/heartbeat",
+                        None,
+                        episode_key=claimed.key,
+                    )
+                )
+                if view.state is not EpisodeState.CLAIMED:
+                    return
+
+    def _release(self, episode: Claimed) -> None:
+        if held := self._held.pop(episode.episode_id, None):
+            held.beats.cancel()
+
+    async def _of(self, episode: Claimed, what: str, body: Any) -> Any:
+        path = f"/v1/episodes/{episode.episode_id}/{what}"
+        return await self._retried("POST", path, body, episode_key=episode.key)
+
+    async def _retried(
+        self, method: str, path: str, body: Any = None, *, episode_key: str = ""
+    ) -> Any:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception(lambda e: isinstance(e, SwarmError) and e.retryable),
+            stop=stop_after_delay(self.patience_s),
+            wait=wait_exponential(multiplier=0.1, max=3.0),
+            reraise=True,
+        ):
+            with attempt:
+                answer = await self._call(method, path, body, episode_key=episode_key)
+        return answer
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, episode_key: str = ""
+    ) -> Any:
+        headers = {"X-Episode-Key": episode_key} if episode_key else {}
+        data = body if isinstance(body, str | None) else orjson.dumps(body)
+        try:
+            async with self._session().request(
+                method, self.url.rstrip("/") + path, data=data, headers=headers
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise SwarmError(
+                f"the swarm server {self.url} cannot be reached: {error!r}", "unreachable"
+            ) from error
+        answer = orjson.loads(content) if content else {}
+        if response.status >= 400:
+            told = answer["error"]
+            raise SwarmError(told["message"], told["code"])
+        return answer
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+            timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S + POLL_S, sock_connect=10.0)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._http = aiohttp.ClientSession(
+                headers=headers, timeout=timeout, connector=connector
+            )
+        return self._http

@@ -1,0 +1,227 @@
+"""The swarm over HTTP.
+
+    GET    /v1/status         ?since=&wait_s=   long-poll for the next change
+    GET    /v1/events         every change as SSE
+    GET/PUT /v1/config        the trainer's YAML; PUT while offline or in error
+    POST   /v1/start /v1/stop
+    POST   /v1/agree          {client_id}
+    POST   /v1/episodes       claim → 201; 429 throttled, 409 not rolling (after wait_s)
+    GET    /v1/episodes       the buffer
+    POST   /v1/episodes/{id}/heartbeat | end | abort     header X-Episode-Key: the claim's key
+    POST   /trainer/hello | next_batch    GET /trainer/records/{id}     the trainer's own key
+
+Invariant: every route wants the swarm's token (the trainer's routes the trainer's), an episode's
+routes its claim's key beside it; errors are `{"error": {"code", "message"}}`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import yaml
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.swarm import Swarm
+from agent_loop.swarm.wire import (
+    Agree,
+    Claim,
+    End,
+    EngineState,
+    TrainerHello,
+    TrainerReady,
+)
+from proxy.client import ProxyClient
+
+MAX_WAIT_S = 60.0
+KEEP_ALIVE_S = 15.0
+MAX_BODY_BYTES = 4 * 2**20
+EPISODE_KEY = "X-Episode-Key"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Engine(Protocol):
+    """`TrainerProcess`."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(slots=True)
+class SwarmServer:
+    """What the routes share. `config` is the trainer's YAML, written before each start."""
+
+    swarm: Swarm
+    engine: Engine
+    token: str | None
+    config: Path
+    trainer_key: str = ""
+    _proxy: ProxyClient | None = None
+
+    def __post_init__(self) -> None:
+        self.trainer_key = self.trainer_key or secrets.token_urlsafe(32)
+
+    def build_app(self) -> web.Application:
+        app = web.Application(
+            middlewares=[_errors, self._authorized], client_max_size=MAX_BODY_BYTES
+        )
+        app.cleanup_ctx.append(self._life)
+        episode = "/v1/episodes/{episode_id}"
+        app.add_routes(
+            [
+                web.get("/v1/status", self._status),
+                web.get("/v1/events", self._events),
+                web.get("/v1/config", self._get_config),
+                web.put("/v1/config", self._put_config),
+                web.post("/v1/start", self._start),
+                web.post("/v1/stop", self._stop),
+                web.post("/v1/agree", self._agree),
+                web.post("/v1/episodes", self._claim),
+                web.get("/v1/episodes", self._episodes),
+                web.post(f"{episode}/heartbeat", self._heartbeat),
+                web.post(f"{episode}/end", self._end),
+                web.post(f"{episode}/abort", self._abort),
+                web.post("/trainer/hello", self._hello),
+                web.post("/trainer/next_batch", self._next_batch),
+                web.get("/trainer/records/{episode_id}", self._record),
+            ]
+        )
+        return app
+
+    async def _life(self, _: web.Application) -> AsyncIterator[None]:
+        await self.swarm.open()
+        yield
+        await self.engine.stop()
+        await self.swarm.close()
+        if self._proxy is not None:
+            await self._proxy.close()
+
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        trainer = request.path.startswith("/trainer/")
+        wanted = self.trainer_key if trainer else self.token
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise SwarmError("wrong or no token", "unauthorized")
+        return await handler(request)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        since = request.query.get("since")
+        wait_s = min(MAX_WAIT_S, float(request.query.get("wait_s", 0)))
+        status = await self.swarm.status(since=int(since) if since else None, wait_s=wait_s)
+        return _answer(status)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        last = int(request.headers.get("Last-Event-ID", -1))
+        while True:
+            status = await self.swarm.status(since=last, wait_s=KEEP_ALIVE_S)
+            if status.change == last:
+                await response.write(b": keep-alive\n\n")
+                continue
+            last = status.change
+            data = status.model_dump_json()
+            await response.write(f"id: {last}\nevent: status\ndata: {data}\n\n".encode())
+
+    async def _get_config(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.config.read_text() if self.config.exists() else "")
+
+    async def _put_config(self, request: web.Request) -> web.Response:
+        if self.swarm.state not in (EngineState.OFFLINE, EngineState.ERROR):
+            raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
+        text = await request.text()
+        try:
+            parsed = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SwarmError(f"not YAML: {' '.join(str(error).split())}", "invalid") from None
+        if not isinstance(parsed, dict):
+            raise SwarmError("the configuration's top level must map sections to keys", "invalid")
+        self.config.write_text(text)
+        return web.json_response({})
+
+    async def _start(self, _: web.Request) -> web.Response:
+        if not self.config.exists():
+            raise SwarmError("no configuration yet: PUT /v1/config first", "state")
+        await self.engine.start()
+        return _answer(await self.swarm.status())
+
+    async def _stop(self, _: web.Request) -> web.Response:
+        await self.engine.stop()
+        return _answer(await self.swarm.status())
+
+    async def _agree(self, request: web.Request) -> web.Response:
+        self.swarm.agree((await _body(request, Agree)).client_id)
+        return _answer(await self.swarm.status())
+
+    async def _claim(self, request: web.Request) -> web.Response:
+        return _answer(await self.swarm.claim(await _body(request, Claim)), status=201)
+
+    async def _episodes(self, request: web.Request) -> web.Response:
+        views = self.swarm.buffer(int(request.query.get("limit", 1000)))
+        return web.json_response({"episodes": [view.model_dump(mode="json") for view in views]})
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        return _answer(await self.swarm.heartbeat(*_claimed(request)))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        return _answer(await self.swarm.episodes.end(*_claimed(request), await _body(request, End)))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        reason = (await request.text())[:500]
+        return _answer(await self.swarm.episodes.abort(*_claimed(request), reason))
+
+    async def _hello(self, request: web.Request) -> web.Response:
+        hello = await _body(request, TrainerHello)
+        if self._proxy is not None:
+            await self._proxy.close()
+        self._proxy = ProxyClient(hello.proxy_url, hello.proxy_admin_key)
+        self.swarm.episodes.connect(hello, self._proxy)
+        return web.json_response({})
+
+    async def _next_batch(self, request: web.Request) -> web.Response:
+        ready = await _body(request, TrainerReady)
+        batch = await self.swarm.next_batch(ready.version, ready.wait_s)
+        return web.Response(status=204) if batch is None else _answer(batch)
+
+    async def _record(self, request: web.Request) -> web.StreamResponse:
+        path = self.swarm.episodes.record_file(Path(request.match_info["episode_id"]).name)
+        if not path.is_file():
+            raise SwarmError(f"no record {path.stem!r}", "not_found")
+        return web.FileResponse(path)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except SwarmError as error:
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        body: dict[str, Any] = {"error": {"code": error.code, "message": error.message}}
+        return web.json_response(body, status=error.status, headers=headers)
+
+
+async def _body(request: web.Request, kind: type[Model]) -> Model:
+    try:
+        return kind.model_validate_json(await request.read())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SwarmError(f"{where}: {first['msg']}", "invalid") from None
+
+
+def _claimed(request: web.Request) -> tuple[str, str]:
+    return request.match_info["episode_id"], request.headers.get(EPISODE_KEY, "")
+
+
+def _answer(model: BaseModel, *, status: int = 200) -> web.Response:
+    return web.json_response(text=model.model_dump_json(), status=status)

@@ -1,0 +1,258 @@
+"""The swarm: the engine's state, who may claim, and what becomes a batch.
+
+Invariant: a batch is handed over once it is marked on disk, and trained when the trainer asks for
+the next one; where the trainer ends before that, its episodes wait for the next batch again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from agent_loop.swarm.batching import Selection, SwarmSettings, groups_ready, refusal, select
+from agent_loop.swarm.changes import Changes
+from agent_loop.swarm.episodes import Episodes
+from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.table import EpisodeTable
+from agent_loop.swarm.wire import (
+    BatchView,
+    Claim,
+    Claimed,
+    EngineState,
+    EpisodeState,
+    EpisodeView,
+    Status,
+)
+
+CLIENT_MEMORY_S = 600.0
+"""A client that did nothing for so long is not waited for by `all_clients`."""
+
+
+class Swarm:
+    def __init__(self, settings: SwarmSettings, table: EpisodeTable, records: Path) -> None:
+        self.settings = settings
+        self._table = table
+        self._changes = Changes()
+        self.episodes = Episodes(settings, table, records, self._changes)
+        self._batched: list[EpisodeView] = []
+        self._clients: dict[str, float] = {}
+        self._agreed: set[str] = set()
+        self._status = Status(state=EngineState.OFFLINE)
+        self._drain_until: float | None = None
+        self._reaper: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Takes up what is on disk. Claims of the last server are over: their proxy is."""
+        claimed = await self._table.in_state(EpisodeState.CLAIMED)
+        for view in claimed:
+            view.state, view.reason = EpisodeState.ABORTED, "the swarm server was restarted"
+        again = await self._table.in_state(EpisodeState.BATCHED)
+        for view in again:  # the trainer never said that it trained on them
+            view.state, view.batch = EpisodeState.ENDED, None
+        await self._table.update([*claimed, *again])
+        self.episodes.ended = await self._table.in_state(EpisodeState.ENDED)
+        self._status.batch = int(await self._table.recall("batch") or 0)
+        self._reaper = asyncio.create_task(self._reap())
+
+    async def close(self) -> None:
+        if self._reaper is not None:
+            self._reaper.cancel()
+            await asyncio.wait([self._reaper])
+        await self.episodes.abandon("the swarm server ends")
+        await self._table.close()
+
+    @property
+    def state(self) -> EngineState:
+        return self._status.state
+
+    def set_state(self, state: EngineState, detail: str = "") -> None:
+        self._status.state, self._status.detail = state, detail
+        self._changes.notify()
+
+    async def status(self, *, since: int | None = None, wait_s: float = 0.0) -> Status:
+        """Now, or once the change number passes `since`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while since is not None and self._changes.count <= since:
+                    await self._changes.wait()
+        except TimeoutError:
+            pass
+        return await self._snapshot()
+
+    def buffer(self, limit: int) -> list[EpisodeView]:
+        """Episodes that are open, ended or in the present batch."""
+        live = [*self.episodes.open_views, *self.episodes.ended, *self._batched]
+        return live[:limit]
+
+    # Clients.
+
+    async def claim(self, wanted: Claim) -> Claimed:
+        """Raises `throttled` or `state` when there is nothing to claim for `wait_s`."""
+        self._seen(wanted.client_id)
+        try:
+            async with asyncio.timeout(wanted.wait_s):
+                while self._refusal(wanted) is not None:
+                    await self._changes.wait()
+        except TimeoutError:
+            raise self._refused(wanted) from None
+        return await self.episodes.claim(wanted, self._status.version)
+
+    async def heartbeat(self, episode_id: str, key: str) -> EpisodeView:
+        """Extends the lease. What is returned says whether the episode goes on."""
+        view = await self.episodes.heartbeat(episode_id, key)
+        self._seen(view.client_id)
+        return view
+
+    def agree(self, client_id: str) -> None:
+        """This client wants the weights updated with what there is."""
+        self._seen(client_id)
+        self._agreed.add(client_id)
+        self._changes.notify()
+
+    # The trainer.
+
+    async def next_batch(self, version: int, wait_s: float) -> BatchView | None:
+        """The last batch is trained; the next one, or None after `wait_s`."""
+        if self._batched:
+            await self._mark(self._batched, EpisodeState.TRAINED)
+            self._batched = []
+        self._status.version = version
+        if self.state in (EngineState.BOOTING, EngineState.SYNCING):
+            self.set_state(EngineState.ROLLING)
+        self._changes.notify()
+        try:
+            async with asyncio.timeout(wait_s):
+                while (selection := self._selection()) is None:
+                    await self._changes.wait()
+        except TimeoutError:
+            return None
+        return await self._hand_over(selection)
+
+    async def trainer_ended(self, state: EngineState, detail: str) -> None:
+        """Its proxy and engine are gone: so are the open episodes. What ended is kept."""
+        await self.episodes.abandon(
+            f"the trainer ended: {detail}" if detail else "the engine was stopped"
+        )
+        for view in self._batched:
+            view.batch = None
+        await self._mark(self._batched, EpisodeState.ENDED)
+        self.episodes.ended = [*self._batched, *self.episodes.ended]
+        self._batched = []
+        self.episodes.connect(None, None)
+        self.set_state(state, detail)
+
+    # Inside.
+
+    async def _reap(self) -> None:
+        """Reclaims and drains, woken by changes and deadlines."""
+        while True:
+            self._drain()
+            if self._drain_until is not None and self._drain_until <= time.time():
+                self._drain_until = None
+                reason = "its batch was full, and it took too long to end"
+                await self.episodes.abandon(reason, kind="train")
+            next_look = await self.episodes.expire()
+            deadlines = [at for at in (next_look, self._drain_until) if at is not None]
+            delay_s = min(deadlines, default=time.time() + 3600) - time.time()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, delay_s)):
+                    await self._changes.wait()
+
+    def _refusal(self, wanted: Claim) -> str | None:
+        if self.state is not EngineState.ROLLING or not self.episodes.have_proxy:
+            return f"the engine is {self.state.value}"
+        open_ = self.episodes.open_views
+        if wanted.kind == "eval":
+            full = len(open_) >= self.settings.max_open
+            return f"{len(open_)} episodes are open" if full else None
+        if self._status_selection() is not None:
+            return "the batch is full"
+        return refusal(
+            task_id=wanted.task_id,
+            source=wanted.source,
+            open_=open_,
+            ended=self.episodes.ended,
+            settings=self.settings,
+        )
+
+    def _refused(self, wanted: Claim) -> SwarmError:
+        why = self._refusal(wanted) or "somebody else was faster"
+        throttled = self.state is EngineState.ROLLING
+        return SwarmError(why, "throttled" if throttled else "state")
+
+    def _status_selection(self) -> Selection | None:
+        return select(
+            self.episodes.ended,
+            self.settings,
+            clients=self._present(),
+            agreed=frozenset(self._agreed),
+        )
+
+    def _selection(self) -> Selection | None:
+        """The batch, once it may be handed over."""
+        if self.state not in (EngineState.ROLLING, EngineState.DRAINING):
+            return None
+        selection = self._status_selection()
+        training = any(view.kind == "train" for view in self.episodes.open_views)
+        if selection and self.settings.left_over != "carry" and training:
+            return None
+        return selection
+
+    def _drain(self) -> None:
+        """Begins to drain where the batch is full and open episodes are waited for."""
+        full = self._status_selection() is not None
+        if self.state is EngineState.ROLLING and full and self.settings.left_over != "carry":
+            self._drain_until = time.time() + self.settings.drain_timeout_s
+            self.set_state(EngineState.DRAINING)
+
+    async def _hand_over(self, selection: Selection) -> BatchView:
+        number = self._status.batch + 1
+        batch = [view for group in selection.groups for view in group]
+        for view in batch:
+            view.state, view.batch = EpisodeState.BATCHED, number
+        left = selection.left if self.settings.left_over == "drop" else []
+        for view in left:
+            view.state, view.reason = EpisodeState.DROPPED, f"left over from batch {number}"
+        await self._table.update([*batch, *left])
+        await self._table.remember("batch", str(number))
+        gone = {view.episode_id for view in (*batch, *left)}
+        self.episodes.ended = [view for view in self.episodes.ended if view.episode_id not in gone]
+        self._batched, self._drain_until = batch, None
+        self._agreed.clear()
+        self._status.batch = number
+        self._status.mean_reward = fmean(view.reward or 0.0 for view in batch)
+        self.set_state(EngineState.SYNCING)
+        return BatchView(number=number, groups=selection.groups)
+
+    async def _mark(self, views: Sequence[EpisodeView], state: EpisodeState) -> None:
+        for view in views:
+            view.state = state
+        await self._table.update(views)
+        if state is EpisodeState.TRAINED:
+            for view in views:
+                self.episodes.record_file(view.episode_id).unlink(missing_ok=True)
+
+    def _seen(self, client_id: str) -> None:
+        self._clients[client_id] = time.time()
+
+    def _present(self) -> frozenset[str]:
+        oldest = time.time() - CLIENT_MEMORY_S
+        return frozenset(client for client, at in self._clients.items() if at >= oldest)
+
+    async def _snapshot(self) -> Status:
+        return self._status.model_copy(
+            update={
+                "change": self._changes.count,
+                "counts": await self._table.counts(),
+                "open_episodes": len(self.episodes),
+                "collected": len(self.episodes.ended),
+                "groups_ready": groups_ready(self.episodes.ended, self.settings),
+                "groups_wanted": self.settings.groups,
+                "clients": sorted(self._present()),
+                "agreed": sorted(self._agreed),
+            }
+        )

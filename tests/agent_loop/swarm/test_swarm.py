@@ -1,0 +1,367 @@
+"""Clients, server and trainer over real HTTP; every claim a real session of a real proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agent_loop.swarm import (
+    AsyncSwarmClient,
+    EngineState,
+    EpisodeState,
+    SwarmClient,
+    SwarmError,
+)
+from proxy.record_format import decode_record
+from tests.agent_loop.swarm.conftest import TOKEN, RunningSwarm, StartSwarm
+
+ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
+
+
+async def test_two_tasks_become_a_batch_of_exactly_their_groups(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=2, group_size=2)
+    played = [
+        await swarm.play(task, reward)
+        for task, reward in (("a", 1.0), ("b", 0.0), ("a", 0.0), ("b", 1.0))
+    ]
+
+    batch = await swarm.trainer.next_batch()
+
+    assert batch is not None
+    assert [[(e.task_id, e.reward) for e in group] for group in batch.groups] == [
+        [("a", 1.0), ("a", 0.0)],
+        [("b", 0.0), ("b", 1.0)],
+    ]
+    assert (await swarm.client.status()).state is EngineState.SYNCING
+    for episode in played:
+        record = swarm.swarm.episodes.record_file(episode.episode_id)
+        session, turns = decode_record(record.read_bytes())
+        assert session.session_id == episode.episode_id
+        assert [len(turn.sampled_ids) > 0 for turn in turns] == [True]
+
+
+async def test_what_is_trained_is_said_by_the_trainers_next_call(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(**ONE)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    await swarm.trainer.next_batch()
+    assert (await swarm.client.status()).counts == {"batched": 2}
+
+    assert await swarm.trainer.next_batch(wait_s=0) is None
+
+    status = await swarm.client.status()
+    assert (status.state, status.counts, status.version) == (EngineState.ROLLING, {"trained": 2}, 1)
+    assert list(swarm.swarm.episodes.record_file("x").parent.iterdir()) == []
+
+
+async def test_each_claim_has_an_id_key_and_session_of_its_own(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    episodes = [await swarm.client.begin_episode(timeout_s=5) for _ in range(3)]
+    for attribute in ("episode_id", "key", "api_key", "base_url"):
+        assert len({getattr(episode, attribute) for episode in episodes}) == 3
+    assert await swarm.call(episodes[0]) == 200
+    assert await swarm.call(episodes[0], key=episodes[1].api_key) in (401, 403, 404)
+
+
+async def test_a_client_that_is_gone_loses_its_episode_and_its_agent_writes_nowhere(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(groups=8, max_open=1)
+    async with AsyncSwarmClient(swarm.url, TOKEN) as gone:
+        episode = await gone.begin_episode(lease_s=0.4, timeout_s=5)
+        assert await swarm.call(episode) == 200
+    # `gone` sends no more heartbeats: its slot is free within its lease.
+    again = await swarm.client.begin_episode(timeout_s=5)
+    assert again.episode_id != episode.episode_id
+    assert await swarm.call(episode) in (401, 409, 410)
+    with pytest.raises(SwarmError) as caught:
+        await swarm.client.end_episode(episode, task_id="a", reward=1.0)
+    assert caught.value.code == "late"
+    assert not await swarm.client.can_continue_episode(episode)
+    assert (await swarm.client.status()).counts["expired"] == 1
+
+
+async def test_heartbeats_keep_a_slow_episode(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.client.begin_episode(lease_s=0.3, timeout_s=5)
+    expired = asyncio.create_task(_until_gone(swarm, episode.episode_id))
+    done, _ = await asyncio.wait([expired], timeout=1.0)
+    assert not done
+    assert await swarm.client.can_continue_episode(episode)
+    expired.cancel()
+
+
+async def test_a_lifetime_ends_an_episode_heartbeats_or_not(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8, max_life_s=0.4)
+    episode = await swarm.client.begin_episode(lease_s=0.3, timeout_s=5)
+    await asyncio.wait_for(_until_gone(swarm, episode.episode_id), 5)
+    assert not await swarm.client.can_continue_episode(episode)
+
+
+async def _until_gone(swarm: RunningSwarm, episode_id: str) -> None:
+    async for _ in swarm.client.changes():
+        buffer = await swarm.client.get_episode_buffer()
+        if episode_id not in {episode.episode_id for episode in buffer}:
+            return
+
+
+async def test_ending_twice_is_one_end_and_a_different_end_is_refused(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.play("a", 1.0)
+    assert (await swarm.client.end_episode(episode, reward=1.0)).reward == 1.0
+    with pytest.raises(SwarmError) as caught:
+        await swarm.client.end_episode(episode, reward=0.0)
+    assert caught.value.code == "conflict"
+    assert (await swarm.client.status()).collected == 1
+
+
+async def test_only_the_claimant_ends_an_episode(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    await swarm.call(episode)
+    forged = episode.model_copy(update={"key": "not-the-key"})
+    for attempt in (
+        swarm.client.end_episode(forged, reward=1.0),
+        swarm.client.abort_episode(forged),
+        swarm.client.can_continue_episode(forged),
+    ):
+        with pytest.raises(SwarmError) as caught:
+            await attempt
+        assert caught.value.code == "not_yours"
+    assert (await swarm.client.end_episode(episode, reward=0.0)).reward == 0.0
+
+
+async def test_every_route_wants_the_token(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm()
+    routes = [
+        ("GET", "/v1/status"),
+        ("GET", "/v1/events"),
+        ("GET", "/v1/config"),
+        ("PUT", "/v1/config"),
+        ("POST", "/v1/start"),
+        ("POST", "/v1/stop"),
+        ("POST", "/v1/agree"),
+        ("POST", "/v1/episodes"),
+        ("GET", "/v1/episodes"),
+        ("POST", "/v1/episodes/e/end"),
+        ("POST", "/v1/episodes/e/abort"),
+        ("POST", "/v1/episodes/e/heartbeat"),
+        ("POST", "/trainer/hello"),
+        ("POST", "/trainer/next_batch"),
+        ("GET", "/trainer/records/e"),
+    ]
+    for method, path in routes:
+        for token in ("", "wrong", *([TOKEN] if path.startswith("/trainer") else [])):
+            headers = {"Authorization": f"Bearer {token}"}
+            async with swarm.http.request(method, swarm.url + path, headers=headers) as response:
+                assert response.status == 401, path
+
+
+async def test_a_reward_that_is_no_number_or_an_episode_without_a_call_is_refused(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    with pytest.raises(SwarmError, match="no answered model call"):
+        await swarm.client.end_episode(episode, reward=1.0)
+    headers = {"Authorization": f"Bearer {TOKEN}", "X-Episode-Key": episode.key}
+    url = f"{swarm.url}/v1/episodes/{episode.episode_id}/end"
+    data = '{"task_id": "a", "reward": NaN}'
+    async with swarm.http.post(url, data=data, headers=headers) as response:
+        assert response.status == 400
+
+
+async def test_a_restart_keeps_what_was_acknowledged_and_trains_it_once(
+    start_swarm: StartSwarm,
+) -> None:
+    first = await start_swarm(**ONE)
+    kept = await first.play("a", 1.0)
+    await first.play("a", 0.0)
+    assert await first.trainer.next_batch() is not None  # given, and never trained
+
+    second = await start_swarm(**ONE)
+
+    batch = await second.trainer.next_batch()
+    assert batch is not None
+    assert batch.groups[0][0].episode_id == kept.episode_id
+    assert batch.number == 2
+    assert await second.trainer.next_batch(wait_s=0) is None
+    assert (await second.client.status()).counts == {"trained": 2}
+
+
+async def test_the_trainers_end_is_seen_at_once_and_loses_no_result(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(**ONE)
+    await swarm.play("a", 1.0)
+    open_ = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    seen = asyncio.create_task(_until(swarm, EngineState.ERROR))
+
+    await swarm.swarm.trainer_ended(EngineState.ERROR, "exit code -9: out of memory")
+
+    status = await asyncio.wait_for(seen, 5)
+    assert "out of memory" in status.detail
+    assert not await swarm.client.can_continue_episode(open_)
+    with pytest.raises(SwarmError, match="error"):
+        await swarm.client.begin_episode(timeout_s=0.1)
+    await swarm.client.start_engine(timeout_s=5)
+    await swarm.play("a", 0.0)
+    assert await swarm.trainer.next_batch() is not None
+
+
+async def _until(swarm: RunningSwarm, state: EngineState) -> Any:
+    async for status in swarm.client.changes():
+        if status.state is state:
+            return status
+
+
+@pytest.mark.parametrize("left_over", ["carry", "drop", "train"])
+async def test_what_is_left_over_is_carried_dropped_or_trained(
+    start_swarm: StartSwarm, left_over: str
+) -> None:
+    swarm = await start_swarm(groups=1, group_size=2, left_over=left_over)
+    await swarm.play("b", 1.0)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    batch = await swarm.trainer.next_batch()
+    assert batch is not None
+    tasks = {group[0].task_id: len(group) for group in batch.groups}
+    status = await swarm.client.status()
+    assert tasks == ({"a": 2, "b": 1} if left_over == "train" else {"a": 2})
+    assert status.collected == (1 if left_over == "carry" else 0)
+    assert status.counts.get("dropped", 0) == (1 if left_over == "drop" else 0)
+
+
+async def test_draining_waits_for_open_episodes_and_then_aborts_them(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(left_over="drop", drain_timeout_s=0.5, **ONE)
+    slow = await swarm.client.begin_episode(task_id="b", timeout_s=5)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    await asyncio.wait_for(_until(swarm, EngineState.DRAINING), 5)
+    with pytest.raises(SwarmError):
+        await swarm.client.begin_episode(timeout_s=0.0)
+    assert await swarm.call(slow) == 200  # it may still end
+    assert await swarm.trainer.next_batch() is not None
+    assert not await swarm.client.can_continue_episode(slow)
+
+
+async def test_with_carry_an_open_episode_goes_on_across_the_update(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(**ONE)
+    slow = await swarm.client.begin_episode(task_id="b", timeout_s=5)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    assert await swarm.trainer.next_batch() is not None
+    assert await swarm.call(slow) == 200
+    assert (await swarm.client.end_episode(slow, reward=1.0)).state is EpisodeState.ENDED
+
+
+async def test_evaluation_is_never_in_a_batch(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(**ONE)
+    await swarm.play("a", 1.0, kind="eval")
+    await swarm.play("a", 0.0, kind="eval")
+    assert await swarm.trainer.next_batch(wait_s=0) is None
+    assert (await swarm.client.status()).counts == {"evaluated": 2}
+
+
+async def test_clients_agree_to_update(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(stop_rule="all_clients")
+    async with AsyncSwarmClient(swarm.url, TOKEN) as other:
+        episode = await other.begin_episode(task_id="b", timeout_s=5)
+        await swarm.call(episode)
+        await other.end_episode(episode, reward=0.0)
+        await swarm.play("a", 1.0)
+        await swarm.client.agree_sync_weights()
+        assert await swarm.trainer.next_batch(wait_s=0) is None
+        await other.agree_sync_weights()
+        batch = await swarm.trainer.next_batch()
+    assert batch is not None
+    assert [group[0].task_id for group in batch.groups] == ["b", "a"]
+
+
+async def test_two_hundred_clients_share_one_server(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=50, group_size=4, max_open=40)
+
+    async def one(number: int) -> None:
+        async with AsyncSwarmClient(swarm.url, TOKEN, f"client-{number}") as client:
+            episode = await client.begin_episode(task_id=f"t{number % 50}", timeout_s=60)
+            assert await swarm.call(episode) == 200
+            await client.end_episode(episode, reward=float(number % 2))
+
+    await asyncio.gather(*(one(number) for number in range(200)))
+    batch = await swarm.trainer.next_batch()
+    assert batch is not None
+    assert [len(group) for group in batch.groups] == [4] * 50
+    assert len({e.client_id for group in batch.groups for e in group}) == 200
+
+
+async def test_threads_with_the_synchronous_client(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=2, group_size=2)
+
+    def play(client: SwarmClient, task: str, reward: float) -> None:
+        with client.episode(task_id=task, timeout_s=20) as episode:
+            request = urllib.request.Request(
+                f"{episode.base_url}/chat/completions",
+                b'{"model": "m", "messages": [{"role": "user", "content": "Hi."}]}',
+                {"Authorization": f"Bearer {episode.api_key}"},
+            )
+            urllib.request.urlopen(request).read()
+            client.end_episode(episode, reward=reward)
+
+    def all_of_them() -> None:
+        with SwarmClient(swarm.url, TOKEN) as client, ThreadPoolExecutor(4) as threads:
+            plays = [
+                threads.submit(play, client, task, reward)
+                for task, reward in (("a", 1.0), ("a", 0.0), ("b", 1.0), ("b", 0.0))
+            ]
+            for each in plays:
+                each.result()
+
+    await asyncio.to_thread(all_of_them)
+    assert await swarm.trainer.next_batch() is not None
+
+
+async def test_a_block_left_by_an_error_aborts_its_episode(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    with pytest.raises(RuntimeError):
+        async with swarm.client.episode(task_id="a", timeout_s=5):
+            raise RuntimeError("the agent broke")
+    status = await swarm.client.status()
+    assert (status.open_episodes, status.counts) == (0, {"aborted": 1})
+
+
+async def test_a_configuration_is_taken_offline_only_and_must_be_yaml(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(rolling=False)
+    with pytest.raises(SwarmError, match="no configuration"):
+        await swarm.client.start_engine(timeout_s=5)
+    with pytest.raises(SwarmError, match="YAML"):
+        await swarm.client.sync_train_config("a: [")
+    await swarm.client.sync_train_config("model: {path: m}")
+    await swarm.client.start_engine(timeout_s=5)
+    with pytest.raises(SwarmError, match="stop it first"):
+        await swarm.client.sync_train_config("model: {path: n}")
+
+
+async def test_events_tell_every_change(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    timeout = aiohttp.ClientTimeout(total=10)
+    async with swarm.http.get(
+        f"{swarm.url}/v1/events", headers=headers, timeout=timeout
+    ) as response:
+        await response.content.readuntil(b"\n\n")
+        await swarm.client.begin_episode(timeout_s=5)
+        event = await response.content.readuntil(b"\n\n")
+    assert b'"open_episodes":1' in event
