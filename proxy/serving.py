@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from proxy.app import build_app
+from proxy.app import CONTROL_PLANE, build_app
 from proxy.config import EngineConfig, ProxyConfig
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 from proxy.errors import ConfigurationError, EngineError
@@ -39,15 +39,18 @@ async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str], Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with _engine(config, stop) as with_engine, _port(with_engine) as url:
+    async with _engine(config, stop) as with_engine, _port(with_engine) as (app, url):
         listening(with_engine, url)
         await stop.wait()
+        app[CONTROL_PLANE].withdraw()
+        await asyncio.sleep(config.limits.unready_s)
 
 
 @asynccontextmanager
 async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[ProxyConfig]:
-    """The configuration with an engine in it: a vLLM of our own where it names none."""
-    if config.engines:
+    """The configuration with an engine in it: a vLLM of our own where it names none, and no
+    relay's workers may come in."""
+    if config.engines or config.relay.token is not None:
         yield config
         return
     if config.model is None:
@@ -83,8 +86,9 @@ async def _stop_when_it_dies(server: VllmServer, stop: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def _port(config: ProxyConfig) -> AsyncIterator[str]:
-    runner = web.AppRunner(build_app(config), handler_cancellation=True, access_log=None)
+async def _port(config: ProxyConfig) -> AsyncIterator[tuple[web.Application, str]]:
+    app = build_app(config)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     gc.collect()
     gc.freeze()
@@ -99,6 +103,6 @@ async def _port(config: ProxyConfig) -> AsyncIterator[str]:
                 "free it or give another --port"
             ) from error
         host, port = runner.addresses[0][:2]
-        yield (config.public_url or f"http://{host}:{port}").rstrip("/")
+        yield app, (config.public_url or f"http://{host}:{port}").rstrip("/")
     finally:
         await runner.cleanup()

@@ -1,0 +1,43 @@
+# The recording proxy, and the relay worker (`python -m proxy.worker`): no torch, no GPU.
+#
+#   docker build -f docker/proxy.Dockerfile -t agentic-proxy .
+#   docker run -p 8000:8000 -v proxy:/data -v /models/qwen3:/model:ro --read-only --tmpfs /tmp \
+#     -e AGENTIC_PROXY_ADMIN_KEY=… -e AGENTIC_PROXY_ENGINES='[{"url": "http://gpu-0:8001"}]' agentic-proxy
+#
+# Sessions are kept in /data, the only place that is written to. Stop it with SIGTERM: calls in
+# flight may end, for `limits.shutdown_s`.
+FROM docker.io/library/debian:12.12-slim AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends binutils ca-certificates python3-pip python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+COPY docker/proxy.lock /build/
+RUN python3 -m venv --without-pip /opt/agentic \
+    && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --require-hashes \
+        --no-deps -r /build/proxy.lock \
+    && find /opt/agentic -type d -name tests -prune -exec rm -rf {} + \
+    && find /opt/agentic -name '*.so' ! -path '*.libs/*' ! -path '*/numpy/*' -exec strip --strip-unneeded {} +
+COPY proxy /opt/agentic/lib/python3.11/site-packages/proxy
+# The bytecode of what is imported, and of nothing else.
+RUN /opt/agentic/bin/python3 -c "import proxy.cli, proxy.worker"
+
+FROM docker.io/library/debian:12.12-slim
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin agentic \
+    && install -d -o agentic -g agentic /data
+COPY --from=build /opt/agentic /opt/agentic
+ENV PATH=/opt/agentic/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    AGENTIC_PROXY_HOST=0.0.0.0 \
+    AGENTIC_PROXY_PORT=8000 \
+    AGENTIC_PROXY_MODEL=/model \
+    AGENTIC_PROXY_STORE=sqlite:////data/proxy.db
+USER 10001
+WORKDIR /data
+VOLUME /data
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s CMD \
+    ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
+ENTRYPOINT ["python3", "-m", "proxy"]
+CMD ["serve"]

@@ -1,0 +1,48 @@
+# The trainer with its engine (vLLM) and its proxy, for one machine.
+#
+#   docker build -f docker/trainer.Dockerfile -t agentic-trainer .                        (CPU)
+#   docker build -f docker/trainer.Dockerfile --build-arg DEVICE=cuda -t agentic-trainer:cuda .
+#   docker run --gpus all --shm-size 16g -v /runs:/runs -v $PWD:/work:ro agentic-trainer:cuda \
+#     --config agentic_trainer.yaml trainer.dir=/runs/first
+#
+# /runs is the only place that is written to; the read-only root needs --tmpfs /tmp. CUDA's
+# libraries come with torch's wheels, the driver from the host. A C compiler stays in the image:
+# Triton and torch.compile call it at run time.
+FROM docker.io/library/debian:12.12-slim AS build
+ARG DEVICE=cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3-pip python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+COPY docker/trainer-${DEVICE}.lock /build/trainer.lock
+RUN python3 -m venv --without-pip /opt/agentic \
+    && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --no-deps \
+        --extra-index-url "${TORCH_INDEX}" -r /build/trainer.lock
+COPY pyproject.toml README.md /build/
+COPY proxy /build/proxy
+COPY agent_loop /build/agent_loop
+COPY harbor_sdk /build/harbor_sdk
+COPY trainer /build/trainer
+RUN pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --no-deps \
+        --no-build-isolation /build
+
+FROM docker.io/library/debian:12.12-slim
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev libgomp1 libnuma1 \
+        python3-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --uid 10001 --create-home --shell /usr/sbin/nologin agentic \
+    && install -d -o agentic -g agentic /runs
+COPY --from=build /opt/agentic /opt/agentic
+ENV PATH=/opt/agentic/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONPYCACHEPREFIX=/tmp/pycache \
+    HOME=/tmp \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001
+WORKDIR /work
+VOLUME /runs
+# A run is a job with an end and an exit status, so there is nothing to ask it: no health check.
+HEALTHCHECK NONE
+ENTRYPOINT ["agentic-train"]

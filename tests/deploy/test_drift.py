@@ -1,0 +1,158 @@
+"""Commands, ports, paths and variables of `docker/` and `k8s/` are those of the programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from harbor_sdk.server.config import ServerConfig
+from proxy.app import build_app
+from proxy.cli import main
+from proxy.config import ProxyConfig, load_config
+from proxy.metrics import Metrics
+from proxy.worker import WorkerConfig
+from tests.deploy.manifests import (
+    KUSTOMIZE,
+    OVERLAYS,
+    ROOT,
+    Program,
+    compose_programs,
+    entrypoint,
+    image_variables,
+    pod_programs,
+    render,
+    source_resources,
+)
+from tests.proxy.checkpoint import write_checkpoint
+
+
+def programs() -> Iterator[Program]:
+    yield from compose_programs()
+    if KUSTOMIZE.exists():
+        for overlay in OVERLAYS:
+            yield from pod_programs(render(overlay))
+    else:
+        yield from pod_programs([resource for _, resource in source_resources()])
+
+
+def of_kind(*command: str) -> list[Program]:
+    found = [p for p in programs() if p.command[: len(command)] == [*command]]
+    assert found
+    return found
+
+
+def proxies() -> list[Program]:
+    return of_kind("python3", "-m", "proxy", "serve")
+
+
+def load(program: Program, monkeypatch: pytest.MonkeyPatch) -> ProxyConfig:
+    image = image_variables(ROOT / "docker/proxy.Dockerfile")
+    for name, value in {**image, **program.variables}.items():
+        if name.startswith("AGENTIC_PROXY_"):
+            monkeypatch.setenv(name, value)
+    return load_config(None)
+
+
+@pytest.mark.parametrize("program", proxies(), ids=lambda p: p.where)
+def test_a_proxys_variables_are_its_settings(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in program.variables:
+        if name != "POSTGRES_PASSWORD":
+            assert _setting(ProxyConfig, name.removeprefix("AGENTIC_PROXY_")), name
+    config = load(program, monkeypatch)
+    assert config.admin_key is not None
+    assert not program.ports or program.ports == [config.port]
+    assert not config.on_loopback
+
+
+@pytest.mark.parametrize("program", proxies(), ids=lambda p: p.where)
+def test_a_proxy_outlives_its_longest_call(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = load(program, monkeypatch).limits
+    assert limits.call_timeout_s <= limits.shutdown_s
+    assert limits.unready_s + limits.shutdown_s + 10 <= program.stop_s
+
+
+def test_a_proxys_probes_are_routes(tmp_path: Path) -> None:
+    config = load_config(None, model=write_checkpoint(tmp_path), admin_key=SecretStr("k" * 16))
+    routes = {r.resource.canonical for r in build_app(config).router.routes() if r.resource}
+    probed = {path for program in proxies() for path, _ in program.probes}
+    assert not KUSTOMIZE.exists() or probed == {"/health", "/ready"}
+    assert probed <= routes
+    monitors = [r for _, r in source_resources() if r["kind"] == "ServiceMonitor"]
+    assert {e["path"] for m in monitors for e in m["spec"]["endpoints"]} <= routes
+
+
+def test_the_autoscalers_metric_is_exposed() -> None:
+    exposed = Metrics().exposition().decode()
+    scalers = [r for _, r in source_resources() if r["kind"] == "HorizontalPodAutoscaler"]
+    metrics = [m["pods"]["metric"]["name"] for s in scalers for m in s["spec"]["metrics"]]
+    assert metrics
+    assert all(f"# TYPE {name} gauge" in exposed for name in metrics)
+
+
+def test_a_workers_variables_are_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in of_kind("python3", "-m", "proxy.worker"):
+        for name, value in program.variables.items():
+            assert _setting(WorkerConfig, name.removeprefix("AGENTIC_WORKER_")), name
+            monkeypatch.setenv(name, value)
+        config = WorkerConfig()  # type: ignore[call-arg]
+        assert config.drain_s + 30 <= program.stop_s
+
+
+def test_a_vllm_listens_where_its_proxy_or_worker_looks() -> None:
+    servers = [p for p in programs() if p.image.startswith("docker.io/vllm/")]
+    assert servers
+    for server in servers:
+        assert "--enable-scale-out" in server.command
+        assert "--logprobs-mode=processed_logprobs" in server.command
+        assert "--port=8001" in server.command
+        assert server.ports in ([], [8001])
+    for program in proxies():
+        for engine in json.loads(program.variables.get("AGENTIC_PROXY_ENGINES", "[]")):
+            assert engine["url"].endswith(":8001")
+    for program in of_kind("python3", "-m", "proxy.worker"):
+        assert program.variables["AGENTIC_WORKER_ENGINE"] == "http://127.0.0.1:8001"
+
+
+@pytest.mark.skipif(not KUSTOMIZE.exists(), reason="run `make tools` first")
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_proxy_has_engines_or_a_relay_and_a_store(
+    overlay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [p for p in pod_programs(render(overlay)) if p.command[-1:] == ["serve"]]
+    assert len(found) == (overlay != "relay")
+    for program in found:
+        config = load(program, monkeypatch)
+        assert config.engines or config.relay.token
+        assert config.store.startswith(("sqlite:////data/", "postgresql://"))
+
+
+def test_images_run_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entrypoint(ROOT / "docker/proxy.Dockerfile") == ["python3", "-m", "proxy"]
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "--engine" in capsys.readouterr().out
+    assert entrypoint(ROOT / "docker/trainer.Dockerfile") == ["agentic-train"]
+    assert entrypoint(ROOT / "docker/harbor.Dockerfile") == ["python3", "-m", "harbor_sdk.server"]
+    assert (ROOT / "harbor_sdk/server/__main__.py").exists()
+    harbor = image_variables(ROOT / "docker/harbor.Dockerfile")
+    settings = [name for name in harbor if name.startswith("HARBOR_SERVER_")]
+    assert {s.removeprefix("HARBOR_SERVER_").lower() for s in settings} <= set(
+        ServerConfig.model_fields
+    )
+
+
+def _setting(model: Any, name: str) -> bool:
+    """Whether `LIMITS__SHUTDOWN_S` names a field of a field of `model`."""
+    head, _, rest = name.lower().partition("__")
+    if head not in model.model_fields:
+        return False
+    return not rest or _setting(model.model_fields[head].annotation, rest)

@@ -1,0 +1,116 @@
+"""The manifests are what the API takes, what kustomize builds, and safe by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.deploy.manifests import KUSTOMIZE, OVERLAYS, pod_specs, render, source_resources
+
+API_VERSION = "1.33"
+"""The oldest that the manifests are for: sidecars and their probes are stable there."""
+WITHOUT_SCHEMA = ("ServiceMonitor",)
+"""A custom resource; the Kubernetes API's schemas do not have it."""
+
+needs_kustomize = pytest.mark.skipif(not KUSTOMIZE.exists(), reason="run `make tools` first")
+
+
+def check(resource: dict[str, Any]) -> None:
+    if resource["kind"] not in WITHOUT_SCHEMA:
+        kubernetes_validate.validate(resource, API_VERSION, strict=True)
+
+
+def test_every_resource_is_valid_as_it_is_written() -> None:
+    resources = list(source_resources())
+    assert len(resources) > 10
+    for path, resource in resources:
+        try:
+            check(resource)
+        except kubernetes_validate.ValidationError as error:
+            pytest.fail(f"{path}: {resource['kind']}: {error}")
+
+
+def test_the_validation_sees_a_misspelt_key() -> None:
+    _, deployment = next(item for item in source_resources() if item[1]["kind"] == "Deployment")
+    deployment["spec"]["template"]["spec"]["terminationGraceSeconds"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check(deployment)
+
+
+@needs_kustomize
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_builds_to_valid_resources(overlay: str) -> None:
+    resources = render(overlay)
+    for resource in resources:
+        check(resource)
+    names = [(r["kind"], r["metadata"]["name"]) for r in resources]
+    assert len(names) == len(set(names))
+    assert {r["metadata"].get("namespace") for r in resources if r["kind"] != "Namespace"} == {
+        "agentic-workers" if overlay == "relay" else "agentic"
+    }
+
+
+@needs_kustomize
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_a_pod_refers_to_is_there(overlay: str) -> None:
+    resources = render(overlay)
+    claims = {r["metadata"]["name"] for r in resources if r["kind"] == "PersistentVolumeClaim"}
+    given_by_the_user = {"agentic-model"}
+    for name, spec in pod_specs(resources):
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        (workload,) = [r for r in resources if f"{r['kind']}/{r['metadata']['name']}" == name]
+        templates = workload["spec"].get("volumeClaimTemplates", ())
+        volumes |= {template["metadata"]["name"]: {} for template in templates}
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            mounts = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounts <= set(volumes), f"{name}/{container['name']}"
+        for volume in volumes.values():
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            assert claim is None or claim in claims | given_by_the_user
+            kinds = [key for key in volume if key != "name"]
+            assert len(kinds) <= 1, f"{name}: {volume}"
+
+
+@needs_kustomize
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_select(overlay: str) -> None:
+    resources = render(overlay)
+    labels = [
+        r["spec"]["template"]["metadata"]["labels"]
+        for r in resources
+        if r["kind"] in ("Deployment", "StatefulSet")
+    ]
+    for resource in resources:
+        spec = resource.get("spec", {})
+        selector = spec.get("selector") or spec.get("podSelector")
+        if resource["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy") and selector:
+            wanted = selector.get("matchLabels", selector)
+            assert any(wanted.items() <= have.items() for have in labels), resource["metadata"]
+
+
+@pytest.mark.parametrize(
+    "path_and_resource", list(source_resources()), ids=lambda item: item[0].stem
+)
+def test_pods_have_no_rights_that_they_do_not_need(
+    path_and_resource: tuple[object, dict[str, Any]],
+) -> None:
+    for name, spec in pod_specs([path_and_resource[1]]):
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["enableServiceLinks"] is False, f"{name}: Service variables would be settings"
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["runAsUser"] > 0, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False, name
+            assert context["capabilities"] == {"drop": ["ALL"]}, name
+            assert container["name"] == "vllm" or context["readOnlyRootFilesystem"] is True, name
+            assert container["resources"]["requests"], name
+            assert "memory" in container["resources"]["limits"], name
+
+
+def test_no_secret_is_written_down() -> None:
+    for path, resource in source_resources():
+        assert resource["kind"] != "Secret", path
