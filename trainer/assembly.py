@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
@@ -18,6 +19,7 @@ from agent_loop.harbor_tasks import HarborDataset, read_harbor_dir
 from agent_loop.launchers.command import CommandLauncher
 from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
 from agent_loop.launchers.protocol import Launcher
+from agent_loop.producers.asynchronous import AsyncSettings
 from agent_loop.producers.groups import BatchSettings
 from agent_loop.records import Task
 from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
@@ -27,7 +29,7 @@ from agent_loop.rewards.verifier import Verifier
 from agent_loop.tasks import Source, TaskStream, read_jsonl
 from proxy.client import ProxyClient
 from proxy.records import Ids
-from trainer.config import DataConfig, TrainerConfig
+from trainer.config import DataConfig, RolloutConfig, TrainerConfig
 from trainer.errors import ConfigError
 from trainer.learner import Learner, build_learner
 from trainer.probe import probe_ids
@@ -74,7 +76,26 @@ def assemble(config: TrainerConfig) -> Parts:
     text = orjson.dumps(dict((held_out or [tasks.draw()])[0].data), default=str).decode()
     probe = probe_ids(config.model.path, text)
     tasks.restore({})
-    return Parts(_learner(config), tasks, held_out, launcher, rewards, probe)
+    return Parts(build_models(config), tasks, held_out, launcher, rewards, probe)
+
+
+def build_models(config: TrainerConfig) -> Learner:
+    """The models, on the configured device.
+
+    Raises:
+        ConfigError: a path is not a checkpoint of a causal model.
+    """
+    device = config.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(config.trainer.seed)
+    return build_learner(
+        config.model,
+        config.optimizer,
+        config.algorithm,
+        device=device,
+        batches=config.trainer.steps,
+    )
 
 
 def _launcher(config: TrainerConfig) -> Launcher:
@@ -86,12 +107,31 @@ def _launcher(config: TrainerConfig) -> Launcher:
 
 
 def batch_settings(config: TrainerConfig) -> BatchSettings:
+    return BatchSettings(**_batch(config.rollout))
+
+
+def async_settings(config: TrainerConfig) -> AsyncSettings:
     rollout = config.rollout
-    return BatchSettings(
-        groups=rollout.groups_per_step,
-        group_size=rollout.group_size,
-        max_concurrent=rollout.concurrency,
+    return AsyncSettings(
+        **_batch(rollout),
+        max_staleness=rollout.max_staleness,
+        stale=rollout.stale,
+        over_sample=rollout.over_sample,
+        partial_rollout=rollout.partial_rollout,
+        tail_groups=rollout.tail_groups,
     )
+
+
+def _batch(rollout: RolloutConfig) -> dict[str, Any]:
+    return {
+        "groups": rollout.groups_per_step,
+        "group_size": rollout.group_size,
+        "max_concurrent": rollout.concurrency,
+        "min_group_size": rollout.min_group_size,
+        "drop_uniform": rollout.drop_uniform_groups,
+        "max_resamples": rollout.max_resamples,
+        "straggler_factor": rollout.straggler_factor,
+    }
 
 
 def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
@@ -157,18 +197,4 @@ def _harbor_dataset(data: DataConfig, root: Path, limit: int | None) -> HarborDa
         limit=limit,
         cache_dir=data.harbor_cache_dir,
         overwrite=data.harbor_overwrite,
-    )
-
-
-def _learner(config: TrainerConfig) -> Learner:
-    device = config.trainer.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(config.trainer.seed)
-    return build_learner(
-        config.model,
-        config.optimizer,
-        config.algorithm,
-        device=device,
-        batches=config.trainer.steps,
     )

@@ -1,7 +1,8 @@
-"""`agentic-train`: a run from a configuration, its report.
+"""`agentic-train`: a run from a configuration, its continuation, its report.
 
     agentic-train --config FILE [key=value …]     train
     agentic-train --config FILE --check           print the resolved configuration and end
+    agentic-train resume RUN [key=value …]        continue a run that was cut
     agentic-train report RUN                      write RUN/report.html from what is there
 
 Invariant: whatever is wrong ends in one line on standard error and an exit code other than 0 (2:
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="YAML; see docs/configuration.md"
     )
     parser.add_argument("--check", action="store_true", help="only check the configuration")
-    parser.add_argument("words", nargs="*", metavar="[report RUN] [key=value …]")
+    parser.add_argument("words", nargs="*", metavar="[resume RUN | report RUN] [key=value …]")
     return parser
 
 
@@ -57,16 +58,20 @@ def _run(words: Sequence[str], config: Path | None, *, check: bool) -> int:
     command, rest = (words[0], words[1:]) if words and "=" not in words[0] else ("train", words)
     if command == "report":
         return _report(rest)
-    if command not in ("train",):
-        raise ConfigError(f"{command!r}: expected key=value, or report RUN")
-    from trainer.start import check_only, train
+    if command not in ("train", "resume"):
+        raise ConfigError(f"{command!r}: expected key=value, resume RUN or report RUN")
+    from trainer.start import begin, check_only, resume
 
+    if command == "resume":
+        if not rest or "=" in rest[0]:
+            raise ConfigError("resume: give the run's folder, like runs/quickstart")
+        return resume(Path(rest[0]), rest[1:], os.environ)
     if config is None:
         raise ConfigError("--config: missing; give a YAML file, like agentic_trainer.yaml")
     if check:
         print(check_only(config, rest, os.environ), end="")
         return 0
-    return train(config, rest, os.environ)
+    return begin(config, rest, os.environ)
 
 
 def _report(words: Sequence[str]) -> int:

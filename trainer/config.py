@@ -164,7 +164,20 @@ class RolloutConfig(Section):
     concurrency: int = Field(32, ge=1)
     """Trials that run at a time."""
     max_staleness: int = Field(1, ge=0)
-    """Separate only: a group whose oldest token is older than this many updates is dropped."""
+    """Separate only: updates that a token may be behind the weights that train on it."""
+    stale: Literal["drop", "mask"] = "drop"
+    """Separate only: an older group is dropped as a whole, or its old tokens are not trained."""
+    over_sample: float = Field(0.0, ge=0)
+    """Separate only: further groups alive, as a share of `groups_per_step`; the first to finish
+    make the batch."""
+    partial_rollout: bool = True
+    """Separate only: trials go on across a weight update, each token with its version."""
+    tail_groups: int = Field(0, ge=0)
+    """Separate only: cancelled tasks are run again once there are so many; 0: dropped."""
+    min_group_size: int = Field(1, ge=1)
+    """A group with fewer trainable rollouts is replaced by another task's."""
+    straggler_factor: float | None = Field(None, gt=1)
+    """A trial is aborted after this many times its finished siblings' median time."""
     drop_uniform_groups: bool = False
     """Groups whose rewards are all equal are replaced by others (DAPO's dynamic sampling)."""
     max_resamples: int = Field(4, ge=1)
@@ -184,9 +197,9 @@ class TrainerSection(Section):
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto`: the first GPU where there is one."""
     save_every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: only at the end, at a stop, and at a best evaluation."""
     keep_last: int = Field(2, ge=1)
-    """Checkpoints kept, besides the one with the best evaluation."""
+    """Checkpoints kept, besides the one with the best evaluation on schedule."""
     stop_at_success: float | None = Field(None, gt=0, le=1)
     """Stop when an evaluation on schedule reaches this."""
 

@@ -1,102 +1,71 @@
-"""`TrainController`: the low-level steps of learning, and `fit`, which is their composition.
+"""`TrainController`: the low-level steps of learning, on a batch of what agents did.
+
+    groups ─▶ build_batch ─▶ compute_logprobs ─▶ compute_ref_logprobs ─▶ compute_values
+           ─▶ compute_advantages ─▶ train_step ─▶ sync_weights
+
+`learn` is all but the last of these; `trainer.fit` puts sampling around them.
 
 Invariant: what is trained is what was sampled. Every step checks that each rollout's trained
 tokens are as many as its sampled ones, and that trainer and engine give tokens of the same weights
 the same probabilities; it stops the run where they do not.
-
-    groups ─▶ build_batch ─▶ compute_logprobs ─▶ compute_ref_logprobs ─▶ compute_values
-           ─▶ compute_advantages ─▶ train_step ─▶ sync_weights
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from agent_loop.evaluator import EvalReport
 from agent_loop.records import Group
 from trainer.batch import Batch, build_batch
+from trainer.checkpoint import (
+    generator_state,
+    random_state,
+    restore_generator,
+    restore_random_state,
+)
 from trainer.config import TrainerConfig
 from trainer.errors import TrainingError
 from trainer.learner import Learner
 from trainer.probe import score_ids
 from trainer.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
-from trainer.run_control import RunControl, StopRequested
-from trainer.run_log import RunLog
+from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync
 
 Metrics = dict[str, float]
 
 
-class Producer(Protocol):
-    """Implementations: `agent_loop.producers`, synchronous and asynchronous."""
-
-    async def next_batch(self, version: int) -> list[Group]: ...
-
-
-class Evaluates(Protocol):
-    """Implementation: `agent_loop.evaluator.Evaluator`."""
-
-    async def evaluate(self, version: int) -> EvalReport: ...
-
-
 class TrainController:
-    """Example: a step of one's own, without `fit`:
+    """Example: a step of one's own:
     batch = build_batch(groups)
     metrics = controller.compute_logprobs(batch) | controller.compute_advantages(batch)
     metrics |= controller.train_step(batch) | controller.sync_weights()
     """
 
-    def __init__(self, config: TrainerConfig, learner: Learner, sync: WeightSync) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        learner: Learner,
+        sync: WeightSync,
+        probe: Sequence[int] = (),
+    ) -> None:
+        """`probe`: what trainer and engine are compared on after each update; none: nothing."""
         self.config = config
         self.learner = learner
         self.policy = learner.policy
         self.algorithm = learner.algorithm
         self.sync = sync
+        self.probe = list(probe)
         self.step = 0
         """Training steps made."""
         self.version = 0
-        """Of the policy's weights; one more per step."""
+        """Of the policy's weights: one more with every update."""
         self.generator = torch.Generator().manual_seed(config.trainer.seed)
         """Orders mini-batches."""
-        self.probe: Sequence[int] = ()
-        """What trainer and engine are compared on after each update; none: they are not."""
-
-    async def fit(
-        self, producer: Producer, evaluator: Evaluates | None, log: RunLog, control: RunControl
-    ) -> str:
-        """Trains to the configured end: `done`, or `stopped` when it was asked to stop."""
-        evals = self.config.eval
-        try:
-            log.progress.phase(self.step, "sending weights")
-            await asyncio.to_thread(self.sync_weights)
-            if evaluator and evals.before and self.step == 0:
-                await self.evaluate("before", evaluator, log, control)
-            while not self._over(log):
-                await self._fit_step(producer, log, control)
-                if evaluator and evals.every and self.step % evals.every == 0:
-                    await self.evaluate(str(self.step), evaluator, log, control)
-            if evaluator and evals.after:
-                await self.evaluate("after", evaluator, log, control)
-        except StopRequested:
-            return "stopped"
-        return "done"
-
-    async def evaluate(
-        self, name: str, evaluator: Evaluates, log: RunLog, control: RunControl
-    ) -> float:
-        """Held-out success, logged under `name`."""
-        log.progress.phase(self.step, f"evaluation {name}")
-        report = await control.wait_for(evaluator.evaluate(self.version))
-        log.evaluation(self.step, name, report)
-        return report.overall.success
 
     def learn(self, groups: Sequence[Group]) -> Metrics:
-        """One update from one batch of groups: every step but sampling and sync.
+        """One update from one batch of groups. `actor/update_steps` is 0 where none was made.
 
         Raises:
             TrainingError: nothing in the batch can be trained, or what would be trained is not
@@ -114,19 +83,20 @@ class TrainController:
             self.train_step,
         ):
             metrics |= part(batch)
+        self.step += 1
+        if metrics["actor/update_steps"]:
+            self.version += 1
         return metrics
 
     def compute_logprobs(self, batch: Batch) -> Metrics:
-        """Sets `batch.prox_logprobs`: the policy's before the update; how far the engine's are.
+        """Sets `batch.prox_logprobs`, the policy's before the update; how far the engine's are.
 
         Raises:
             TrainingError: tokens of the present weights have other probabilities here.
         """
-        if not self.algorithm.needs_prox:
-            return {}
         scores = self.learner.compute_logprobs(batch, temperature=self.config.rollout.temperature)
         metrics = mismatch_metrics(batch, scores.logprobs, self.version)
-        metrics["actor/entropy"] = float(scores.entropy.mean())
+        metrics["actor/entropy_before"] = float(scores.entropy.mean())
         mean = metrics.get("mismatch/logp_abs_mean", 0.0)
         if mean > self.config.mismatch_tolerance:
             raise TrainingError(
@@ -137,7 +107,7 @@ class TrainController:
         return metrics
 
     def compute_ref_logprobs(self, batch: Batch) -> Metrics:
-        """Sets `batch.ref_logprobs` where the algorithm has a reference (or a teacher)."""
+        """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` where the algorithm needs them."""
         self.learner.compute_ref_logprobs(batch, temperature=self.config.rollout.temperature)
         return {}
 
@@ -153,47 +123,47 @@ class TrainController:
     def train_step(self, batch: Batch) -> Metrics:
         """The optimizer steps of one batch, each in as many micro-batches as memory needs.
 
-        No step is made, and `actor/update_steps` is 0, where the algorithm trains on no group.
+        No step is made, and `actor/update_steps` is 0, where the algorithm trains on no group,
+        and while only the critic warms up.
         """
-        return self.learner.train_step(
+        metrics = self.learner.train_step(
             batch,
             temperature=self.config.rollout.temperature,
             version=self.version,
             generator=self.generator,
         )
+        return {"actor/update_steps": 0.0} | metrics
 
     def sync_weights(self) -> Metrics:
-        """The policy's weights into every engine, and the proof that they serve them."""
+        """The policy's weights into every engine, and the proof that they serve them.
+
+        Raises:
+            WeightSyncError: an engine refused them, or does not serve them.
+        """
         report = self.sync.push(self.policy.named_hf_parameters(), self.version)
         metrics = {"sync/paused_s": report.paused_s, "sync/total_s": report.total_s}
         if self.config.engine.verify and len(self.probe) > 1:
             ours = score_ids(self.policy, self.probe)
             tolerance = self.config.mismatch_tolerance
-            metrics["sync/probe_abs_mean"] = self.sync.verify(list(self.probe), ours, tolerance)
+            metrics["sync/probe_abs_mean"] = self.sync.verify(self.probe, ours, tolerance)
         return metrics
 
-    async def _fit_step(self, producer: Producer, log: RunLog, control: RunControl) -> None:
-        clock = _Clock()
-        step = self.step + 1
-        log.progress.phase(step, "sampling")
-        groups = await control.wait_for(producer.next_batch(self.version))
-        clock.lap("sample")
-        log.progress.phase(step, "training")
-        metrics = await asyncio.to_thread(self.learn, groups)
-        clock.lap("train")
-        if metrics["actor/update_steps"]:
-            self.version += 1
-            metrics |= await asyncio.to_thread(self.sync_weights)
-        clock.lap("sync")
-        self.step = step
-        metrics |= clock.metrics(metrics.get("rollout/sampled_tokens", 0.0))
-        metrics["policy_version"] = float(self.version)
-        log.step(step, metrics, [r for group in groups for r in group.rollouts])
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the run besides the learners' tensors, as JSON."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "generator": generator_state(self.generator),
+            "random": random_state(),
+        }
 
-    def _over(self, log: RunLog) -> bool:
-        limits = self.config.trainer
-        late = limits.max_wall_s is not None and log.wall_s >= limits.max_wall_s
-        return late or self.step >= limits.steps
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step, self.version = int(state["step"]), int(state["version"])
+        restore_generator(self.generator, state["generator"])
+        restore_random_state(state["random"])
+
+    def weights(self) -> Iterator[Named]:
+        return self.policy.named_hf_parameters()
 
 
 def check_tokens(groups: Sequence[Group], batch: Batch) -> None:
@@ -218,26 +188,3 @@ def check_tokens(groups: Sequence[Group], batch: Batch) -> None:
                 f"rollout {trial}: {count} tokens were sampled, {trained.get(trial, 0):.0f} would "
                 "be trained"
             )
-
-
-class _Clock:
-    """Seconds per phase of a step."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._started = self._last = now()
-        self._laps: Metrics = {}
-
-    def lap(self, name: str) -> None:
-        now = self._now()
-        self._laps[f"time/{name}_s"] = now - self._last
-        self._last = now
-
-    def metrics(self, tokens: float) -> Metrics:
-        total = self._last - self._started
-        return self._laps | {
-            "time/step_s": total,
-            "throughput/tokens_per_s": tokens / total,
-            "throughput/sample": tokens / self._laps["time/sample_s"],
-            "throughput/train": tokens / self._laps["time/train_s"],
-        }

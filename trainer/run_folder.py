@@ -6,6 +6,7 @@
     summary.json       eval.before.success, eval.after.success, wall_s, steps, …
     report.html        curves, evaluations, trials to read (also: agentic-train report RUN)
     checkpoints/       step-000010/, …
+    buffer.sqlite      groups that wait to be trained on (mode `separate`)
     sessions.db        the recorded sessions (agentic-proxy sessions …)
     trials/            one folder per trial: the agent's log and working directory
     trials.jsonl       one line per finished trial
@@ -36,6 +37,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
+        self.buffer = path / "buffer.sqlite"
         self.sessions = path / "sessions.db"
         self.trials = path / "trials"
         self.trials_log = path / "trials.jsonl"

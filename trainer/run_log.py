@@ -19,9 +19,11 @@ from trainer.run_folder import RunFolder
 
 
 class RunLog:
-    def __init__(self, config: TrainerConfig, folder: RunFolder, *, first_step: int = 1) -> None:
+    def __init__(self, config: TrainerConfig, folder: RunFolder, *, saved_step: int = 0) -> None:
+        """`saved_step`: of the checkpoint that the run goes on from."""
         self._folder = folder
-        self._metrics = MetricsLog(_sinks(config, folder, first_step))
+        self.saved_step = saved_step
+        self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1))
         self._trials = folder.trials_log.open("a", buffering=1)
         self._started = time.monotonic()
         self.progress = Progress(config.logging.progress, config.trainer.steps)
@@ -33,6 +35,12 @@ class RunLog:
     def wall_s(self) -> float:
         """Of the whole run, the parts before a resume included."""
         return self._wall_before_s + time.monotonic() - self._started
+
+    @property
+    def evaluations(self) -> dict[str, Any]:
+        """Those made so far, by name."""
+        made: dict[str, Any] = self.summary.get("eval", {})
+        return made
 
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Iterable[Rollout]) -> None:
         self._metrics.log(step, metrics)
@@ -55,7 +63,7 @@ class RunLog:
             f"evaluation {name}: success {overall.success:.3f} (95% {low:.2f} to {high:.2f}), "
             f"{overall.rollouts} trials of {overall.tasks} tasks, {overall.failed} failed"
         )
-        self._summarise(eval=self.summary.get("eval", {}) | {name: {"step": step} | values})
+        self._summarise(eval=self.evaluations | {name: {"step": step} | values})
 
     def finish(self, status: str, **values: Any) -> None:
         """`status`: done, stopped, or failed."""

@@ -10,13 +10,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer import main_colocated
+from trainer import main_colocated, main_separate
 from trainer.assembly import Parts, assemble
+from trainer.checkpoint import Checkpoints, Saved
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump, load
 from trainer.report import write_report
+from trainer.run import Run
 from trainer.run_control import RunControl, StopRequested
-from trainer.run_folder import RunFolder, replace_file
+from trainer.run_folder import RunFolder, replace_file, truncate_jsonl
 from trainer.run_log import RunLog
 
 
@@ -27,22 +29,42 @@ def check_only(path: Path, overrides: Sequence[str], environment: Mapping[str, s
     return dump(config)
 
 
-def train(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> int:
+def begin(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> int:
     """A new run; its exit code."""
     config = load(path, overrides, environment)
     parts = assemble(config)
     folder = RunFolder.create(config.trainer.run_dir)
     replace_file(folder.config, dump(config))
-    return _run(config, parts, folder)
+    return _run(config, parts, folder, None)
 
 
-def _run(config: TrainerConfig, parts: Parts, folder: RunFolder) -> int:
+def resume(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Goes on from the run's last checkpoint, or from its beginning; the exit code.
+
+    What the run had done after that checkpoint is done again, and its lines are dropped.
+    """
+    folder = RunFolder.open(path)
+    config = load(folder.config, overrides, environment)
+    parts = assemble(config)
+    folder.lock()
+    replace_file(folder.config, dump(config))
+    saved = Checkpoints(folder.checkpoints, keep_last=config.trainer.keep_last).latest()
+    for lines in (folder.metrics, folder.trials_log):
+        truncate_jsonl(lines, saved.step if saved else 0)
+    return _run(config, parts, folder, saved)
+
+
+def _run(config: TrainerConfig, parts: Parts, folder: RunFolder, saved: Saved | None) -> int:
     control = RunControl()
-    log = RunLog(config, folder)
+    log = RunLog(config, folder, saved_step=saved.step if saved else 0)
+    checkpoints = Checkpoints(folder.checkpoints, keep_last=config.trainer.keep_last)
+    run = Run(config, parts, folder, log, control, checkpoints, saved)
     log.progress.say(f"{dump(config)}run folder: {folder.path}")
+    if saved is not None:
+        log.progress.say(f"going on from {saved.path}")
     status = "failed"
     try:
-        status = asyncio.run(_under_signals(config, parts, folder, log, control))
+        status = asyncio.run(_under_signals(run))
     finally:
         log.finish(status)
         report = write_report(folder)
@@ -52,11 +74,11 @@ def _run(config: TrainerConfig, parts: Parts, folder: RunFolder) -> int:
     return 0 if control.signal_number is None else 128 + control.signal_number
 
 
-async def _under_signals(
-    config: TrainerConfig, parts: Parts, folder: RunFolder, log: RunLog, control: RunControl
-) -> str:
-    with control.signals():
+async def _under_signals(run: Run) -> str:
+    separate = run.config.trainer.mode == "separate"
+    train = main_separate.train if separate else main_colocated.train
+    with run.control.signals():
         try:
-            return await main_colocated.train(config, parts, folder, log, control)
+            return await train(run)
         except StopRequested:
             return "stopped"

@@ -63,8 +63,19 @@ class SyncProducer:
         """For the checkpoint that contains every batch so far."""
         return {"cursor": dict(self._tasks.cursor.taken)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._tasks.restore(state["cursor"])
+    def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+        """`state` is that of the checkpoint the trainer resumes from."""
+        if state:
+            self._tasks.restore(state["cursor"])
+
+    def set_version(self, version: int) -> None:
+        """Nothing is sampled between batches."""
+
+    def acknowledge(self, state: Mapping[str, Any]) -> None:
+        """Nothing is kept for a checkpoint that was not made."""
+
+    async def close(self) -> None:
+        """Nothing runs between batches."""
 
     async def _run(self, count: int, version: int) -> list[Group]:
         async with asyncio.TaskGroup() as running:

@@ -1,0 +1,230 @@
+"""Checkpoints: everything that a run needs to go on as if it had never been cut.
+
+    checkpoints/step-000010/
+        state/          weights, moments, schedules, as torch's DCP writes them
+        run.json        step, version, RNG states, the algorithm's and the producer's state
+        model/          the same weights as a Hugging Face checkpoint, with the tokenizer
+
+Invariant: a folder named `step-…` is whole: it is written under another name, flushed to the disk,
+and renamed. A save that fails (disk full) leaves the earlier checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from trainer.errors import CheckpointError
+from trainer.weight_sync.segment import Named
+
+SHARD_BYTES = 4 << 30
+"""Of the Hugging Face export, per file."""
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+"""What a checkpoint folder holds besides weights: configuration, tokenizer, chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Example: Saved(Path("runs/a/checkpoints/step-000010"), step=10)"""
+
+    path: Path
+    step: int
+
+
+class Checkpoints:
+    """Example: Checkpoints(folder.checkpoints, keep_last=2).latest()"""
+
+    def __init__(self, folder: Path, *, keep_last: int) -> None:
+        self._folder = folder
+        self._keep_last = keep_last
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        run: Mapping[str, Any],
+        weights: Iterator[Named],
+        model: Path,
+        *,
+        best: bool = False,
+    ) -> Saved:
+        """`state` for DCP, `run` for JSON, `weights` as in the checkpoint folder `model`.
+
+        Raises:
+            CheckpointError: it could not be written; the earlier ones are untouched.
+        """
+        final = self._folder / f"step-{step:06d}"
+        partial = self._folder / f".step-{step:06d}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "model").mkdir(parents=True)
+            with _one_process_is_meant():
+                save_distributed(dict(state), checkpoint_id=partial / "state")
+            _export(weights, model, partial / "model")
+            (partial / "run.json").write_text(json.dumps({**run, "step": step}))
+            _flush(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            if best:
+                (self._folder / "best").write_text(final.name)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"{final}: could not be saved ({_why(error)}); the earlier "
+                "checkpoints are whole: free disk space, or lower trainer.keep_last"
+            ) from error
+        self._prune()
+        return Saved(final, step)
+
+    def latest(self) -> Saved | None:
+        saved = self._all()
+        return saved[-1] if saved else None
+
+    def read_run(self, saved: Saved) -> dict[str, Any]:
+        """
+        Raises:
+            CheckpointError: it is not a checkpoint of this kind.
+        """
+        try:
+            run: dict[str, Any] = json.loads((saved.path / "run.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{saved.path}: is not a checkpoint ({error})") from error
+        return run
+
+    def load_state(self, saved: Saved, state: dict[str, Any]) -> dict[str, Any]:
+        """Fills `state`, which has the present tensors, from the checkpoint.
+
+        Raises:
+            CheckpointError: it is of another architecture or another kind of optimizer.
+        """
+        try:
+            with _one_process_is_meant():
+                load_distributed(state, checkpoint_id=saved.path / "state")
+        except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+            raise CheckpointError(
+                f"{saved.path}: does not fit model.path and optimizer of this configuration "
+                f"({_why(error)})"
+            ) from error
+        return state
+
+    def _all(self) -> list[Saved]:
+        return sorted(
+            (
+                Saved(path, int(path.name.removeprefix("step-")))
+                for path in self._folder.glob("step-*")
+            ),
+            key=lambda saved: saved.step,
+        )
+
+    def _prune(self) -> None:
+        best = self._folder / "best"
+        kept = {best.read_text()} if best.is_file() else set()
+        for saved in self._all()[: -self._keep_last]:
+            if saved.path.name not in kept:
+                shutil.rmtree(saved.path)
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator that a run draws from, as JSON."""
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [legacy[0], legacy[1].tolist(), *legacy[2:]],
+        "torch": _text(torch.get_rng_state()),
+        "cuda": [_text(state) for state in cuda],
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+
+
+def generator_state(generator: torch.Generator) -> str:
+    return _text(generator.get_state())
+
+
+def restore_generator(generator: torch.Generator, text: str) -> None:
+    generator.set_state(_tensor(text))
+
+
+def _export(weights: Iterator[Named], model: Path, folder: Path) -> None:
+    """The weights in files of at most SHARD_BYTES, and what the folder `model` has beside them."""
+    for pattern in _COPIED:
+        for file in model.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, folder)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size, total = 0, 0
+    for name, tensor in weights:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + tensor_bytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().cpu().contiguous()
+        size += tensor_bytes
+        total += tensor_bytes
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _why(error: BaseException) -> str:
+    """One line: of a traceback the last one, which is the cause."""
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return said[-1].strip()[:300]
+
+
+def _flush(folder: Path) -> None:
+    """Everything below the folder, on the disk before it gets its name."""
+    for path in sorted(folder.rglob("*")):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """DCP warns whenever there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
