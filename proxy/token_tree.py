@@ -35,7 +35,7 @@ from proxy.rendering.rendering import Rendering
 QUOTED_TURNS = 64
 """How far back a summary is looked for in what was said: a fork must not cost the whole session."""
 MIN_QUOTE_CHARS = 40
-"""An earlier answer quoted at this length or more in a new history is a summary of it."""
+"""A new history that quotes this much of an earlier answer's longest line is a summary of it."""
 FORK_CANDIDATES = 16
 """Paths compared token by token for a fork's deepest common point: the likeliest and latest."""
 
@@ -134,7 +134,8 @@ class TokenTree:
             if turn.answer_key[SYSTEM] == RAW:
                 self._raw_lengths.add(int.from_bytes(turn.answer_key[TOOLS], "little"))
         if turn.answer:
-            node.quote = load_answer(turn.answer).text.strip()[: 2 * MIN_QUOTE_CHARS]
+            lines = load_answer(turn.answer).text.splitlines()
+            node.quote = max(lines, key=len, default="").strip()[: 2 * MIN_QUOTE_CHARS]
 
     def same_requests(self, request_key: bytes) -> list[Node]:
         """Turns that were asked the same, in order."""

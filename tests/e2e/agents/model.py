@@ -42,10 +42,10 @@ def play(prompt: str) -> str:
     # smolagents puts results into user messages.
     done = max(prompt.count("<tool_response>\n"), prompt.count("\nObservation:\n"))
     if done < len(COMMANDS):
-        return f"Step {done + 1}.\n" + _call(shell, SHELLS[shell](COMMANDS[done]))
+        return f"Step {done + 1}.\n" + call(shell, SHELLS[shell](COMMANDS[done]))
     if "final_answer" in offered:
-        return _call("final_answer", {"answer": DONE})
-    return _call(shell, SHELLS[shell](SUBMIT)) if SUBMIT in prompt else DONE
+        return call("final_answer", {"answer": DONE})
+    return call(shell, SHELLS[shell](SUBMIT)) if SUBMIT in prompt else DONE
 
 
 def _offered(prompt: str) -> list[str]:
@@ -55,6 +55,6 @@ def _offered(prompt: str) -> list[str]:
     return [tool.get("function", tool)["name"] for tool in offered]
 
 
-def _call(tool: str, arguments: dict[str, Any]) -> str:
+def call(tool: str, arguments: dict[str, Any]) -> str:
     call = {"name": tool, "arguments": arguments}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"

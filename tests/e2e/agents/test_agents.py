@@ -83,7 +83,9 @@ async def proxy(start_proxy: StartProxy) -> RunningProxy:
     return proxy
 
 
-async def trial(proxy: RunningProxy, command: CommandSettings, folder: Path) -> Rollout:
+async def trial(
+    proxy: RunningProxy, command: CommandSettings, folder: Path, prompt: str = PROMPT
+) -> Rollout:
     path = f"{AGENTS}/npm/node_modules/.bin:{AGENTS}/python/bin:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
     settings = LoopSettings(trials_dir=folder, timeout_s=120, max_retries=0, keep_workspaces=True)
@@ -95,7 +97,7 @@ async def trial(proxy: RunningProxy, command: CommandSettings, folder: Path) -> 
         settings,
     )
     try:
-        return await loop.run(Task("hi", {"prompt": PROMPT}), kind=SessionKind.TRAIN)
+        return await loop.run(Task("hi", {"prompt": prompt}), kind=SessionKind.TRAIN)
     finally:
         await loop.close()
 
