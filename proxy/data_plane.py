@@ -7,11 +7,12 @@ the right thing; a stream's terminal event is sent only after its turns are reco
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import re
 from typing import Any
 
 import orjson
-import shortuuid
 from aiohttp import web
 
 from proxy.calls import Caller, Calls, check_limits
@@ -49,6 +50,8 @@ class DataPlane:
         self._dialects = dialects
         self._metrics = metrics
         self._in_flight = 0
+        self._process = os.urandom(8).hex()
+        self._answers = itertools.count()
         limits = config.sessions
         self._session_limits = {
             "max_turns": limits.max_turns,
@@ -144,7 +147,7 @@ class DataPlane:
     async def _whole(
         self, request: web.Request, dialect: Dialect, call: Call, running: LiveCall
     ) -> web.StreamResponse:
-        body = dialect.whole(call, shortuuid.uuid(), await running.outcomes())
+        body = dialect.whole(call, self._answer_id(), await running.outcomes())
         response = web.Response(body=body, content_type="application/json")
         await response.prepare(request)
         await response.write_eof()
@@ -155,7 +158,7 @@ class DataPlane:
     ) -> web.StreamResponse:
         """Nothing is sent before the first piece (or the first silence), so that a call that fails
         at once still fails with its status."""
-        writer = dialect.writer(call, shortuuid.uuid())
+        writer = dialect.writer(call, self._answer_id())
         response = _event_stream()
 
         async def send(data: bytes) -> None:
@@ -176,6 +179,10 @@ class DataPlane:
             await send(writer.end(outcomes))
         await response.write_eof()
         return response
+
+    def _answer_id(self) -> str:
+        """Like no other of this process or another: drawn once, then counted."""
+        return f"{self._process}{next(self._answers):08x}"
 
     def _admit(self) -> None:
         if self._in_flight >= self._config.limits.in_flight_calls:

@@ -54,7 +54,7 @@ class Rendering:
         self.name, self._renderer = choose_renderer(tokenizer, config)
         own = self._renderer.get_stop_token_ids()
         self.stop_token_ids = tuple(dict.fromkeys([*own, *tokenizer.stop_token_ids]))
-        self._closes = frozenset(self.stop_token_ids)
+        self.closes = frozenset(self.stop_token_ids)
 
     def full(self, conversation: Conversation) -> Ids:
         """The whole prompt, up to where the answer begins. Raises RequestError."""
@@ -113,12 +113,12 @@ class Rendering:
         except RequestError:
             return None
         begins = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-        close = next((i for i in reversed(range(begins)) if one[i] in self._closes), None)
+        close = next((i for i in reversed(range(begins)) if one[i] in self.closes), None)
         if close is None or whole[: close + 1] != one[: close + 1]:
             return None
         if whole[: len(asked)] != asked:
             return None
-        start = close + 1 if last_id in self._closes else close
+        start = close + 1 if last_id in self.closes else close
         return np.array(whole[start:], np.int32)
 
     def opening(self, name: str | None) -> Ids:
@@ -150,7 +150,7 @@ class Rendering:
         return self._assembled(parsed, sampled, calls)
 
     def before_stop(self, sampled: list[int]) -> list[int]:
-        end = next((i for i, token in enumerate(sampled) if token in self._closes), len(sampled))
+        end = next((i for i, token in enumerate(sampled) if token in self.closes), len(sampled))
         return sampled[:end]
 
     def count(self, text: str) -> int:

@@ -19,17 +19,17 @@ from proxy.records import Ids
 from proxy.rendering.rendering import Rendering
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReasoningDelta:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolCallDelta:
     index: int
     call: ToolCall
@@ -46,6 +46,10 @@ class Markers:
     end_think: int | None
     tool: int
     end_tool: int
+
+    @property
+    def all(self) -> frozenset[int | None]:
+        return frozenset((self.think, self.end_think, self.tool, self.end_tool))
 
 
 _STREAMED = {"qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>")}
@@ -108,6 +112,7 @@ class AnswerParser:
         self._stop = stop
         self._calls = calls
         self._markers = markers
+        self._marks = rendering.closes if markers is None else rendering.closes | markers.all
         self._ids: list[int] = []
         self._channel = _Channel.START
         self._plain = plain
@@ -164,6 +169,9 @@ class AnswerParser:
 
     def _step(self, token: int, markers: Markers, out: list[Delta]) -> None:
         channel = self._channel
+        if channel is _Channel.TEXT and token not in self._marks:
+            _send(self._text, TextDelta, self._stream.step(token), out)
+            return
         if channel is _Channel.STOPPED:
             return
         if token in self._rendering.stop_token_ids:
