@@ -116,11 +116,11 @@ def packed_attention(
             f"{type(module).__name__}: a sliding window of {sliding_window} tokens is shorter than"
             f" a sequence of {layout.longest}; packed attention covers full attention only"
         )
-    attend = _flex if query.is_cuda else _by_span
+    attend = _flex if query.is_cuda else attend_by_span
     return attend(query, key, value, layout, scaling).transpose(1, 2), None
 
 
-def _by_span(
+def attend_by_span(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None
 ) -> Tensor:
     """`[1, H, T, D]`; `split` rather than slices, whose backward would fill `[T]` per span."""

@@ -44,6 +44,10 @@ class OptimizerConfig(BaseModel):
     """Gradients are scaled down to this global norm."""
 
 
+class GradientError(TrainingError):
+    """The gradient of a step is not finite."""
+
+
 class Stepper:
     """The optimizer and schedule of one model."""
 
@@ -57,19 +61,27 @@ class Stepper:
     def step(self) -> Metrics:
         """Clips the gradient, updates the weights, clears the gradient.
 
-        Raises TrainingError, leaving the weights as they are, where the gradient is not finite.
+        Raises GradientError, leaving the weights as they are, where the gradient is not finite.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(f"the gradient's norm is {float(norm)}: the step was not made")
+            self.clear()
+            raise GradientError(f"the gradient's norm is {float(norm)}: the step was not made")
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear()
         return {"grad_norm": float(norm), "lr": float(lr)}
+
+    def clear(self) -> None:
+        """Drops the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradient_is_finite(self) -> bool:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments and schedule by parameter name, as torch's DCP saves them."""

@@ -73,7 +73,14 @@ class Policy:
         self.model: Any = load_model(config, trainable=optimizer is not None).to(self.device)
         self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype])
         self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
-        self.stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
+        self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
+
+    @property
+    def stepper(self) -> Stepper:
+        """The optimizer and its schedule; TrainingError for a frozen policy, which has none."""
+        if self._stepper is None:
+            raise TrainingError("this policy is frozen: it was made without an optimizer")
+        return self._stepper
 
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
         """The batch (or some of its sequences) as this rank's micro-batches.
@@ -116,16 +123,16 @@ class Policy:
     def step(self) -> Metrics:
         """Clips the gradient, updates the weights, clears the gradient.
 
-        Raises TrainingError, leaving the weights as they are, where the gradient is not finite.
+        Raises GradientError, leaving the weights as they are, where the gradient is not finite.
         """
-        return self._trained().step()
+        return self.stepper.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and schedule, for torch's DCP; TrainingError if it is frozen."""
-        return self._trained().state_dict()
+        return self.stepper.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._trained().load_state_dict(state)
+        self.stepper.load_state_dict(state)
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` as in a Hugging Face checkpoint; tied weights appear once."""
@@ -140,11 +147,6 @@ class Policy:
             raise TrainingError("this policy has no adapters to switch off: set model.lora")
         manager: AbstractContextManager[Any] = self.model.disable_adapter()
         return manager
-
-    def _trained(self) -> Stepper:
-        if self.stepper is None:
-            raise TrainingError("this policy is frozen: it was made without an optimizer")
-        return self.stepper
 
     def _score(
         self, micro: MicroBatch, batch: Batch, temperature: float, *, entropy_grad: bool

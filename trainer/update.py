@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from trainer.algorithms.value_losses import explained_variance
 from trainer.batch import Batch
 from trainer.critic import Critic
 from trainer.errors import TrainingError
+from trainer.optimizer import GradientError
 from trainer.packing import MicroBatch
 from trainer.policy import Policy
 from trainer.token_loss import Metrics
@@ -99,4 +101,29 @@ def _mini_batch(
     if metrics["trained_tokens"] != expected:
         trained = metrics["trained_tokens"]
         raise TrainingError(f"{trained:.0f} tokens were trained of the mini-batch's {expected}")
-    return metrics | model.step()
+    try:
+        return metrics | model.step()
+    except GradientError as error:
+        raise TrainingError(
+            f"{_culprit(model, batch, sequences, forward_backward)}: {error}"
+        ) from error
+
+
+def _culprit(
+    model: Policy | Critic, batch: Batch, sequences: Tensor, forward_backward: ForwardBackward
+) -> str:
+    """The rollout and turn whose tokens alone have a gradient that is not finite."""
+    if model.ranks.size > 1:
+        return "some rollout (train in one process to learn which)"
+    for sequence in sequences.tolist():
+        (micro,) = model.pack(batch, [sequence])
+        turns = batch.turns[micro.targets]
+        for turn in torch.unique(turns):
+            own = turns == turn
+            part = replace(micro, targets=micro.targets[own], predictors=micro.predictors[own])
+            forward_backward(part)
+            finite = model.stepper.gradient_is_finite()
+            model.stepper.clear()
+            if not finite:
+                return batch.name(int(part.targets[0]))
+    return "no rollout alone, but all together"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.config import Correction
 from trainer.batch import Batch
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
@@ -22,7 +23,7 @@ from trainer.policy import Policy
 from trainer.update import update_policy
 
 Step = Callable[[], float]
-"""Makes one step; its loss."""
+"""Makes one step; its gradient norm before clipping, by which contestants are compared."""
 
 
 def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: bool) -> Step:
@@ -31,11 +32,15 @@ def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: b
             "path": path,
             "compute_dtype": dtype,
             "share_prefixes": share_prefixes,
-            "max_micro_batch_tokens": 8192,
+            "max_micro_batch_tokens": 32768,
         }
     )
     policy = Policy(config, OptimizerConfig(lr=1e-6), device=device)
-    algorithm = Algorithm(AlgorithmConfig(prox="reuse", aggregation="sequence_mean_token_mean"))
+    algorithm = Algorithm(
+        AlgorithmConfig(
+            prox="reuse", correction=Correction(), aggregation="sequence_mean_token_mean"
+        )
+    )
     algorithm.compute_advantages(batch)
     generator = torch.Generator().manual_seed(0)
 
@@ -43,7 +48,7 @@ def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: b
         metrics = update_policy(
             policy, algorithm, batch, temperature=1.0, version=0, generator=generator
         )
-        return metrics["loss"]
+        return metrics["grad_norm"]
 
     return step
 
@@ -83,11 +88,12 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
 
     def step() -> float:
         trainer.model.train()
-        losses = [float(trainer.training_step(trainer.model, micro, None)) for micro in micros]
-        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        for micro in micros:
+            trainer.training_step(trainer.model, micro, None)
+        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return sum(losses)
+        return float(norm)
 
     return step
 

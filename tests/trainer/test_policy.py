@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -14,14 +15,16 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.rollouts import group
+from trainer.attention import attend_by_span
 from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError, TrainingError
 from trainer.model import LoraSettings, ModelConfig
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.policy import Policy
 from trainer.token_loss import LossFunction, TokenLoss
 
@@ -162,7 +165,6 @@ def test_merged_adapters_score_as_the_adapted_model_does(checkpoint: Path, tmp_p
     policy = make_policy(checkpoint, lora=LoraSettings(rank=2))
     reference = policy.compute_logprobs(batch, temperature=1.0).logprobs
     backward(policy, batch, weighted_sum(batch))
-    assert policy.stepper is not None
     for group_ in policy.stepper.optimizer.param_groups:
         group_["lr"] = 0.3
     policy.step()
@@ -218,3 +220,44 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="its tokenizer has 97 tokens, its model only 96"):
         make_policy(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_cuda_form_of_the_attention_sees_the_same(checkpoint: Path) -> None:
+    """FlexAttention, uncompiled and forward only on CPU, on the layout of random trees."""
+    batch = make_batch(10)
+    for share in (False, True):
+        for micro in make_policy(checkpoint, share_prefixes=share).pack(batch):
+            generator = torch.Generator().manual_seed(0)
+            shapes = ((1, 4, micro.layout.tokens, 8), (1, 2, micro.layout.tokens, 8))
+            query, key, value = (
+                torch.randn(shape, generator=generator)
+                for shape in (shapes[0], shapes[1], shapes[1])
+            )
+            spans = attend_by_span(query, key, value, micro.layout, None)
+            flex = flex_attention(
+                query, key, value, block_mask=micro.layout.block_mask, enable_gqa=True
+            )
+            torch.testing.assert_close(spans, flex, atol=1e-5, rtol=1e-5)
+
+
+def test_eight_bit_needs_its_library(checkpoint: Path) -> None:
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is installed")
+    with pytest.raises(ConfigError, match=r"optimizer.name: adamw_8bit needs bitsandbytes"):
+        Policy(ModelConfig(path=checkpoint), OptimizerConfig(name="adamw_8bit"))
+
+
+def test_schedules_warm_up_and_decay(checkpoint: Path) -> None:
+    def rates(**changes: object) -> list[float]:
+        config = OptimizerConfig.model_validate({"lr": 1.0, "warmup_steps": 2} | changes)
+        stepper = Stepper(torch.nn.Linear(2, 2), config, total_steps=6)
+        return [stepper.step()["lr"] for _ in range(7)]
+
+    assert rates() == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1])
+    linear = rates(schedule="linear", min_lr_ratio=0.2)
+    assert linear == pytest.approx([1 / 3, 2 / 3, 1, 0.8, 0.6, 0.4, 0.2])
+    cosine = rates(schedule="cosine")
+    assert cosine[2] == 1
+    assert cosine[4] == pytest.approx(0.5)
+    assert cosine[6] == pytest.approx(0)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.trainer.test_policy import make_batch, make_policy
 from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.config import Correction
 from trainer.algorithms.presets import PRESETS
-from trainer.batch import Batch
+from trainer.batch import Batch, build_batch
+from trainer.errors import TrainingError
 from trainer.policy import Policy
-from trainer.token_loss import Metrics
+from trainer.token_loss import LossFunction, Metrics, TokenLoss
 from trainer.update import update_policy
 
 
@@ -80,3 +86,61 @@ def test_a_batch_without_a_signal_makes_no_step(checkpoint: Path) -> None:
     assert update(policy, algorithm, batch) == {"update_steps": 0.0}
     for name, weight in policy.model.state_dict().items():
         assert torch.equal(weight, before[name])
+
+
+def test_a_gradient_that_is_not_finite_names_rollout_and_turn(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, policy = Algorithm(AlgorithmConfig()), make_policy(checkpoint)
+    batch = prepared(policy, algorithm)
+    bad = batch.num_tokens // 2
+    honest = algorithm.loss
+
+    def broken(*args: Any, **kwargs: Any) -> LossFunction:
+        loss = honest(*args, **kwargs)
+
+        def function(logprobs: Tensor, entropy: Tensor, targets: Tensor) -> TokenLoss:
+            result = loss(logprobs, entropy, targets)
+            result.losses.register_hook(lambda g: g.masked_fill(targets == bad, torch.inf))
+            return result
+
+        return function
+
+    monkeypatch.setattr(algorithm, "loss", broken)
+    before = copy.deepcopy(policy.model.state_dict())
+    with pytest.raises(TrainingError, match=f"{batch.name(bad)}: the gradient's norm is nan"):
+        update(policy, algorithm, batch)
+    for name, weight in policy.model.state_dict().items():
+        assert torch.equal(weight, before[name])
+
+
+def test_an_empty_batch_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(TrainingError, match="no token to train"):
+        Algorithm(AlgorithmConfig()).compute_advantages(build_batch([]))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**20), parts=st.integers(2, 5))
+def test_a_rollout_that_forks_weighs_no_more(checkpoint: Path, seed: int, parts: int) -> None:
+    """One rollout's tokens dealt to several sequences: advantages, and each rollout's share of
+    the loss, stay as they were."""
+    batch = make_batch(seed, segments=1)
+    generator = torch.Generator().manual_seed(seed)
+    forked = copy.copy(batch)
+    pieces = torch.randint(0, parts, (batch.num_tokens,), generator=generator)
+    pieces[batch.rollout != 2] = 0
+    order = torch.argsort(batch.sequence * parts + pieces, stable=True)
+    forked.sequence = (batch.sequence * parts + pieces)[order]
+    forked.sequence_rollout = batch.sequence_rollout.repeat_interleave(parts)
+    forked.sequences = tuple(ids for ids in batch.sequences for _ in range(parts))
+    for name in ("position", "ids", "turns", "logprobs", "versions", "returns"):
+        setattr(forked, name, getattr(batch, name)[order])
+    algorithm = Algorithm(AlgorithmConfig(prox="behaviour", correction=Correction()))
+    shares = []
+    for each in (batch, forked):
+        algorithm.compute_advantages(each)
+        losses = algorithm.loss(each)(
+            each.logprobs, torch.zeros(each.num_tokens), torch.arange(each.num_tokens)
+        ).losses
+        shares.append(torch.zeros(each.num_rollouts).index_add(0, each.rollout, losses))
+    torch.testing.assert_close(*shares)
