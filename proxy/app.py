@@ -14,7 +14,9 @@ from proxy.calls import Calls
 from proxy.config import EngineConfig, ProxyConfig
 from proxy.control_plane import ROUTES, ControlPlane
 from proxy.data_plane import DataPlane
+from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Engine
+from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError
 from proxy.metrics import Metrics
@@ -67,11 +69,14 @@ def build_app(
 
 
 def make_engine(config: EngineConfig) -> Engine:
-    """Raises ConfigurationError for a kind that cannot be spoken."""
+    """A client of the replica; nothing is connected yet."""
+    kinds: dict[str, Callable[..., Engine]] = {
+        "vllm": VllmEngine,
+        "completions": CompletionsEngine,
+        "sglang": SglangEngine,
+    }
     key = config.api_key.get_secret_value() if config.api_key else None
-    if config.kind == "vllm":
-        return VllmEngine(config.url, name=config.name, api_key=key, model=config.model)
-    raise ConfigurationError(f"engines.kind: {config.kind!r} is not spoken yet")
+    return kinds[config.kind](config.url, name=config.name, api_key=key, model=config.model)
 
 
 def _parts(

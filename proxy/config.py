@@ -32,7 +32,7 @@ class EngineConfig(_Section):
     """One replica that samples."""
 
     url: str
-    kind: Literal["vllm", "completions", "sglang", "text"] = "vllm"
+    kind: Literal["vllm", "completions", "sglang"] = "vllm"
     """How it is spoken to; `vllm` is the token-in/token-out route."""
     name: str | None = None
     """How `/engines` and the metrics call it; default: the URL's host and port."""

@@ -1,4 +1,5 @@
-"""An engine without a model: a server that speaks vLLM's wire and answers as a script says.
+"""An engine without a model: a server that answers as a script says, on vLLM's, SGLang's and the
+completions route's wire.
 
 For tests (in the process: `async with ScriptedEngine(script) as engine`) and for benchmarks
 (`python -m proxy.engines.scripted --answer-tokens 200`). It remembers every call, ids in and ids
@@ -11,62 +12,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from proxy.engines.vllm import ABORT, GENERATE, REQUEST_PREFIX
+from proxy.engines import sglang, vllm
+from proxy.engines.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
+
+__all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
 
 Script = Callable[[list[int]], Sequence[int]]
 """Prompt ids → answer ids, its stop token included."""
-FaultKind = Literal["error", "die", "stall", "missing_logprob", "nonsense"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens to one call, once `after_tokens` tokens were sent.
-
-    `error` answers 500 (in a stream: an error event), `die` cuts the connection, `stall` says
-    nothing more, `missing_logprob` and `nonsense` break the protocol.
-    """
-
-    kind: FaultKind
-    after_tokens: int = 0
-
-
-@dataclass(slots=True)
-class ScriptedCall:
-    """One call as the engine saw it."""
-
-    request_id: str
-    prompt_ids: list[int]
-    sampling: dict[str, Any]
-    cache_salt: str | None
-    stream: bool
-    fault: Fault | None = None
-    answer_ids: list[int] = field(default_factory=list)
-    """What was sent, a part of the script's answer where the call was cut."""
-    versions: list[int] = field(default_factory=list)
-    """Of each id of the answer."""
-    finish_reason: str | None = None
-    began: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the first token was sampled."""
-    abort: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the abort route, and by the client's going away."""
-
-    @property
-    def breaks(self) -> bool:
-        """Whether its fault ends it before its answer's end."""
-        return self.fault is not None and self.fault.kind != "missing_logprob"
-
-    @property
-    def path(self) -> list[int]:
-        return self.prompt_ids + self.answer_ids
 
 
 class ScriptedEngine:
@@ -110,11 +71,13 @@ class ScriptedEngine:
         app = web.Application(client_max_size=64 * 2**20)
         app.add_routes(
             [
-                web.post(GENERATE, self._generate),
-                web.post(ABORT, self._abort),
+                *(web.post(wire.route, self._generating(wire)) for wire in WIRES),
+                web.post(vllm.ABORT, self._abort),
+                web.post(sglang.ABORT, self._abort),
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get("/weight_info", self._weight_info),
+                web.get("/get_model_info", self._weight_info),
                 web.post("/update_weight_version", self._update_version),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
@@ -153,16 +116,17 @@ class ScriptedEngine:
     ) -> None:
         await self.close()
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = orjson.loads(await request.read())
-        call = ScriptedCall(
-            request_id=body["request_id"],
-            prompt_ids=body["token_ids"],
-            sampling=body["sampling_params"],
-            cache_salt=body.get("cache_salt"),
-            stream=bool(body.get("stream")),
-            fault=self.faults.pop(0) if self.faults else None,
-        )
+    def _generating(self, wire: Wire) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            call = wire.read(orjson.loads(await request.read()))
+            call.fault = self.faults.pop(0) if self.faults else None
+            return await self._generate(request, call, wire)
+
+        return handle
+
+    async def _generate(
+        self, request: web.Request, call: ScriptedCall, wire: Wire
+    ) -> web.StreamResponse:
         refusal = self._refusal(call)
         if refusal is not None:
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
@@ -171,9 +135,8 @@ class ScriptedEngine:
         self._running[call.request_id] = call
         self.called.set()
         try:
-            return await (
-                self._stream(request, call) if call.stream else self._whole(request, call)
-            )
+            answer = self._stream if call.stream else self._whole
+            return await answer(request, call, wire)
         except asyncio.CancelledError:
             call.finish_reason = "abort"
             call.abort.set()
@@ -194,18 +157,21 @@ class ScriptedEngine:
         self.violations.append(words)
         return words
 
-    async def _whole(self, request: web.Request, call: ScriptedCall) -> web.StreamResponse:
+    async def _whole(
+        self, request: web.Request, call: ScriptedCall, wire: Wire
+    ) -> web.StreamResponse:
         async for _ in self._sample(call):
             pass
         if call.fault is not None:
-            broken = await self._break(request, call, call.fault)
+            broken = await self._break(request, call, wire, call.fault)
             if broken is not None:
                 return broken
-        choice = _choice(call, 0, len(call.answer_ids))
-        body = {"request_id": call.request_id, "model": self.model, "choices": [choice]}
+        body = wire.write(call, 0, len(call.answer_ids))
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
-    async def _stream(self, request: web.Request, call: ScriptedCall) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, call: ScriptedCall, wire: Wire
+    ) -> web.StreamResponse:
         if call.fault is not None and call.fault.kind == "error" and not call.fault.after_tokens:
             return web.json_response({"error": {"message": "scripted fault"}}, status=500)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -213,13 +179,13 @@ class ScriptedEngine:
         with suppress(ConnectionResetError):  # the client has gone: nothing is left to say
             sent = 0
             async for at in self._sample(call):
-                await response.write(_event(call, sent, at))
+                await response.write(_event(wire, call, sent, at))
                 sent = at
             if not call.breaks:
-                await response.write(_event(call, sent, len(call.answer_ids)))
+                await response.write(_event(wire, call, sent, len(call.answer_ids)))
                 await response.write(b"data: [DONE]\n\n")
             elif call.fault is not None:
-                await self._break(request, call, call.fault, response)
+                await self._break(request, call, wire, call.fault, response)
         return response
 
     async def _sample(self, call: ScriptedCall) -> Any:
@@ -251,11 +217,12 @@ class ScriptedEngine:
         self,
         request: web.Request,
         call: ScriptedCall,
+        wire: Wire,
         fault: Fault,
         response: web.StreamResponse | None = None,
     ) -> web.StreamResponse | None:
         if response is not None and call.answer_ids:
-            await response.write(_event(call, len(call.answer_ids) - 1, len(call.answer_ids)))
+            await response.write(_event(wire, call, len(call.answer_ids) - 1, len(call.answer_ids)))
         if fault.kind == "stall":
             await call.abort.wait()
         elif fault.kind == "die" and request.transport is not None:
@@ -271,8 +238,9 @@ class ScriptedEngine:
         return None
 
     async def _abort(self, request: web.Request) -> web.Response:
-        for request_id in (await request.json())["request_ids"]:
-            self.aborts.append(request_id.removeprefix(REQUEST_PREFIX))
+        body = await request.json()
+        for request_id in body.get("request_ids") or [body["rid"]]:
+            self.aborts.append(request_id.removeprefix(vllm.REQUEST_PREFIX))
             call = self._running.get(self.aborts[-1])
             if call is not None:
                 call.abort.set()
@@ -302,11 +270,6 @@ class ScriptedEngine:
         return web.json_response({"status": "resumed"})
 
 
-def scripted_logprob(previous_id: int, token_id: int) -> float:
-    """In [-2, 0), exact in float32, the same for the same two ids."""
-    return -((previous_id * 31 + token_id * 17) % 1024 + 1) / 512
-
-
 def text_script(
     answer: Callable[[str], str],
     *,
@@ -325,37 +288,8 @@ def _bounded(answer: list[int], sampling: dict[str, Any]) -> tuple[list[int], st
     return (answer[:limit], "length") if end > limit else (answer[:end], "stop")
 
 
-def _event(call: ScriptedCall, start: int, end: int) -> bytes:
-    body = {"request_id": call.request_id, "choices": [_choice(call, start, end)]}
-    return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-def _choice(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
-    ids = call.answer_ids[start:end]
-    previous = ([call.prompt_ids[-1], *call.answer_ids])[start:end]
-    content = [
-        {"token_id": b, "logprob": scripted_logprob(a, b), "rank": 1}
-        for a, b in zip(previous, ids, strict=True)
-    ]
-    if call.fault is not None and call.fault.kind == "missing_logprob" and content:
-        content[-1]["logprob"] = -9999.0
-    last = end == len(call.answer_ids) and call.finish_reason is not None
-    return {
-        "index": 0,
-        "token_ids": ids,
-        "logprobs": {"content": content},
-        "finish_reason": call.finish_reason if last else None,
-        "stop_reason": None,
-        "weight_versions": list(_spans(call.versions)) if last else None,
-    }
-
-
-def _spans(versions: list[int]) -> Iterator[dict[str, Any]]:
-    start = 0
-    for at in range(1, len(versions) + 1):
-        if at == len(versions) or versions[at] != versions[start]:
-            yield {"version": str(versions[start]), "start": start, "end": at}
-            start = at
+def _event(wire: Wire, call: ScriptedCall, start: int, end: int) -> bytes:
+    return b"data: " + orjson.dumps(wire.write(call, start, end)) + b"\n\n"
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

@@ -6,9 +6,8 @@ server runs with `--logprobs-mode processed_logprobs`); a missing one is an erro
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,9 +15,10 @@ import msgspec
 import numpy as np
 import orjson
 
+from proxy.engines.generation import checked, version_number, watched
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import Upstream
-from proxy.errors import EngineError, ProxyError
+from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids, VersionSpan
 
 GENERATE = "/inference/v1/generate"
@@ -96,7 +96,7 @@ class VllmEngine:
     def info(self) -> EngineInfo:
         return self._info
 
-    async def generate(
+    def generate(
         self,
         prompt_ids: Ids,
         sampling: Sampling,
@@ -107,38 +107,14 @@ class VllmEngine:
     ) -> AsyncGenerator[Chunk, None]:
         body = request_body(prompt_ids, sampling, request_id, self._info.model, cache_salt, stream)
         chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
-        started, ended, self._info.in_flight = False, False, self._info.in_flight + 1
-        try:
-            async for chunk in chunks:
-                ended = chunk.finish_reason is not None
-                yield chunk
-                started = True
-                if ended:
-                    return
-            raise self._upstream.fault("ended its stream without a finish_reason")
-        except EngineError as error:
-            error.started = started
-            raise
-        except (GeneratorExit, asyncio.CancelledError):
-            if not ended:
-                with contextlib.suppress(EngineError):
-                    await self.abort(request_id)
-            raise
-        finally:
-            self._info.in_flight -= 1
-            await chunks.aclose()
+        return watched(chunks, self._info, lambda: self.abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
         await self._upstream.post(ABORT, body, timeout_s=CONTROL_TIMEOUT_S)
 
     async def check(self) -> None:
-        try:
-            await self._learn()
-        except EngineError:
-            self._info.healthy = False
-            raise
-        self._info.healthy = True
+        await checked(self._info, self._learn())
 
     async def close(self) -> None:
         await self._upstream.close()
@@ -152,10 +128,10 @@ class VllmEngine:
             info.model = info.model or served.get("id")
             info.max_context_tokens = served.get("max_model_len")
         weights = await self._upstream.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
-        info.version = _version((weights or {}).get("weight_version", ""), info.version)
+        info.version = version_number((weights or {}).get("weight_version"), info.version)
 
     async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        async with contextlib.aclosing(self._upstream.events(GENERATE, body)) as events:
+        async with aclosing(self._upstream.events(GENERATE, body)) as events:
             async for payloads in events:
                 choices, failure = self._choices(payloads)
                 if choices:
@@ -213,7 +189,8 @@ class VllmEngine:
 
     def _versions(self, spans: Iterable[_Version]) -> tuple[VersionSpan, ...]:
         versions = tuple(
-            VersionSpan(_version(s.version, self._info.version), s.start, s.end) for s in spans
+            VersionSpan(version_number(s.version, self._info.version), s.start, s.end)
+            for s in spans
         )
         if versions:
             self._info.version = versions[-1].version
@@ -273,8 +250,3 @@ def sampling_params(s: Sampling) -> dict[str, Any]:
     if s.structured is not None:
         params["structured_outputs"] = s.structured
     return params
-
-
-def _version(label: str, otherwise: int) -> int:
-    """vLLM's label is text; until someone sets a number it is `default`."""
-    return int(label) if label.isascii() and label.isdigit() else otherwise

@@ -9,6 +9,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
+from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
@@ -132,3 +133,20 @@ async def test_many_calls_at_once_each_get_their_own(engine: VllmEngine) -> None
     alone = ids(await sample(engine, greedy))
     together = await asyncio.gather(*(sample(engine, greedy) for _ in range(16)))
     assert all(ids(chunks) == alone for chunks in together)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_completions_route_gives_the_same_sample(
+    vllm: VllmServer, engine: VllmEngine, stream: bool
+) -> None:
+    portable = CompletionsEngine(vllm.url)
+    await portable.check()
+    sampling = Sampling(max_tokens=12, temperature=0.8, seed=11, top_logprobs=2)
+    (expected,) = await sample(engine, sampling, stream=False)
+    call = portable.generate(PROMPT, sampling, request_id="r", stream=stream)
+    chunks = [chunk async for chunk in call]
+    assert ids(chunks) == expected.ids
+    np.testing.assert_allclose(logprobs(chunks), expected.logprobs, atol=1e-4)
+    assert chunks[-1].finish_reason is expected.finish_reason
+    assert portable.info.max_context_tokens == TINY_CONTEXT_TOKENS
+    await portable.close()

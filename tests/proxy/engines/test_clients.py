@@ -1,4 +1,4 @@
-"""The vLLM client against the scripted server of its wire."""
+"""Every engine client against the scripted server of its wire."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.completions import CompletionsEngine
+from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
+from proxy.engines.sglang import SglangEngine
+from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, VersionSpan
@@ -25,14 +28,14 @@ async def server() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-@pytest.fixture
-async def engine(server: ScriptedEngine) -> AsyncIterator[VllmEngine]:
-    client = VllmEngine(server.url, stall_timeout_s=5.0)
+@pytest.fixture(params=[VllmEngine, CompletionsEngine, SglangEngine])
+async def engine(server: ScriptedEngine, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    client: Engine = request.param(server.url, stall_timeout_s=5.0)
     yield client
     await client.close()
 
 
-async def sample(engine: VllmEngine, *, stream: bool, **sampling: object) -> list[Chunk]:
+async def sample(engine: Engine, *, stream: bool, **sampling: object) -> list[Chunk]:
     wanted = Sampling(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
     call = engine.generate(PROMPT, wanted, request_id="r-1", cache_salt="s", stream=stream)
     return [chunk async for chunk in call]
@@ -40,7 +43,7 @@ async def sample(engine: VllmEngine, *, stream: bool, **sampling: object) -> lis
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_gives_what_the_engine_sampled(
-    server: ScriptedEngine, engine: VllmEngine, stream: bool
+    server: ScriptedEngine, engine: Engine, stream: bool
 ) -> None:
     server.version = 3
     chunks = await sample(engine, stream=stream)
@@ -49,44 +52,91 @@ async def test_gives_what_the_engine_sampled(
     expected = [scripted_logprob(a, b) for a, b in zip(path, ANSWER, strict=False)]
     assert [p for c in chunks for p in c.logprobs] == expected
     assert [c.finish_reason for c in chunks if c.finish_reason] == [FinishReason.STOP]
-    assert chunks[-1].versions == (VersionSpan(3, 0, 4),)
-    assert engine.info.version == 3
     assert engine.info.in_flight == 0
     (call,) = server.calls
     assert call.prompt_ids == PROMPT.tolist()
-    assert (call.request_id, call.cache_salt, call.stream) == ("r-1", "s", stream)
+    assert (call.cache_salt, call.stream) == ("s", stream)
 
 
 async def test_engines_own_defaults_never_bend_the_distribution(
-    server: ScriptedEngine, engine: VllmEngine
+    server: ScriptedEngine, engine: Engine
 ) -> None:
     await sample(engine, stream=False)
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 0}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     assert neutral.items() <= server.calls[0].sampling.items()
     assert server.calls[0].sampling["repetition_penalty"] == 1.0
 
 
-async def test_truncation_is_what_the_engine_says(
-    server: ScriptedEngine, engine: VllmEngine
-) -> None:
+async def test_truncation_is_what_the_engine_says(server: ScriptedEngine, engine: Engine) -> None:
     chunks = await sample(engine, stream=True, max_tokens=2)
     assert [i for c in chunks for i in c.ids] == ANSWER[:2]
     assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_versions_change_in_mid_answer(server: ScriptedEngine, engine: VllmEngine) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_whole_answer_of_one_version(
+    server: ScriptedEngine, engine: Engine, stream: bool
+) -> None:
+    server.version = 3
+    chunks = await sample(engine, stream=stream)
+    told = () if isinstance(engine, CompletionsEngine) else (VersionSpan(3, 0, 4),)
+    assert chunks[-1].versions == told
+
+
+async def test_vllm_tells_versions_that_change_in_mid_answer(server: ScriptedEngine) -> None:
+    engine = VllmEngine(server.url)
     server.token_delay_s = 0.02
     versions = ()
     async for chunk in engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r"):
         server.version = 4
         versions = chunk.versions or versions
     assert versions == (VersionSpan(0, 0, 1), VersionSpan(4, 1, 4))
+    assert engine.info.version == 4
+    await engine.close()
+
+
+@pytest.mark.parametrize("engine", [VllmEngine, SglangEngine], indirect=True)
+async def test_abort_reaches_the_engine_under_the_calls_name(
+    server: ScriptedEngine, engine: Engine
+) -> None:
+    server.token_delay_s = 30.0
+    reader = asyncio.create_task(sample(engine, stream=False))
+    await server.called.wait()
+    await engine.abort("r-1")
+    assert (await reader)[-1].finish_reason is FinishReason.CUT
+    assert server.aborts == ["r-1"]
+
+
+@pytest.mark.parametrize("engine", [CompletionsEngine], indirect=True)
+async def test_completions_without_ids_are_refused(
+    server: ScriptedEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An OpenAI-compatible server that tells texts only."""
+    body = b'{"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [-1]}}]}'
+
+    async def texts_only(*_: object, **__: object) -> bytes:
+        return body
+
+    monkeypatch.setattr(Upstream, "post", texts_only)
+    with pytest.raises(EngineError, match="token ids"):
+        await sample(engine, stream=False)
+
+
+@pytest.mark.parametrize("engine", [SglangEngine], indirect=True)
+async def test_sglang_is_asked_in_its_own_words(server: ScriptedEngine, engine: Engine) -> None:
+    await sample(engine, stream=False, seed=3, structured={"json": {"type": "object"}})
+    asked = server.calls[0].sampling
+    assert asked["max_new_tokens"] == 100
+    assert asked["sampling_seed"] == 3
+    assert asked["json_schema"] == '{"type":"object"}'
+    with pytest.raises(RequestError, match="choice"):
+        await sample(engine, stream=False, structured={"choice": ["a"]})
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("kind", ["error", "die", "nonsense", "missing_logprob"])
 async def test_engine_that_fails_is_an_engine_error(
-    server: ScriptedEngine, engine: VllmEngine, kind: str, stream: bool
+    server: ScriptedEngine, engine: Engine, kind: str, stream: bool
 ) -> None:
     server.faults = [Fault(kind)]  # type: ignore[arg-type]
     with pytest.raises(EngineError) as failed:
@@ -97,7 +147,7 @@ async def test_engine_that_fails_is_an_engine_error(
 
 @pytest.mark.parametrize("kind", ["error", "die", "nonsense"])
 async def test_failure_in_mid_stream_is_known_to_have_started(
-    server: ScriptedEngine, engine: VllmEngine, kind: str
+    server: ScriptedEngine, engine: Engine, kind: str
 ) -> None:
     server.faults = [Fault(kind, after_tokens=2)]  # type: ignore[arg-type]
     seen: list[int] = []
@@ -113,7 +163,7 @@ async def test_failure_in_mid_stream_is_known_to_have_started(
 
 
 async def test_failure_before_the_first_token_has_not_started(
-    server: ScriptedEngine, engine: VllmEngine
+    server: ScriptedEngine, engine: Engine
 ) -> None:
     server.faults = [Fault("die")]
     with pytest.raises(EngineError) as failed:
@@ -131,7 +181,7 @@ async def test_silent_engine_is_given_up(server: ScriptedEngine) -> None:
 
 
 async def test_refused_parameters_are_the_requests_fault(
-    server: ScriptedEngine, engine: VllmEngine
+    server: ScriptedEngine, engine: Engine
 ) -> None:
     server.max_context_tokens = 2
     with pytest.raises(RequestError, match="max_model_len"):
@@ -139,19 +189,19 @@ async def test_refused_parameters_are_the_requests_fault(
 
 
 async def test_closing_the_generator_aborts_the_call(
-    server: ScriptedEngine, engine: VllmEngine
+    server: ScriptedEngine, engine: Engine
 ) -> None:
     server.faults = [Fault("stall", after_tokens=1)]
     async with aclosing(
         engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r")
     ) as generation:
         await anext(generation)
-    assert server.calls[0].abort.is_set()
+    await asyncio.wait_for(server.calls[0].abort.wait(), 10)
     assert engine.info.in_flight == 0
 
 
 async def test_reader_that_stops_after_the_last_chunk_aborts_nothing(
-    server: ScriptedEngine, engine: VllmEngine
+    server: ScriptedEngine, engine: Engine
 ) -> None:
     call = engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r", stream=False)
     async with aclosing(call):
@@ -159,7 +209,7 @@ async def test_reader_that_stops_after_the_last_chunk_aborts_nothing(
     assert server.aborts == []
 
 
-async def test_cancelled_reader_aborts_the_call(server: ScriptedEngine, engine: VllmEngine) -> None:
+async def test_cancelled_reader_aborts_the_call(server: ScriptedEngine, engine: Engine) -> None:
     server.faults = [Fault("stall", after_tokens=1)]
     reader = asyncio.create_task(sample(engine, stream=True))
     await server.called.wait()
@@ -167,24 +217,25 @@ async def test_cancelled_reader_aborts_the_call(server: ScriptedEngine, engine: 
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert server.calls[0].abort.is_set()
+    await asyncio.wait_for(server.calls[0].abort.wait(), 10)
 
 
-async def test_aborted_by_the_engine_is_cut(server: ScriptedEngine, engine: VllmEngine) -> None:
+async def test_aborted_by_the_engine_is_cut(server: ScriptedEngine, engine: Engine) -> None:
     server.token_delay_s = 30.0
     reader = asyncio.create_task(sample(engine, stream=False))
     await server.called.wait()
-    await engine.abort("r-1")
+    server.calls[0].abort.set()
     assert (await reader)[-1].finish_reason is FinishReason.CUT
 
 
 async def test_check_learns_model_context_and_version(
-    server: ScriptedEngine, engine: VllmEngine
+    server: ScriptedEngine, engine: Engine
 ) -> None:
     server.version = 12
     await engine.check()
     info = engine.info
-    assert (info.model, info.max_context_tokens, info.version) == ("scripted", 131_072, 12)
+    assert (info.model, info.max_context_tokens) == ("scripted", 131_072)
+    assert info.version == (0 if isinstance(engine, CompletionsEngine) else 12)
     server.healthy = False
     with pytest.raises(EngineError):
         await engine.check()
@@ -199,7 +250,7 @@ async def test_engine_that_is_not_there_is_an_engine_error() -> None:
 
 
 async def test_scripted_engine_refuses_a_prompt_that_does_not_extend(
-    server: ScriptedEngine, engine: VllmEngine
+    server: ScriptedEngine, engine: Engine
 ) -> None:
     server.expect_extension = True
     await sample(engine, stream=False)

@@ -1,0 +1,220 @@
+"""SGLang's native `POST /generate`: `input_ids` in, ids with log-probabilities out.
+
+Invariant: ids and log-probabilities come from the same list (`output_token_logprobs`), so that one
+cannot be without the other. SGLang repeats in each event what came before, or not, by its
+settings; `completion_tokens` says how many entries of the list are new. Its log-probabilities are
+of the distribution after temperature, before top-p and top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import orjson
+
+from proxy.engines.generation import checked, version_number, watched
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.upstream import Upstream
+from proxy.engines.vllm import CONTROL_TIMEOUT_S
+from proxy.errors import RequestError
+from proxy.records import FinishReason, Ids, VersionSpan
+
+GENERATE = "/generate"
+ABORT = "/abort_request"
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.CUT,
+}
+_Entry = tuple[float | None, int, str | None]
+"""Log-probability, token id, text."""
+
+
+class _Finish(msgspec.Struct, gc=False):
+    type: str
+    matched: int | str | list[int] | None = None
+    message: str = ""
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct, gc=False):
+    completion_tokens: int = 0
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[_Entry] = []
+    output_top_logprobs: list[list[_Entry] | None] | None = None
+    weight_version: str | None = None
+
+
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+    code: int = 500
+
+
+class _Answer(msgspec.Struct, gc=False):
+    meta_info: _Meta | None = None
+    error: _Error | None = None
+
+
+class SglangEngine:
+    """Implements `proxy.engines.protocol.Engine`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        api_key: str | None = None,
+        model: str | None = None,
+        stall_timeout_s: float = 600.0,
+    ) -> None:
+        self._upstream = Upstream(url, api_key=api_key, stall_timeout_s=stall_timeout_s)
+        self._decoder = msgspec.json.Decoder(_Answer)
+        self._info = EngineInfo(
+            name=name or urlsplit(self._upstream.url).netloc, url=self._upstream.url, model=model
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def generate(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        body = {
+            "rid": request_id,
+            "input_ids": np.ascontiguousarray(prompt_ids),
+            "sampling_params": _sampling_params(sampling),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": sampling.top_logprobs,
+            "stream": stream,
+        }
+        if cache_salt is not None:
+            body["extra_key"] = cache_salt
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        chunks = self._stream(data) if stream else self._whole(data)
+        return watched(chunks, self._info, lambda: self.abort(request_id))
+
+    async def abort(self, request_id: str) -> None:
+        await self._upstream.post(
+            ABORT, orjson.dumps({"rid": request_id}), timeout_s=CONTROL_TIMEOUT_S
+        )
+
+    async def check(self) -> None:
+        await checked(self._info, self._learn())
+
+    async def close(self) -> None:
+        await self._upstream.close()
+
+    async def _learn(self) -> None:
+        await self._upstream.get("/health", timeout_s=CONTROL_TIMEOUT_S)
+        listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
+        served: dict[str, Any] = next(iter((listing or {}).get("data", [])), {})
+        self._info.model = self._info.model or served.get("id")
+        self._info.max_context_tokens = served.get("max_model_len")
+        model = await self._upstream.get("/get_model_info", timeout_s=CONTROL_TIMEOUT_S)
+        label = (model or {}).get("weight_version")
+        self._info.version = version_number(label, self._info.version)
+
+    async def _stream(self, body: bytes) -> AsyncGenerator[Chunk, None]:
+        given = 0
+        async with aclosing(self._upstream.events(GENERATE, body)) as events:
+            async for payloads in events:
+                for payload in payloads:
+                    if payload != b"[DONE]":
+                        chunk, given = self._chunk(payload, given)
+                        yield chunk
+
+    async def _whole(self, body: bytes) -> AsyncGenerator[Chunk, None]:
+        chunk, _ = self._chunk(await self._upstream.post(GENERATE, body), 0)
+        yield chunk
+
+    def _chunk(self, payload: bytes, given: int) -> tuple[Chunk, int]:
+        """What is new behind `given` tokens, and how many were given then."""
+        meta = self._decode(payload)
+        new = meta.completion_tokens - given
+        entries = meta.output_token_logprobs[-new:] if new > 0 else []
+        if len(entries) != max(new, 0):
+            raise self._upstream.fault(f"sent {len(entries)} of {new} new log-probabilities")
+        logprobs = [p for p, _, _ in entries if p is not None]
+        if len(logprobs) != len(entries):
+            raise self._upstream.fault("sent a token without its log-probability")
+        chunk = Chunk([token for _, token, _ in entries], logprobs)
+        if meta.output_top_logprobs and new > 0:
+            chunk.top_logprobs = [
+                [(token, p) for p, token, _ in top or () if p is not None]
+                for top in meta.output_top_logprobs[-new:]
+            ]
+        if meta.finish_reason is not None:
+            self._finish(chunk, meta, meta.finish_reason)
+        return chunk, meta.completion_tokens
+
+    def _finish(self, chunk: Chunk, meta: _Meta, finish: _Finish) -> None:
+        if finish.type == "abort" and finish.status_code is not None:
+            raise self._upstream.refusal(finish.status_code, finish.message)
+        if finish.type not in _FINISH:
+            raise self._upstream.fault(f"gave finish_reason {finish.type!r}")
+        chunk.finish_reason = _FINISH[finish.type]
+        chunk.stop_reason = finish.matched if isinstance(finish.matched, int | str) else None
+        if meta.weight_version is not None and meta.completion_tokens:
+            self._info.version = version_number(meta.weight_version, self._info.version)
+            chunk.versions = (VersionSpan(self._info.version, 0, meta.completion_tokens),)
+
+    def _decode(self, payload: bytes) -> _Meta:
+        try:
+            answer = self._decoder.decode(payload)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
+        if answer.error is not None:
+            raise self._upstream.refusal(answer.error.code, answer.error.message)
+        if answer.meta_info is None:
+            raise self._upstream.fault("answered without meta_info")
+        return answer.meta_info
+
+
+def _sampling_params(s: Sampling) -> dict[str, Any]:
+    """SGLang's names. Neutral values are said, too, as for vLLM."""
+    params: dict[str, Any] = {
+        "max_new_tokens": s.max_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "min_p": s.min_p,
+        "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty,
+        "repetition_penalty": s.repetition_penalty,
+        "skip_special_tokens": False,
+    }
+    if s.seed is not None:
+        params["sampling_seed"] = s.seed
+    if s.stop:
+        params["stop"] = list(s.stop)
+    if s.stop_token_ids:
+        params["stop_token_ids"] = list(s.stop_token_ids)
+    if s.structured is not None:
+        params |= _structured(s.structured)
+    return params
+
+
+def _structured(wanted: dict[str, Any]) -> dict[str, str]:
+    """From vLLM's `structured_outputs`, which the proxy speaks."""
+    if "json" in wanted:
+        schema = wanted["json"]
+        return {"json_schema": schema if isinstance(schema, str) else orjson.dumps(schema).decode()}
+    if wanted.get("json_object"):
+        return {"json_schema": '{"type": "object"}'}
+    for ours, theirs in (("regex", "regex"), ("grammar", "ebnf")):
+        if ours in wanted:
+            return {theirs: str(wanted[ours])}
+    raise RequestError(f"SGLang cannot be asked for structured output by {sorted(wanted)}")
