@@ -18,18 +18,29 @@ from agent_loop.evaluator import EvalSettings, Evaluator
 from agent_loop.harbor_tasks import HarborDataset, read_harbor_dir
 from agent_loop.launchers.command import CommandLauncher
 from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
+from agent_loop.launchers.http import HttpLauncher
 from agent_loop.launchers.protocol import Launcher
+from agent_loop.launchers.python import PythonLauncher
 from agent_loop.producers.asynchronous import AsyncSettings
 from agent_loop.producers.groups import BatchSettings
 from agent_loop.records import Task
 from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.rewards.combined import CombinedReward, Weighted
+from agent_loop.rewards.grader import Grader
+from agent_loop.rewards.judge import Judge
 from agent_loop.rewards.protocol import RewardSource
-from agent_loop.rewards.reported import LauncherReward
+from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import Verifier
 from agent_loop.tasks import Source, TaskStream, read_jsonl
 from proxy.client import ProxyClient
 from proxy.records import Ids
-from trainer.config import DataConfig, RolloutConfig, TrainerConfig
+from trainer.config import (
+    DataConfig,
+    RemoteAgentConfig,
+    RewardName,
+    RolloutConfig,
+    TrainerConfig,
+)
 from trainer.errors import ConfigError
 from trainer.learner import Learner, build_learner
 from trainer.probe import probe_ids
@@ -69,9 +80,7 @@ def assemble(config: TrainerConfig) -> Parts:
     Raises:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
-    agent = config.remote_agent
-    launcher = _launcher(config)
-    rewards = LauncherReward() if agent.verifier is None else Verifier(agent.verifier)
+    launcher, rewards = _launcher(config), _rewards(config.remote_agent)
     tasks, held_out = _training_tasks(config.data), _held_out_tasks(config)
     text = orjson.dumps(dict((held_out or [tasks.draw()])[0].data), default=str).decode()
     probe = probe_ids(config.model.path, text)
@@ -102,8 +111,36 @@ def _launcher(config: TrainerConfig) -> Launcher:
     agent = config.remote_agent
     if agent.command is not None:
         return CommandLauncher(agent.command)
+    if agent.python is not None:
+        return PythonLauncher(agent.python)
+    if agent.http is not None:
+        return HttpLauncher(agent.http)
     harbor = HarborSettings(**agent.model_dump(include=set(HarborSettings.model_fields)))
     return HarborLauncher(harbor, config.data.harbor_roots)
+
+
+def _rewards(agent: RemoteAgentConfig) -> RewardSource:
+    sources: dict[RewardName, RewardSource] = {}
+    if agent.verifier is not None:
+        sources["verifier"] = Verifier(agent.verifier)
+    if agent.grader is not None:
+        sources["grader"] = Grader(agent.grader)
+    if agent.judge is not None:
+        sources["judge"] = Judge(agent.judge)
+    if agent.posted_rewards:
+        sources["posted"] = PostedReward()
+    unknown = agent.reward_weights.keys() - sources.keys()
+    if unknown:
+        raise ConfigError(
+            f"remote_agent.reward_weights: {sorted(unknown)} is not configured; there are "
+            f"{list(sources) or 'no reward sources'}"
+        )
+    if not sources:
+        return LauncherReward()
+    if len(sources) == 1 and not agent.reward_weights:
+        return next(iter(sources.values()))
+    weights = agent.reward_weights
+    return CombinedReward({n: Weighted(s, weights.get(n, 1.0)) for n, s in sources.items()})
 
 
 def batch_settings(config: TrainerConfig) -> BatchSettings:
@@ -136,6 +173,8 @@ def _batch(rollout: RolloutConfig) -> dict[str, Any]:
 
 def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
     rollout, agent = config.rollout, config.remote_agent
+    is_harbor = bool(agent.agent_name or agent.agent_import_path)
+    margin_s = agent.harbor_server_timeout if is_harbor else 300.0
     sampling: dict[str, float | int] = {"temperature": rollout.temperature}
     sampling |= {"top_p": rollout.top_p, "top_k": rollout.top_k}
     if rollout.max_tokens is not None:
@@ -144,12 +183,14 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
         trials_dir=folder.trials,
         model=agent.model_name,
         timeout_s=agent.timeout_s,
-        session_margin_s=agent.harbor_server_timeout if agent.is_harbor else 300.0,
+        session_margin_s=max(margin_s, agent.await_reward_s),
         max_retries=agent.max_retries,
         sampling=sampling,
         seeded=rollout.seeded,
         profile=config.proxy_server.profile,
         session_limits={} if rollout.max_turns is None else {"max_turns": rollout.max_turns},
+        credit=agent.credit,
+        await_reward_s=agent.await_reward_s,
         keep_workspaces=agent.keep_workspaces,
         proxy_patience_s=config.proxy_server.patience_s,
     )

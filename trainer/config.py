@@ -12,14 +12,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from agent_loop.credit import CreditSettings
 from agent_loop.launchers.command import CommandSettings
 from agent_loop.launchers.harbor import HarborSettings
+from agent_loop.launchers.http import HttpSettings
+from agent_loop.launchers.python import PythonSettings
+from agent_loop.rewards.grader import GraderSettings
+from agent_loop.rewards.judge import JudgeSettings
 from agent_loop.rewards.verifier import VerifierSettings
 from trainer.algorithms.config import AlgorithmConfig
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.weight_sync.transports import Backend
 
+RewardName = Literal["verifier", "grader", "judge", "posted"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -111,12 +117,30 @@ class ProxyServerConfig(Section):
 
 
 class RemoteAgentConfig(HarborSettings):
-    """The agent: a `command`, or (by `agent_name` or `agent_import_path`) an agent of Harbor."""
+    """The agent: one of `command`, `python`, `http`, or (by `agent_name` or `agent_import_path`)
+    an agent of Harbor."""
 
     command: CommandSettings | None = None
-    """The agent is a program: `command.argv` starts it, its environment tells it the rest."""
+    """A program: `command.argv` starts it, its environment tells it the rest."""
+    python: PythonSettings | None = None
+    """A Python function, `python.target`, in a process of its own."""
+    http: HttpSettings | None = None
+    """A service that runs agents, at `http.url`."""
     verifier: VerifierSettings | None = None
-    """A program that gives the reward, after the agent has ended."""
+    """Reward from a program, run in the trial's working directory after the agent has ended."""
+    grader: GraderSettings | None = None
+    """Reward from a Python function."""
+    judge: JudgeSettings | None = None
+    """Reward from a model."""
+    posted_rewards: bool = False
+    """Reward as it was posted to the session (`POST /sessions/{id}/rewards`)."""
+    reward_weights: dict[RewardName, float] = Field(default_factory=dict)
+    """Several sources are summed with these weights, 1 where none is given. With no source the
+    reward is what the launcher knows: the function's return value, Harbor's verifier."""
+    await_reward_s: float = Field(0.0, ge=0)
+    """How long after its agent's end a trial waits for a reward to be posted."""
+    credit: CreditSettings = CreditSettings()
+    """Which turns the reward is credited to."""
     model_name: str = "policy"
     """The model name that agents are told."""
     timeout_s: float = Field(600.0, gt=0)
@@ -128,21 +152,16 @@ class RemoteAgentConfig(HarborSettings):
 
     @model_validator(mode="after")
     def _one_launcher(self) -> Self:
-        if self.command is None and not self.is_harbor:
+        given = [name for name in ("command", "python", "http") if getattr(self, name) is not None]
+        given += [name for name in ("agent_name", "agent_import_path") if getattr(self, name)][:1]
+        if not given:
             raise ValueError(
-                "no agent: set remote_agent.command.argv to the program that starts it, or "
-                "remote_agent.agent_name to an agent of Harbor"
+                "no agent: set remote_agent.command.argv to the program that starts it, or one of "
+                "remote_agent.python, http, agent_name"
             )
-        if self.command is not None and self.is_harbor:
-            raise ValueError(
-                f"two agents: remote_agent.command and remote_agent.agent_name="
-                f"{self.agent_name or self.agent_import_path!r}; give one"
-            )
+        if len(given) > 1:
+            raise ValueError(f"several agents: remote_agent.{', remote_agent.'.join(given)}")
         return self
-
-    @property
-    def is_harbor(self) -> bool:
-        return bool(self.agent_name or self.agent_import_path)
 
 
 class RolloutConfig(Section):

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.errors import ConfigError, TrainerError
 
 POLL_S = 0.1  # between looks at whether a starting proxy answers
 LOG_TAIL_BYTES = 2000
+MAX_RESTARTS = 5  # a proxy that keeps dying is a fault to be shown, not to be hidden
 
 STOP_GRACE_S = 10.0
 """For the proxy to cut the calls in flight and commit what they sampled."""
@@ -52,8 +54,7 @@ class ProxyProcess:
         """
         _check_port(self._config.host, self._port)
         file = self._folder / "proxy.yaml"
-        host_and_port = {"host": self._config.host, "port": self._port}
-        file.write_text(yaml.safe_dump(self._settings | host_and_port))
+        file.write_text(yaml.safe_dump(self._settings | self._address()))
         command = [sys.executable, "-m", "proxy", "serve", "--config", str(file)]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -67,16 +68,31 @@ class ProxyProcess:
             )
         await self._answers(self._process)
 
+    def _address(self) -> dict[str, Any]:
+        address: dict[str, Any] = {"host": self._config.host, "port": self._port}
+        if (reached_by := self._config.llm_proxy_ip) is not None:
+            address["public_url"] = f"http://{reached_by}:{self._port}"
+        return address
+
     async def stop(self) -> None:
         """Returns when it is gone."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await self._process.wait()
 
-    async def wait(self) -> int:
-        """Until it ends by itself: an error, while a run needs it."""
-        assert self._process is not None
-        return await self._process.wait()
+    async def keep_running(self, tell: Callable[[str], None]) -> None:
+        """Starts it anew whenever it ends: its store has all that it knew, and agents call again.
+
+        Raises:
+            TrainerError: it ends for the MAX_RESTARTS-th time, or does not start.
+        """
+        for restart in range(1, MAX_RESTARTS + 1):
+            assert self._process is not None
+            code = await self._process.wait()
+            tell(f"warning: the proxy ended with code {code}: {self.tail()}; starting it again")
+            if restart < MAX_RESTARTS:
+                await self.start()
+        raise TrainerError(f"the proxy ended {MAX_RESTARTS} times; see {self.log}")
 
     def tail(self) -> str:
         text = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()

@@ -44,7 +44,8 @@ async def open_fit(
     config, parts = run.config, run.parts
     state = _restore_learner(run)
     run.log.progress.phase(run.log.saved_step, "starting the engine and the proxy")
-    async with running_services(config, run.folder, run.control) as services:
+    tell = run.log.progress.say
+    async with running_services(config, run.folder, run.control, tell) as services:
         loop = parts.loop(config, run.folder, services.proxy)
         control = EngineControl(services.engine_urls)
         with closing(WeightSync(control, config.engine.weight_transfer)) as sync:

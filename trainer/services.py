@@ -1,8 +1,8 @@
 """The processes around a run: engines and proxy, started before it and ended after it.
 
 Invariant: leaving `running_services`, by success, error or cancellation, leaves no process behind;
-each of them also ends by itself when this process is killed. While it is entered, an engine or a
-proxy that ends by itself is an error of the run, not a hang.
+each of them also ends by itself when this process is killed. While it is entered, a proxy that ends
+is started again, and an engine that ends is an error of the run, not a hang.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +33,10 @@ class Services:
 
 @asynccontextmanager
 async def running_services(
-    config: TrainerConfig, folder: RunFolder, control: RunControl
+    config: TrainerConfig, folder: RunFolder, control: RunControl, tell: Callable[[str], None]
 ) -> AsyncIterator[Services]:
-    """
+    """`tell` is called with a line for the user when the proxy had to be started again.
+
     Raises:
         EngineError, ConfigurationError, TrainerError: one of them could not be started.
     """
@@ -50,7 +51,7 @@ async def running_services(
             stack.push_async_callback(proxy.stop)
             await control.wait_for(proxy.start())
         client = await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
-        ended = asyncio.create_task(_first_end(servers, proxy))
+        ended = asyncio.create_task(_first_end(servers, proxy, tell))
         stack.push_async_callback(_cancel, ended)
         control.watch(ended)
         yield Services(client, urls)
@@ -117,22 +118,32 @@ def _proxy(
     return ProxyProcess(server, settings, folder.logs)
 
 
-async def _first_end(servers: Sequence[VllmServer], proxy: ProxyProcess | _RunningProxy) -> None:
-    waits = {
-        asyncio.create_task(server.wait()): (f"engine at {server.url}", server.options.log)
-        for server in servers
-    }
+async def _first_end(
+    servers: Sequence[VllmServer],
+    proxy: ProxyProcess | _RunningProxy,
+    tell: Callable[[str], None],
+) -> None:
+    """Until something that the run needs has ended for good; then raises a TrainerError."""
+    waits = [asyncio.create_task(_end_of(server)) for server in servers]
     if isinstance(proxy, ProxyProcess):
-        waits[asyncio.create_task(proxy.wait())] = (f"proxy at {proxy.url}", proxy.log)
+        waits.append(asyncio.create_task(proxy.keep_running(tell)))
     try:
         if not waits:
             await asyncio.Event().wait()
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        what, log = waits[next(iter(done))]
-        raise TrainerError(f"the {what} ended by itself during the run; see {log}")
+        await next(iter(done))
     finally:
         for wait in waits:
             wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _end_of(server: VllmServer) -> None:
+    code = await server.wait()
+    raise TrainerError(
+        f"the engine at {server.url} ended with code {code} during the run: "
+        f"{server.last_words()} (log: {server.options.log})"
+    )
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -111,3 +111,16 @@ def test_report_of_what_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[s
     code, text = failure(capfd, "report", str(tmp_path))
     assert code == 2
     assert str(tmp_path) in text
+
+
+def test_a_weight_of_a_reward_that_is_not_there(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = failure(capfd, "--config", str(config), "remote_agent.reward_weights={judge: 1}")[1]
+    assert "remote_agent.reward_weights" in text
+
+
+def test_several_reward_sources_are_one(config: Path) -> None:
+    rewards = "remote_agent.verifier={argv: ['true']}", "remote_agent.posted_rewards=true"
+    weights = "remote_agent.reward_weights={posted: 0.5}"
+    assert main(["--config", str(config), "--check", *rewards, weights]) == 0

@@ -185,4 +185,4 @@ def test_a_command_and_an_agent_of_harbor_are_two_agents(tmp_path: Path) -> None
     agent = {"command": {"argv": ["true"]}, "agent_name": "codex"}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"model": {"path": "m"}, "remote_agent": agent}))
-    assert "two agents" in error_of(path)
+    assert "several agents: remote_agent.command, remote_agent.agent_name" in error_of(path)
