@@ -140,5 +140,8 @@ bench-rollout: setup
 bench-proxy: setup
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 
+bench-train: reference
+	$(BIN)/python -m benchmarks.train $(ARGS)
+
 clean:
 	rm -rf $(VENV) $(HARBOR) .cache .agents build *.egg-info
