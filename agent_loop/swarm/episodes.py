@@ -81,7 +81,7 @@ class Episodes:
     def __init__(
         self, settings: SwarmSettings, table: EpisodeTable, records: Path, changes: Changes
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._table = table
         self._records = records
         self._changes = changes
@@ -204,8 +204,8 @@ class Episodes:
             version=version,
             claimed_at=now,
         )
-        lease_s = wanted.lease_s or self._settings.lease_s
-        opened = _Open(view, _hash(key), lease_s, now + lease_s, now + self._settings.max_life_s)
+        lease_s = wanted.lease_s or self.settings.lease_s
+        opened = _Open(view, _hash(key), lease_s, now + lease_s, now + self.settings.max_life_s)
         self._open[view.episode_id] = opened
         return opened, key
 
@@ -221,7 +221,7 @@ class Episodes:
                 profile=self._hello.profile,
                 limits=dict(self._hello.session_limits),
                 metadata={"client_id": view.client_id, "source": view.source},
-                ttl_s=self._settings.max_life_s + SESSION_MARGIN_S,
+                ttl_s=self.settings.max_life_s + SESSION_MARGIN_S,
             )
         except ProxyClientError as error:
             raise SwarmError(f"no session could be made: {error}", "unavailable") from error

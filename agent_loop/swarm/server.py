@@ -27,6 +27,7 @@ import yaml
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from agent_loop.swarm.batching import SwarmSettings
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.swarm import Swarm
 from agent_loop.swarm.wire import (
@@ -140,18 +141,14 @@ class SwarmServer:
         if self.swarm.state not in (EngineState.OFFLINE, EngineState.ERROR):
             raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
         text = await request.text()
-        try:
-            parsed = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise SwarmError(f"not YAML: {' '.join(str(error).split())}", "invalid") from None
-        if not isinstance(parsed, dict):
-            raise SwarmError("the configuration's top level must map sections to keys", "invalid")
+        read_settings(text)
         self.config.write_text(text)
         return web.json_response({})
 
     async def _start(self, _: web.Request) -> web.Response:
         if not self.config.exists():
             raise SwarmError("no configuration yet: PUT /v1/config first", "state")
+        self.swarm.configure(read_settings(self.config.read_text()))
         await self.engine.start()
         return _answer(await self.swarm.status())
 
@@ -198,6 +195,28 @@ class SwarmServer:
         if not path.is_file():
             raise SwarmError(f"no record {path.stem!r}", "not_found")
         return web.FileResponse(path)
+
+
+def read_settings(text: str) -> SwarmSettings:
+    """The `swarm` section of a trainer's YAML; its groups are those of `rollout` by default.
+
+    Raises `invalid` with the key that is wrong.
+    """
+    try:
+        parsed = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SwarmError(f"not YAML: {' '.join(str(error).split())}", "invalid") from None
+    if not isinstance(parsed, dict):
+        raise SwarmError("the configuration's top level must map sections to keys", "invalid")
+    rollout = parsed.get("rollout") or {}
+    names = {"groups_per_step": "groups", "group_size": "group_size"}
+    given = {ours: rollout[theirs] for theirs, ours in names.items() if theirs in rollout}
+    try:
+        return SwarmSettings.model_validate({**given, **(parsed.get("swarm") or {})})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SwarmError(f"swarm.{where}: {first['msg']}", "invalid") from None
 
 
 @web.middleware

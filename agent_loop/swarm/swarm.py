@@ -69,6 +69,10 @@ class Swarm:
     def state(self) -> EngineState:
         return self._status.state
 
+    def configure(self, settings: SwarmSettings) -> None:
+        """For the engine's next start."""
+        self.settings = self.episodes.settings = settings
+
     def set_state(self, state: EngineState, detail: str = "") -> None:
         self._status.state, self._status.detail = state, detail
         self._changes.notify()

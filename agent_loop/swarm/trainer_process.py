@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from agent_loop.swarm.errors import SwarmError
@@ -25,12 +25,11 @@ LOG_TAIL_BYTES = 1500
 class TrainerProcess:
     """`argv` starts the trainer; it says hello to the swarm's server by itself."""
 
-    def __init__(
-        self, swarm: Swarm, argv: Sequence[str], env: Mapping[str, str], log: Path
-    ) -> None:
+    def __init__(self, swarm: Swarm, argv: Sequence[str], log: Path) -> None:
         self._swarm = swarm
         self._argv = list(argv)
-        self._env = dict(env)
+        self.env: dict[str, str] = {}
+        """What the trainer gets beside our own variables: how it reaches us."""
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -49,7 +48,7 @@ class TrainerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._env},
+                env={**os.environ, **self.env},
                 start_new_session=True,
             )
         self._watch = asyncio.create_task(self._ended(self._process))

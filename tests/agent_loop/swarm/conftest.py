@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp.test_utils import TestServer
 
 from agent_loop.swarm import AsyncSwarmClient, Claimed, EngineState
@@ -125,7 +126,7 @@ async def start_swarm(proxy: RunningProxy, tmp_path: Path) -> AsyncIterator[Star
             client = await stack.enter_async_context(AsyncSwarmClient(url, TOKEN, patience_s=1.0))
             http = await stack.enter_async_context(aiohttp.ClientSession())
             if rolling:
-                await client.auto_start("model: {path: m}")
+                await client.auto_start(yaml.safe_dump({"swarm": settings}))
             return RunningSwarm(url, swarm, trainer, client, http)
 
         yield start

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
 import pytest
+from rich.console import Console
 
 from agent_loop.swarm import (
     AsyncSwarmClient,
@@ -17,8 +19,11 @@ from agent_loop.swarm import (
     SwarmClient,
     SwarmError,
 )
+from agent_loop.swarm.cli import picture
+from agent_loop.swarm.producer import SwarmProducer
+from agent_loop.swarm.wire import TrainerHello
 from proxy.record_format import decode_record
-from tests.agent_loop.swarm.conftest import TOKEN, RunningSwarm, StartSwarm
+from tests.agent_loop.swarm.conftest import ADMIN_KEY, TOKEN, RunningSwarm, StartSwarm
 
 ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
 
@@ -346,8 +351,9 @@ async def test_a_configuration_is_taken_offline_only_and_must_be_yaml(
     swarm = await start_swarm(rolling=False)
     with pytest.raises(SwarmError, match="no configuration"):
         await swarm.client.start_engine(timeout_s=5)
-    with pytest.raises(SwarmError, match="YAML"):
-        await swarm.client.sync_train_config("a: [")
+    for wrong, why in (("a: [", "YAML"), ("swarm: {groups: 0}", r"swarm\.groups"), ("1", "top")):
+        with pytest.raises(SwarmError, match=why):
+            await swarm.client.sync_train_config(wrong)
     await swarm.client.sync_train_config("model: {path: m}")
     await swarm.client.start_engine(timeout_s=5)
     with pytest.raises(SwarmError, match="stop it first"):
@@ -365,3 +371,38 @@ async def test_events_tell_every_change(start_swarm: StartSwarm) -> None:
         await swarm.client.begin_episode(timeout_s=5)
         event = await response.content.readuntil(b"\n\n")
     assert b'"open_episodes":1' in event
+
+
+async def test_the_trainers_producer_makes_rollouts_of_what_was_recorded(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(rolling=False, **ONE)
+    hello = TrainerHello(
+        proxy_url=swarm.trainer.proxy_url, proxy_admin_key=ADMIN_KEY, sampling={"temperature": 1.0}
+    )
+    producer = SwarmProducer(swarm.url, swarm.trainer.key, hello)
+    swarm.swarm.set_state(EngineState.BOOTING)
+    batch = asyncio.create_task(producer.next_batch(0))
+    await asyncio.wait_for(_until(swarm, EngineState.ROLLING), 5)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+
+    (group,) = await batch
+
+    await producer.close()
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0]
+    assert all(rollout.trainable for rollout in group.rollouts)
+    assert all(rollout.sampled_tokens > 0 for rollout in group.rollouts)
+    assert group.task.task_id == "a"
+
+
+async def test_the_terminal_view_shows_engine_and_episodes(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.play("sum-17", 0.5)
+    status = await swarm.client.status()
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(picture(status, await swarm.client.get_episode_buffer(), now=0.0))
+    shown = console.export_text()
+    assert "rolling  version 0" in shown
+    assert episode.episode_id in shown
+    assert "sum-17" in shown
