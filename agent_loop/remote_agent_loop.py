@@ -87,10 +87,10 @@ class RemoteAgentLoop:
         rewards: RewardSource,
         settings: LoopSettings,
     ) -> None:
-        self._proxy = proxy
+        self.proxy = proxy
         self._launcher = launcher
         self._rewards = rewards
-        self._settings = settings
+        self.settings = settings
 
     async def run(
         self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
@@ -102,7 +102,7 @@ class RemoteAgentLoop:
         failures = 0
         while True:
             rollout = await self._try(task, kind, seed, version)
-            if rollout.status is not RolloutStatus.FAILED or failures == self._settings.max_retries:
+            if rollout.status is not RolloutStatus.FAILED or failures == self.settings.max_retries:
                 rollout.metrics = {**rollout.metrics, "failed_attempts": failures}
                 return rollout
             failures += 1
@@ -116,14 +116,14 @@ class RemoteAgentLoop:
         trial_id = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', task.task_id)[:80]}-{shortuuid.uuid()[:12]}"
         rollout = Rollout(trial_id, task, RolloutStatus.FAILED, None)
         rollout.seed, rollout.started_version = seed, version
-        rollout.logs = str(self._settings.trials_dir / trial_id)
+        rollout.logs = str(self.settings.trials_dir / trial_id)
         try:
             await self._trial(rollout, kind)
         except (AgentLoopError, ProxyClientError, OSError) as error:
             rollout.status = RolloutStatus.FAILED
             rollout.error = f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
-            if not self._settings.keep_workspaces:
+            if not self.settings.keep_workspaces:
                 shutil.rmtree(Path(rollout.logs) / "work", ignore_errors=True)
         rollout.times_s = {**rollout.times_s, "total": time.monotonic() - started}
         return rollout
@@ -133,18 +133,16 @@ class RemoteAgentLoop:
         try:
             trial = await asyncio.shield(opening)
             agent = await self._launcher.run(trial)
-            if self._settings.await_reward_s:
-                await self._proxy.wait_reward(
-                    trial.trial_id, timeout_s=self._settings.await_reward_s
-                )
+            if self.settings.await_reward_s:
+                await self.proxy.wait_reward(trial.trial_id, timeout_s=self.settings.await_reward_s)
         finally:
             await self._complete(opening)
-        session, turns = await self._patiently(lambda: self._proxy.get_turns(trial.trial_id))
+        session, turns = await self._patiently(lambda: self.proxy.get_turns(trial.trial_id))
         _record(rollout, agent, turns)
         began = time.monotonic()
         graded = await self._rewards.grade(Finished(trial, agent, session, turns))
         rollout.times_s = {**rollout.times_s, "verifier": time.monotonic() - began}
-        credit = assign_credit(turns, graded.value, session.rewards, self._settings.credit)
+        credit = assign_credit(turns, graded.value, session.rewards, self.settings.credit)
         _conclude(rollout, agent, turns, _with_turn_rewards(graded, session))
         rollout.turn_returns = credit.returns
         eval_only = kind is SessionKind.EVAL
@@ -152,7 +150,7 @@ class RemoteAgentLoop:
         rollout.segments = build_segments(turns, untrained=untrained)
 
     async def _open(self, rollout: Rollout, kind: SessionKind) -> Trial:
-        settings = self._settings
+        settings = self.settings
         assert rollout.logs is not None
         directory = Path(rollout.logs)
         directory.mkdir(parents=True, mode=0o700)
@@ -160,7 +158,7 @@ class RemoteAgentLoop:
         sampling = dict(settings.sampling if train else settings.eval_sampling)
         if settings.seeded:
             sampling["seed"] = rollout.seed
-        session = await self._proxy.create_session(
+        session = await self.proxy.create_session(
             rollout.trial_id,
             kind=kind,
             sampling=sampling,
@@ -185,7 +183,7 @@ class RemoteAgentLoop:
         await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None:
             trial_id = opening.result().trial_id
-            await self._patiently(lambda: self._proxy.complete(trial_id))
+            await self._patiently(lambda: self.proxy.complete(trial_id))
 
     async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeats an idempotent control call while the proxy is away, and through cancellation."""
@@ -193,7 +191,7 @@ class RemoteAgentLoop:
         async def repeated() -> Result:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception(_is_away),
-                stop=stop_after_delay(self._settings.proxy_patience_s),
+                stop=stop_after_delay(self.settings.proxy_patience_s),
                 wait=wait_exponential(multiplier=0.05, max=2.0),
                 reraise=True,
             ):

@@ -62,6 +62,7 @@ class ProxyClient:
         max_connections: int = 100,
     ) -> None:
         self.base_url = base_url.rstrip("/")
+        self.admin_key = admin_key
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._timeout_s = timeout_s
         self._max_connections = max_connections

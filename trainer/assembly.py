@@ -31,6 +31,7 @@ from agent_loop.rewards.judge import Judge
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import Verifier
+from agent_loop.swarm.launcher import SwarmLauncher
 from agent_loop.tasks import Source, TaskStream, read_jsonl
 from proxy.client import ProxyClient
 from proxy.records import Ids
@@ -46,17 +47,25 @@ from trainer.learner import Learner, build_learner
 from trainer.probe import probe_ids
 from trainer.run_folder import RunFolder
 
+_PROBE = 'The agents\' tasks are with the clients of the swarm. 0123456789, {"name": "value"}.'
+
 
 @dataclass(slots=True)
 class Parts:
     """What a run is made of before any process runs."""
 
     learner: Learner
-    tasks: TaskStream
+    tasks: TaskStream | None
+    """None: a swarm's clients bring theirs."""
     held_out: list[Task]
     launcher: Launcher
     rewards: RewardSource
     probe: Ids
+
+    @property
+    def task_stream(self) -> TaskStream:
+        assert self.tasks is not None
+        return self.tasks
 
     def loop(self, config: TrainerConfig, folder: RunFolder, proxy: ProxyClient) -> RemoteAgentLoop:
         return RemoteAgentLoop(proxy, self.launcher, self.rewards, loop_settings(config, folder))
@@ -81,10 +90,9 @@ def assemble(config: TrainerConfig) -> Parts:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
     launcher, rewards = _launcher(config), _rewards(config.remote_agent)
-    tasks, held_out = _training_tasks(config.data), _held_out_tasks(config)
-    text = orjson.dumps(dict((held_out or [tasks.draw()])[0].data), default=str).decode()
-    probe = probe_ids(config.model.path, text)
-    tasks.restore({})
+    tasks = None if config.swarm else _training_tasks(config.data)
+    held_out = _held_out_tasks(config)
+    probe = probe_ids(config.model.path, _probe_text(tasks, held_out))
     return Parts(build_models(config), tasks, held_out, launcher, rewards, probe)
 
 
@@ -107,8 +115,22 @@ def build_models(config: TrainerConfig) -> Learner:
     )
 
 
+def _probe_text(tasks: TaskStream | None, held_out: Sequence[Task]) -> str:
+    """Of a task, where there is one: text as the agents' is."""
+    if held_out:
+        task = held_out[0]
+    elif tasks is not None:
+        task = tasks.draw()
+        tasks.restore({})
+    else:
+        return _PROBE
+    return orjson.dumps(dict(task.data), default=str).decode()
+
+
 def _launcher(config: TrainerConfig) -> Launcher:
     agent = config.remote_agent
+    if not agent.agents:
+        return SwarmLauncher()
     if agent.command is not None:
         return CommandLauncher(agent.command)
     if agent.python is not None:

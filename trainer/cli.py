@@ -4,6 +4,7 @@
     agentic-train --config FILE --check           print the resolved configuration and end
     agentic-train resume RUN [key=value …]        continue a run that was cut
     agentic-train report RUN                      write RUN/report.html from what is there
+    agentic-train --swarm-server HOST:PORT        train what a swarm of clients brings
 
 Invariant: whatever is wrong ends in one line on standard error and an exit code other than 0 (2:
 the configuration; 1: the run; 128 + N: signal N), with no process left behind.
@@ -12,12 +13,14 @@ the configuration; 1: the run; 128 + N: signal N), with no process left behind.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from agent_loop.errors import AgentLoopError
+from agent_loop.swarm.serve import ServeOptions, serve
 from proxy.client import ProxyClientError
 from proxy.errors import ConfigurationError, ProxyError
 from trainer.errors import ConfigError, TrainerError
@@ -29,6 +32,8 @@ EXPECTED = (TrainerError, ProxyError, ProxyClientError, AgentLoopError)
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.swarm_server:
+            return _serve_swarm(arguments.swarm_server, arguments.state_dir, arguments.config)
         return _run(arguments.words, arguments.config, check=arguments.check)
     except (*EXPECTED, ExceptionGroup) as error:
         expected = _first_expected(error)
@@ -50,6 +55,14 @@ def _parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="YAML; see docs/configuration.md"
     )
     parser.add_argument("--check", action="store_true", help="only check the configuration")
+    parser.add_argument(
+        "--swarm-server",
+        metavar="HOST:PORT",
+        help="serve a swarm, which starts the trainer; --config: its YAML to begin with",
+    )
+    parser.add_argument(
+        "--state-dir", type=Path, default=Path("runs/swarm"), help="of the swarm server"
+    )
     parser.add_argument("words", nargs="*", metavar="[resume RUN | report RUN] [key=value …]")
     return parser
 
@@ -72,6 +85,14 @@ def _run(words: Sequence[str], config: Path | None, *, check: bool) -> int:
         print(check_only(config, rest, os.environ), end="")
         return 0
     return begin(config, rest, os.environ)
+
+
+def _serve_swarm(address: str, state_dir: Path, config: Path | None) -> int:
+    """Imports nothing of the trainer: that is a child, started by the swarm's clients."""
+    trainer = [sys.executable, "-m", "trainer.cli", "--config", "{config}"]
+    options = ServeOptions(address, state_dir, trainer, config)
+    asyncio.run(serve(options, lambda url: print(f"swarm server on {url}", flush=True)))
+    return 0
 
 
 def _report(words: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from agent_loop.launchers.python import PythonSettings
 from agent_loop.rewards.grader import GraderSettings
 from agent_loop.rewards.judge import JudgeSettings
 from agent_loop.rewards.verifier import VerifierSettings
+from agent_loop.swarm.batching import SwarmSettings
 from trainer.algorithms.config import AlgorithmConfig
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
@@ -150,17 +151,17 @@ class RemoteAgentConfig(HarborSettings):
     keep_workspaces: bool = False
     """Keep each trial's working directory; its logs stay in any case."""
 
-    @model_validator(mode="after")
-    def _one_launcher(self) -> Self:
+    @property
+    def agents(self) -> list[str]:
+        """The keys that name an agent: one, or none where a swarm's clients run theirs."""
         given = [name for name in ("command", "python", "http") if getattr(self, name) is not None]
         given += [name for name in ("agent_name", "agent_import_path") if getattr(self, name)][:1]
-        if not given:
-            raise ValueError(
-                "no agent: set remote_agent.command.argv to the program that starts it, or one of "
-                "remote_agent.python, http, agent_name"
-            )
-        if len(given) > 1:
-            raise ValueError(f"several agents: remote_agent.{', remote_agent.'.join(given)}")
+        return given
+
+    @model_validator(mode="after")
+    def _one_launcher(self) -> Self:
+        if len(self.agents) > 1:
+            raise ValueError(f"several agents: remote_agent.{', remote_agent.'.join(self.agents)}")
         return self
 
 
@@ -255,7 +256,9 @@ class TrainerConfig(Section):
     data: DataConfig = DataConfig()
     engine: EngineConfig = EngineConfig()
     proxy_server: ProxyServerConfig = ProxyServerConfig()
-    remote_agent: RemoteAgentConfig
+    remote_agent: RemoteAgentConfig = RemoteAgentConfig()
+    swarm: SwarmSettings | None = None
+    """Set: clients bring the tasks and run the agents (`agentic-train --swarm-server`)."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -272,6 +275,15 @@ class TrainerConfig(Section):
         """Largest mean |Δ log p| between trainer and engine on the same weights."""
         exact = self.model.compute_dtype == self.engine_dtype == "float32"
         return self.engine.verify_tolerance or (1e-3 if exact else 2e-2)
+
+    @model_validator(mode="after")
+    def _some_agent(self) -> Self:
+        if self.swarm is None and not self.remote_agent.agents:
+            raise ValueError(
+                "no agent: set remote_agent.command.argv to the program that starts it, or one of "
+                "remote_agent.python, http, agent_name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_distribution(self) -> Self:

@@ -14,7 +14,7 @@ async def train(run: Run) -> str:
 
     def producer(loop: RemoteAgentLoop) -> SyncProducer:
         settings = batch_settings(config)
-        return SyncProducer(loop, run.parts.tasks, settings, seed=config.trainer.seed)
+        return SyncProducer(loop, run.parts.task_stream, settings, seed=config.trainer.seed)
 
     async with open_fit(run, producer) as fit:
         return await fit.run()

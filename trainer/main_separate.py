@@ -19,7 +19,7 @@ async def train(run: Run) -> str:
 
         def producer(loop: RemoteAgentLoop) -> AsyncProducer:
             settings, seed = async_settings(config), config.trainer.seed
-            return AsyncProducer(loop, run.parts.tasks, settings, seed=seed, buffer=buffer)
+            return AsyncProducer(loop, run.parts.task_stream, settings, seed=seed, buffer=buffer)
 
         async with open_fit(run, producer) as fit:
             return await fit.run()

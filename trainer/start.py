@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer import main_colocated, main_separate
+from trainer import main_colocated, main_separate, main_swarm
 from trainer.assembly import Parts, assemble
 from trainer.checkpoint import Checkpoints, Saved
 from trainer.config import TrainerConfig
@@ -75,8 +75,12 @@ def _run(config: TrainerConfig, parts: Parts, folder: RunFolder, saved: Saved | 
 
 
 async def _under_signals(run: Run) -> str:
-    separate = run.config.trainer.mode == "separate"
-    train = main_separate.train if separate else main_colocated.train
+    if run.config.swarm is not None:
+        train = main_swarm.train
+    elif run.config.trainer.mode == "separate":
+        train = main_separate.train
+    else:
+        train = main_colocated.train
     with run.control.signals():
         try:
             return await train(run)
