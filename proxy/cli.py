@@ -1,4 +1,4 @@
-"""`agentic-proxy`: `serve` runs the proxy.
+"""`agentic-proxy`: `serve` runs the proxy, `sessions` and `replay` read what it recorded.
 
 Every flag is also a key of the YAML file (`--config`) and of the environment (`AGENTIC_PROXY_…`).
 A wrong configuration, a port in use or a folder that is no checkpoint ends in one line and code 2.
@@ -18,6 +18,7 @@ import uvloop
 from proxy import serving
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError, EngineError
+from proxy.session_commands import add_commands
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--host")
     add.add_argument("--port", type=int)
     add.add_argument("--auto-create", action="store_true", default=None)
+    add_commands(commands)
     return parser
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from proxy.engines import completions, sglang, vllm
@@ -78,7 +79,7 @@ def scripted_logprob(previous_id: int, token_id: int) -> float:
 
 def _read_vllm(body: dict[str, Any]) -> ScriptedCall:
     return ScriptedCall(
-        request_id=body["request_id"],
+        request_id=body.get("request_id", ""),
         prompt_ids=body["token_ids"],
         sampling=body["sampling_params"],
         cache_salt=body.get("cache_salt"),
@@ -101,7 +102,14 @@ def _write_vllm(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
         "stop_reason": None,
         "weight_versions": list(_spans(call.versions)) if finish else None,
     }
-    return {"request_id": call.request_id, "choices": [choice]}
+    answer: dict[str, Any] = {"request_id": call.request_id, "choices": [choice]}
+    if call.sampling.get("prompt_logprobs") is not None:
+        answer["prompt_logprobs"] = _scored(call.prompt_ids)
+    return answer
+
+
+def _scored(ids: list[int]) -> list[dict[str, Any] | None]:
+    return [None, *({str(b): {"logprob": scripted_logprob(a, b)}} for a, b in pairwise(ids))]
 
 
 def _read_completions(body: dict[str, Any]) -> ScriptedCall:

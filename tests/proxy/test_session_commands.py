@@ -1,0 +1,120 @@
+"""What `agentic-proxy sessions` and `replay` say of a record."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from proxy.cli import main
+from proxy.client import SessionHandle
+from proxy.record_format import decode_record
+from proxy.records import Reward, SessionKind
+from tests.proxy.conftest import RunningProxy
+
+CHAT = "chat/completions"
+
+
+@pytest.fixture
+async def session(proxy: RunningProxy) -> SessionHandle:
+    """Two turns of one path and a fork from its first."""
+    session = await proxy.session(SessionKind.TRAIN, trial_id="team/run-1")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}]
+    _, reply = await proxy.post(session, CHAT, {"messages": messages})
+    messages += [reply["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+    await proxy.post(session, CHAT, {"messages": messages})
+    messages[1] = {"role": "assistant", "content": "Another."}
+    await proxy.post(session, CHAT, {"messages": messages})
+    await proxy.control.add_reward(session.trial_id, Reward("verifier", 0.5))
+    return session
+
+
+async def run(tmp_path: Path, *arguments: str) -> int:
+    """The command in a thread: the fixtures' servers live in this loop."""
+    store = f"sqlite:///{tmp_path}/proxy.db"
+    return await asyncio.to_thread(main, [*arguments, "--store", store])
+
+
+@pytest.mark.usefixtures("session")
+async def test_list_shows_turns_forks_and_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run(tmp_path, "sessions", "list") == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["trial", "kind", "status", "turns", "forks", "sampled", "rewards"]
+    assert line.split()[:5] == ["team/run-1", "train", "open", "3", "edited:1"]
+    assert line.split()[-1] == "verifier=0.5"
+    assert await run(tmp_path, "sessions", "list", "--kind", "eval") == 0
+    assert "team/run-1" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("session")
+async def test_show_prints_answers_or_every_token(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run(tmp_path, "sessions", "show", "team/run-1") == 0
+    out = capsys.readouterr().out
+    assert "turn 2 done after turn 0 (edited)" in out
+    assert "Hello." in out
+    tokens = ("sessions", "show", "team/run-1", "--tokens")
+    assert await run(tmp_path, *tokens, "--model", str(checkpoint)) == 0
+    assert "<|im_start|>user\nGo on.<|im_end|>" in capsys.readouterr().out
+    assert await run(tmp_path, *tokens) == 2
+    assert await run(tmp_path, "sessions", "show", "unknown") == 2
+    assert "'unknown' is not in this store" in capsys.readouterr().err
+
+
+async def test_exports_hold_the_record(
+    tmp_path: Path, proxy: RunningProxy, session: SessionHandle
+) -> None:
+    record, turns = await proxy.record(session)
+    for kind in ("jsonl", "parquet", "binary"):
+        out = str(tmp_path / kind)
+        assert await run(tmp_path, "sessions", "export", "--format", kind, "--out", out) == 0
+
+    rows = [orjson.loads(line) for line in (tmp_path / "jsonl").read_bytes().splitlines()]
+    assert [row["turns"] for row in rows] == [[0, 1], [0, 2]]
+    sampled = [i for i, s in zip(rows[0]["ids"], rows[0]["sampled"], strict=True) if s]
+    assert sampled == [*turns[0].sampled_ids, *turns[1].sampled_ids]
+    parquet = pq.read_table(tmp_path / "parquet").to_pylist()
+    assert [row["ids"] for row in parquet] == [row["ids"] for row in rows]
+    assert orjson.loads(parquet[0]["rewards"])[0]["value"] == 0.5
+    (file,) = (tmp_path / "binary").iterdir()
+    assert file.name == "team%2Frun-1.record"
+    assert decode_record(file.read_bytes())[0] == record
+
+
+async def test_a_replay_finds_no_difference_and_finds_one(
+    tmp_path: Path,
+    proxy: RunningProxy,
+    session: SessionHandle,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = ("replay", session.trial_id, "--engine", proxy.engine.url, "--tolerance", "1e-3")
+    assert await run(tmp_path, *arguments) == 0
+    out = capsys.readouterr().out
+    assert "3 of 3 turns compared, largest difference 0.00e+00" in out
+
+    monkeypatch.setattr(
+        "proxy.engines.scripted_wires._scored",
+        lambda ids: [None, *({str(token): {"logprob": -0.1}} for token in ids[1:])],
+    )
+    assert await run(tmp_path, *arguments) == 1
+    assert "more than --tolerance" in capsys.readouterr().err
+
+
+async def test_what_cannot_be_compared_is_said(
+    tmp_path: Path, proxy: RunningProxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = await proxy.session(SessionKind.EVAL)
+    messages = [{"role": "user", "content": "Hi."}]
+    await proxy.post(session, CHAT, {"messages": messages, "temperature": 0.5})
+    await run(tmp_path, "replay", session.trial_id, "--engine", proxy.engine.url)
+    out = capsys.readouterr().out
+    assert "turn 0: was sampled at temperature 0.5" in out
+    assert "0 of 1 turns compared" in out
