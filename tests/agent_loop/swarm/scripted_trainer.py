@@ -1,0 +1,55 @@
+"""A trainer without a model, started by a swarm server: `scripted_trainer.py CHECKPOINT BATCHES`.
+
+Starts a proxy over a scripted engine, takes batch after batch, and writes each as a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from agent_loop.swarm.producer import SwarmProducer
+from agent_loop.swarm.serve import TRAINER_KEY_VARIABLE, URL_VARIABLE
+from agent_loop.swarm.wire import TrainerHello
+from proxy.app import build_app
+from proxy.config import load_config
+from proxy.engines.scripted import ScriptedEngine
+
+ADMIN_KEY = "admin-key-of-the-tests"
+
+
+async def main(checkpoint: Path, batches: Path) -> None:
+    async with ScriptedEngine(lambda prompt: [*prompt[-3:], 257]) as engine:
+        store = f"sqlite:///{batches.parent}/proxy-{os.getpid()}.db"
+        config = load_config(
+            None,
+            model=checkpoint,
+            engines=[{"url": engine.url}],
+            store=store,
+            admin_key=ADMIN_KEY,
+        )
+        runner = web.AppRunner(build_app(config))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        hello = TrainerHello(
+            proxy_url=f"http://127.0.0.1:{runner.addresses[0][1]}",
+            proxy_admin_key=ADMIN_KEY,
+            sampling={"max_tokens": 4},
+        )
+        producer = SwarmProducer(os.environ[URL_VARIABLE], os.environ[TRAINER_KEY_VARIABLE], hello)
+        version = 0
+        while True:
+            groups = await producer.next_batch(version)
+            version += 1
+            episodes = [rollout.trial_id for group in groups for rollout in group.rollouts]
+            with batches.open("a") as file:
+                file.write(json.dumps({"pid": os.getpid(), "episodes": episodes}) + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*map(Path, sys.argv[1:])))
