@@ -16,6 +16,7 @@ How a trial's end becomes a status (DESIGN.md, rule 6):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 import time
@@ -35,6 +36,7 @@ from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.rewards.protocol import Finished, Graded, RewardSource
 from agent_loop.trajectory import build_segments
 from proxy.client import ProxyClient, ProxyClientError
+from proxy.record_format import RecordFormatError
 from proxy.records import FinishReason, Session, SessionKind, Turn, TurnStatus
 
 Result = TypeVar("Result")
@@ -74,7 +76,7 @@ class LoopSettings(BaseModel):
     keep_workspaces: bool = False
     """Working directories are removed after the reward; logs stay either way."""
     proxy_patience_s: float = Field(60.0, ge=0)
-    """How long the proxy may be away (it is being restarted) at the end of a trial."""
+    """How long the proxy may be away (it is being restarted) at a trial's begin or end."""
 
 
 class RemoteAgentLoop:
@@ -119,12 +121,13 @@ class RemoteAgentLoop:
         rollout.logs = str(self.settings.trials_dir / trial_id)
         try:
             await self._trial(rollout, kind)
-        except (AgentLoopError, ProxyClientError, OSError) as error:
+        except (AgentLoopError, ProxyClientError, RecordFormatError, OSError) as error:
             rollout.status = RolloutStatus.FAILED
             rollout.error = f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             if not self.settings.keep_workspaces:
-                shutil.rmtree(Path(rollout.logs) / "work", ignore_errors=True)
+                work = Path(rollout.logs) / "work"
+                await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
         rollout.times_s = {**rollout.times_s, "total": time.monotonic() - started}
         return rollout
 
@@ -135,8 +138,10 @@ class RemoteAgentLoop:
             agent = await self._launcher.run(trial)
             if self.settings.await_reward_s:
                 await self.proxy.wait_reward(trial.trial_id, timeout_s=self.settings.await_reward_s)
-        finally:
-            await self._complete(opening)
+        except BaseException:
+            await self._abandon(opening)
+            raise
+        await self._patiently(lambda: self.proxy.complete(trial.trial_id))
         session, turns = await self._patiently(lambda: self.proxy.get_turns(trial.trial_id))
         _record(rollout, agent, turns)
         began = time.monotonic()
@@ -158,14 +163,17 @@ class RemoteAgentLoop:
         sampling = dict(settings.sampling if train else settings.eval_sampling)
         if settings.seeded:
             sampling["seed"] = rollout.seed
-        session = await self.proxy.create_session(
-            rollout.trial_id,
-            kind=kind,
-            sampling=sampling,
-            profile=settings.profile,
-            limits=settings.session_limits,
-            metadata={"task_id": rollout.task.task_id, "source": rollout.task.source},
-            ttl_s=settings.timeout_s + settings.session_margin_s,
+        # Should the answer be lost, asking again gives 409: a failed trial, and a new one.
+        session = await self._patiently(
+            lambda: self.proxy.create_session(
+                rollout.trial_id,
+                kind=kind,
+                sampling=sampling,
+                profile=settings.profile,
+                limits=settings.session_limits,
+                metadata={"task_id": rollout.task.task_id, "source": rollout.task.source},
+                ttl_s=settings.timeout_s + settings.session_margin_s,
+            )
         )
         return Trial(
             trial_id=session.trial_id,
@@ -178,33 +186,25 @@ class RemoteAgentLoop:
             seed=rollout.seed,
         )
 
-    async def _complete(self, opening: asyncio.Future[Trial]) -> None:
-        """Also where the trial was cancelled while its session was being made."""
+    async def _abandon(self, opening: asyncio.Future[Trial]) -> None:
+        """Completes the session of a trial that was cancelled or failed, also while it was being
+        made. With the proxy away it is left to expire."""
         await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None:
-            trial_id = opening.result().trial_id
-            await self._patiently(lambda: self.proxy.complete(trial_id))
+            with contextlib.suppress(ProxyClientError):
+                await self.proxy.complete(opening.result().trial_id)
 
     async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Repeats an idempotent control call while the proxy is away, and through cancellation."""
-
-        async def repeated() -> Result:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception(_is_away),
-                stop=stop_after_delay(self.settings.proxy_patience_s),
-                wait=wait_exponential(multiplier=0.05, max=2.0),
-                reraise=True,
-            ):
-                with attempt:
-                    result = await call()
-            return result
-
-        task = asyncio.ensure_future(repeated())
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
+        """Repeats a control call while the proxy is away."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception(_is_away),
+            stop=stop_after_delay(self.settings.proxy_patience_s),
+            wait=wait_exponential(multiplier=0.05, max=2.0),
+            reraise=True,
+        ):
+            with attempt:
+                result = await call()
+        return result
 
 
 def _is_away(error: BaseException) -> bool:

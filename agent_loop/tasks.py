@@ -1,17 +1,19 @@
-"""Tasks: read from JSONL, drawn from weighted sources in an order that a small cursor resumes.
+"""Tasks: read from files, drawn from weighted sources in an order that a small cursor resumes.
 
 Invariant: the n-th draw is a function of the sources, the seed and n alone. A stream restored
 from its `Cursor` continues with exactly the tasks that the first one would have drawn.
 
-A line of a task file is one JSON object. Its `task_id` (or `id`) names the task, and must be
-unique in the file; without one it is `<source>-<line>`. The object as a whole is the task's data.
+A line of a JSONL file (a row of a Parquet file) is one JSON object. Its `task_id` (or `id`) names
+the task, and must be unique in the file; without one it is `<source>-<line>`. The object as a
+whole is the task's data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from agent_loop.records import Task
 
 Order = npt.NDArray[np.int64]
 
-SHOWN_BYTES = 80
+SHOWN_CHARS = 80
 """Of a broken line, so that the message stays one line."""
 
 
@@ -40,11 +42,54 @@ def read_jsonl(path: Path, source: str | None = None) -> list[Task]:
             f"{path}: cannot read the task file ({error.strerror}); "
             "give the path of a JSONL file, one JSON object per line"
         ) from None
+    rows = (
+        (number, _parse(path, number, line))
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    )
+    return _tasks(path, rows, source)
+
+
+def read_parquet(path: Path, source: str | None = None) -> list[Task]:
+    """All rows of a Parquet file, each as a line of a JSONL file would be.
+
+    Raises:
+        TaskFileError: it cannot be read, a row is not a task, or pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise TaskFileError(
+            f"{path}: reading Parquet needs pyarrow; install it, or give a JSONL file"
+        ) from None
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise TaskFileError(f"{path}: cannot read it as Parquet: {reason}") from None
+    return _tasks(path, enumerate(rows, start=1), source or path.stem)
+
+
+def read_tasks(path: Path, source: str | None = None) -> list[Task]:
+    """By the file's ending: `.parquet`, else JSONL. Raises TaskFileError."""
+    return read_parquet(path, source) if path.suffix == ".parquet" else read_jsonl(path, source)
+
+
+def _parse(path: Path, number: int, line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        shown = _shown(line.decode(errors="replace"))
+        raise TaskFileError(
+            f"{path}:{number}: not JSON ({error.msg}): {shown}; fix or remove the line"
+        ) from None
+
+
+def _tasks(path: Path, rows: Iterable[tuple[int, Any]], source: str) -> list[Task]:
     tasks: dict[str, Task] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        task = _parse(path, number, line, source)
+    for number, data in rows:
+        task = _task(path, number, data, source)
         if task.task_id in tasks:
             raise TaskFileError(
                 f"{path}:{number}: task_id {task.task_id!r} is used twice; give each its own"
@@ -55,18 +100,11 @@ def read_jsonl(path: Path, source: str | None = None) -> list[Task]:
     return list(tasks.values())
 
 
-def _parse(path: Path, number: int, line: bytes, source: str) -> Task:
-    shown = line[:SHOWN_BYTES].decode(errors="replace")
-    try:
-        data = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise TaskFileError(
-            f"{path}:{number}: not JSON ({error.msg}): {shown!r}; fix or remove the line"
-        ) from None
+def _task(path: Path, number: int, data: Any, source: str) -> Task:
     if not isinstance(data, dict):
         raise TaskFileError(
-            f"{path}:{number}: a task is a JSON object, this is {type(data).__name__}: {shown!r}; "
-            'write it like {"task_id": "a-1", "prompt": "…"}'
+            f"{path}:{number}: a task is a JSON object, this is {type(data).__name__}: "
+            f'{_shown(str(data))}; write it like {{"task_id": "a-1", "prompt": "…"}}'
         )
     task_id = data.get("task_id", data.get("id", f"{source}-{number}"))
     if not isinstance(task_id, str | int) or task_id == "":
@@ -74,6 +112,10 @@ def _parse(path: Path, number: int, line: bytes, source: str) -> Task:
             f"{path}:{number}: task_id {task_id!r} is not a name; give a non-empty string"
         )
     return Task(task_id=str(task_id), data=data, source=source)
+
+
+def _shown(text: str) -> str:
+    return repr(text[:SHOWN_CHARS])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent_loop.launchers.environment import agent_environment, expand, make_workspace
+from agent_loop.launchers.environment import (
+    GIT,
+    agent_environment,
+    expand,
+    make_workspace,
+)
 from agent_loop.launchers.processes import Ended, Job, Limits, ProcessHost
 from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
 from agent_loop.rewards.protocol import NO_OPINION, Graded
@@ -30,7 +35,8 @@ class CommandSettings(BaseModel):
     env: Mapping[str, str] = Field(default_factory=dict)
     """Set over what every agent gets (`environment.agent_environment`); placeholders too."""
     template: str | None = None
-    """Folder that each trial's working directory is a copy of; may hold `{task.FIELD}`."""
+    """Folder that each trial's working directory is a copy of, or `git+REPOSITORY#REVISION`; may
+    hold `{task.FIELD}`."""
     grace_s: float = Field(5.0, ge=0)
     """Between SIGTERM and SIGKILL at the deadline or a cancellation."""
     log_bytes: int = Field(1 << 20, ge=1024)
@@ -49,7 +55,8 @@ class CommandLauncher:
                 f"agent command {program!r} is not an executable on PATH; "
                 "install it, or give its full path"
             )
-        if template and "{" not in template and not Path(template).is_dir():
+        is_folder = template and "{" not in template and not template.startswith(GIT)
+        if template and is_folder and not Path(template).is_dir():
             raise ConfigurationError(f"agent template {template!r} is not a folder")
 
     async def run(self, trial: Trial) -> AgentResult:

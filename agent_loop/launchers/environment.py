@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,10 @@ import orjson
 
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.protocol import Trial
+
+GIT = "git+"
+GIT_TIMEOUT_S = 600.0
+"""For a clone over a slow line; it is not part of the agent's time."""
 
 PROMPT_BYTES = 128_000
 """Linux allows 131,072 bytes per environment string; longer prompts are in TASK_FILE alone."""
@@ -100,17 +105,43 @@ def expand(template: str, trial: Trial) -> str:
 
 
 def make_workspace(trial: Trial, template: str | None) -> None:
-    """Writes the task file, and the working directory as a copy of the template folder.
+    """Writes the task file and makes the working directory: empty, a copy of the template
+    folder, or a checkout (`git+REPOSITORY#REVISION`).
 
     Raises:
-        LaunchError: the template is not a folder, or the disk refuses.
+        LaunchError: there is no such folder or revision, or the disk refuses.
     """
     trial.task_file.write_bytes(orjson.dumps(dict(trial.task.data), default=str))
     try:
         if template is None:
             trial.workspace.mkdir()
+        elif template.startswith(GIT):
+            _checkout(expand(template, trial), trial.workspace)
         else:
             source = Path(expand(template, trial))
             shutil.copytree(source, trial.workspace, symlinks=True)
     except (OSError, shutil.Error) as error:
         raise LaunchError(f"cannot make the working directory {trial.workspace}: {error}") from None
+
+
+def _checkout(source: str, folder: Path) -> None:
+    repository, _, revision = source.removeprefix(GIT).partition("#")
+    for command in (
+        ["clone", "--quiet", "--no-checkout", "--", repository, str(folder)],
+        ["-C", str(folder), "checkout", "--quiet", "--detach", revision or "HEAD", "--"],
+    ):
+        try:
+            subprocess.run(
+                ["git", *command],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=GIT_TIMEOUT_S,
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.CalledProcessError as error:
+            raise LaunchError(f"cannot check out {source!r}: {error.stderr.strip()}") from None
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                f"cannot check out {source!r}: not done in {GIT_TIMEOUT_S:.0f} s"
+            ) from None

@@ -140,4 +140,5 @@ class ReplayBuffer:
 
 
 def _dump(task: Task) -> str:
-    return json.dumps({"task_id": task.task_id, "data": dict(task.data), "source": task.source})
+    fields = {"task_id": task.task_id, "data": dict(task.data), "source": task.source}
+    return json.dumps(fields, default=str)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import Verifier, VerifierSettings
-from proxy.client import ProxyClient, ProxyClientError
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.engines.scripted import Fault
 from proxy.records import Reward, SessionKind
 from tests.agent_loop.launchers.test_command import alive, until
@@ -221,23 +223,30 @@ async def test_cancelling_ends_the_agent_and_completes_the_session(
 
 
 class AwayForAWhile(ProxyClient):
-    """The real client, whose first calls at a trial's end find nobody."""
+    """The real client, whose first calls at a trial's begin and end find nobody."""
 
     def away(self, times: int) -> ProxyClient:
-        self.times = times
+        self.times = {"create": times, "complete": times}
         return self
 
+    async def create_session(self, *arguments: Any, **more: Any) -> SessionHandle:
+        self._nobody("create")
+        return await super().create_session(*arguments, **more)
+
     async def complete(self, trial_id: str) -> None:
-        if self.times > 0:
-            self.times -= 1
-            raise ProxyClientError("nobody is there", 0)
+        self._nobody("complete")
         await super().complete(trial_id)
+
+    def _nobody(self, call: str) -> None:
+        if self.times[call] > 0:
+            self.times[call] -= 1
+            raise ProxyClientError("nobody is there", 0)
 
 
 @pytest.mark.parametrize(
     ("patience_s", "status"), [(20.0, RolloutStatus.DONE), (0.0, RolloutStatus.FAILED)]
 )
-async def test_proxy_that_is_away_at_the_end_is_waited_for_within_patience(
+async def test_proxy_that_is_being_restarted_is_waited_for_within_patience(
     proxy: RunningProxy, trials: Path, patience_s: float, status: RolloutStatus
 ) -> None:
     async with AwayForAWhile(proxy.url, ADMIN_KEY) as client:
@@ -277,3 +286,53 @@ async def test_reward_that_does_not_come_is_no_reward_and_not_zero(
     rollout = await run(proxy, trials, posted=True, await_reward_s=0.2)
     assert (rollout.status, rollout.reward) == (RolloutStatus.DONE, None)
     assert not rollout.trainable
+
+
+async def test_misbehaving_agents_leak_no_process_descriptor_session_or_directory(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    """At once: agents that hang, crash, never call, are verified badly, and are cancelled."""
+    rewards = Verifier(VerifierSettings(argv=(sys.executable, "-I", "-S", "-c", NAN)))
+    launcher = CommandLauncher(CommandSettings(argv=AGENT, grace_s=0.1))
+    settings = LoopSettings(trials_dir=trials, timeout_s=1.5, max_retries=0)
+    loop = RemoteAgentLoop(proxy.control, launcher, rewards, settings)
+
+    async def bad(**task: Any) -> Rollout:
+        data = {"prompt": "Say hello.", **task}
+        return await loop.run(Task("bad", data), kind=SessionKind.TRAIN)
+
+    await bad()  # servers and connections that stay are open now
+    before = pipes()
+    cancelled = asyncio.ensure_future(bad(hang=True))
+    rollouts = await asyncio.gather(
+        bad(hang=True), bad(turns=0), bad(exit_code=3), bad(), bad(turns=2, hang=True)
+    )
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.FAILED}
+    assert pipes() == before
+    assert not list(trials.glob("*/work"))
+    sessions = await proxy.control.list_sessions()
+    assert {session["status"] for session in sessions} == {"completed"}
+    assert running("small_agent") == []
+    await loop.close()
+
+
+def pipes() -> int:
+    """Open descriptors that are pipes or files in memory; connections are kept alive."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(link.startswith(("pipe:", "/memfd:")) for link in links)
+
+
+def running(name: str) -> list[str]:
+    """Command lines on this machine that hold `name` (and are not pytest's own)."""
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if name in line and str(Path(__file__).parent) in line and "pytest" not in line:
+                lines.append(line)
+    return lines

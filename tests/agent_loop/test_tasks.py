@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.errors import TaskFileError
 from agent_loop.records import Task
-from agent_loop.tasks import Source, TaskStream, read_jsonl
+from agent_loop.tasks import Source, TaskStream, read_jsonl, read_tasks
 
 
 def test_tasks_are_read_with_their_ids_and_the_source(tmp_path: Path) -> None:
@@ -97,3 +99,17 @@ def test_source_added_later_joins_at_its_share() -> None:
     stream.restore(old.cursor.taken)
     drawn = Counter(stream.draw().source for _ in range(10))
     assert drawn == {"a": 5, "b": 5}
+
+
+def test_rows_of_a_parquet_file_are_tasks(tmp_path: Path) -> None:
+    rows = [{"task_id": "a", "x": [1, 2]}, {"task_id": "b", "x": []}]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert read_tasks(path) == [Task("a", rows[0], "rows"), Task("b", rows[1], "rows")]
+
+
+def test_file_that_is_no_parquet_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_text("{}")
+    with pytest.raises(TaskFileError, match=r"rows\.parquet: cannot read it as Parquet"):
+        read_tasks(path)

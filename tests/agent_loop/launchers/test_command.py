@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,36 @@ async def test_working_directory_is_a_copy_of_the_tasks_template(
     assert result.end is AgentEnd.EXITED
     assert (trial.workspace / "file.txt").read_text() == "after"
     assert (tmp_path / "templates" / "a" / "file.txt").read_text() == "before"
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@t")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+async def test_working_directory_is_a_checkout_of_the_tasks_revision(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    git(repository, "init", "--quiet")
+    for text in ("first", "second"):
+        (repository / "file.txt").write_text(text)
+        git(repository, "add", ".")
+        git(repository, "commit", "--quiet", "-m", text)
+    trial = make_trial(revision=git(repository, "rev-parse", "HEAD~1"))
+    template = f"git+{repository}#{{task.revision}}"
+    result = await run_python(trial, "print(open('file.txt').read())", template=template)
+    assert result.end is AgentEnd.EXITED
+    assert log_of(trial) == "first\n"
+
+
+async def test_revision_that_does_not_exist_is_our_failure(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    with pytest.raises(LaunchError, match=r"cannot check out .*nowhere"):
+        await run_python(make_trial(), "pass", template=f"git+{tmp_path}/nowhere#main")
 
 
 async def test_agent_that_exits_at_once_is_a_crash_with_its_code(make_trial: MakeTrial) -> None:
