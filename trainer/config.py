@@ -233,8 +233,6 @@ class EvalConfig(Section):
     """Trials per held-out task; more than 1 also gives pass@k."""
     limit: int | None = Field(None, ge=1)
     """Held-out tasks to use; None: all."""
-    temperature: float | None = Field(None, ge=0)
-    """None: what the agent asks for."""
     success_at: float = 1.0
     """A reward of at least this is a success."""
 

@@ -12,6 +12,7 @@ the same probabilities; it stops the run where they do not.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainer.checkpoint import (
 )
 from trainer.config import TrainerConfig
 from trainer.errors import TrainingError
+from trainer.flops import training_flops, utilisation
 from trainer.learner import Learner
 from trainer.probe import score_ids
 from trainer.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
@@ -72,6 +74,7 @@ class TrainController:
                 what was sampled.
         """
         metrics = rollout_metrics(groups, success_at=self.config.eval.success_at)
+        started = time.perf_counter()
         batch = build_batch(groups)
         check_tokens(groups, batch)
         metrics |= staleness_metrics(batch, self.version)
@@ -83,10 +86,19 @@ class TrainController:
             self.train_step,
         ):
             metrics |= part(batch)
+        metrics |= self._speed(batch, time.perf_counter() - started)
         self.step += 1
         if metrics["actor/update_steps"]:
             self.version += 1
         return metrics
+
+    def _speed(self, batch: Batch, seconds: float) -> Metrics:
+        """Of the policy's passes: one forward pass before the update, then every epoch."""
+        passes = self.algorithm.config.epochs + 1 / 3
+        flops = training_flops(self.policy.model, batch, passes=passes)
+        metrics = {"throughput/input_tokens_per_s": batch.input_tokens / seconds}
+        share = utilisation(flops, seconds, self.policy.device, self.policy.ranks.size)
+        return metrics if share is None else metrics | {"throughput/mfu": share}
 
     def compute_logprobs(self, batch: Batch) -> Metrics:
         """Sets `batch.prox_logprobs`, the policy's before the update; how far the engine's are.

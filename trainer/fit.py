@@ -9,10 +9,14 @@ checkpoint holds exactly the steps that count, with the producer's state after t
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from agent_loop.evaluator import EvalReport
 from agent_loop.records import Group
@@ -25,6 +29,9 @@ from trainer.run_log import RunLog
 
 class Producer(Protocol):
     """Implementations: `agent_loop.producers`, synchronous and asynchronous."""
+
+    counts: Counter[str]
+    """Groups by what became of them, over the run."""
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """Called once, when the engines have the weights; `state` is that of a checkpoint."""
@@ -64,6 +71,7 @@ class Fit:
     """Success of the best evaluation that a checkpoint was made at."""
     produced: dict[str, Any] = field(default_factory=dict)
     """The producer's state after the last step that counts."""
+    _counts: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> str:
         """To the configured end: `done`; or `stopped`, when it was asked to stop."""
@@ -105,9 +113,15 @@ class Fit:
             self.producer.set_version(controller.version)
         clock.lap("sync")
         metrics |= clock.metrics(metrics.get("rollout/sampled_tokens", 0.0))
-        metrics["policy_version"] = float(controller.version)
+        metrics |= {f"groups/{what}": float(n) for what, n in self._counted().items()}
+        metrics |= {"policy_version": float(controller.version), "memory/peak_gib": _peak_gib()}
         self.produced = self.producer.state()
         log.step(controller.step, metrics, [r for group in groups for r in group.rollouts])
+
+    def _counted(self) -> dict[str, int]:
+        """What became of groups since the last step."""
+        before, self._counts = self._counts, Counter(self.producer.counts)
+        return {what: count - before[what] for what, count in self._counts.items()}
 
     async def _scheduled_evaluation(self) -> float:
         """Its success; -1 when none is due."""
@@ -160,6 +174,13 @@ class Fit:
         limits = self.controller.config.trainer
         late = limits.max_wall_s is not None and self.log.wall_s >= limits.max_wall_s
         return late or self.controller.step >= limits.steps
+
+
+def _peak_gib() -> float:
+    """Of this process, on the GPU where it trains on one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class _Clock:

@@ -52,7 +52,7 @@ class ProxyProcess:
             ConfigError: its port is in use.
             TrainerError: it ended, or did not answer in time.
         """
-        _check_port(self._config.host, self._port)
+        check_port(self._config.host, self._port)
         file = self._folder / "proxy.yaml"
         file.write_text(yaml.safe_dump(self._settings | self._address()))
         command = [sys.executable, "-m", "proxy", "serve", "--config", str(file)]
@@ -123,7 +123,8 @@ def _free_port(host: str) -> int:
         return port
 
 
-def _check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError when something else listens there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

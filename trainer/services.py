@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from proxy.client import ProxyClient
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
-from trainer.proxy_process import ProxyProcess
+from trainer.proxy_process import ProxyProcess, check_port
 from trainer.run_control import RunControl
 from trainer.run_folder import RunFolder
+from trainer.weight_sync.control import EngineControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,16 @@ async def running_services(
         EngineError, ConfigurationError, TrainerError: one of them could not be started.
     """
     async with AsyncExitStack() as stack:
+        if config.proxy_server.url is None:
+            check_port(config.proxy_server.host, config.proxy_server.port)
         servers = _servers(config, folder)
         for server in servers:
             stack.push_async_callback(server.stop)
         await control.wait_for(_start(servers))
         urls = config.engine.urls or tuple(server.url for server in servers)
+        if config.engine.urls:
+            with closing(EngineControl(urls)) as engines:
+                await control.wait_for(asyncio.to_thread(engines.check))
         proxy = _proxy(config, folder, urls)
         if isinstance(proxy, ProxyProcess):
             stack.push_async_callback(proxy.stop)

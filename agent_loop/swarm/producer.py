@@ -33,6 +33,8 @@ class SwarmProducer:
         self._said_hello = False
         self._http: aiohttp.ClientSession | None = None
         self._batches = 0
+        self.counts: Counter[str] = Counter()
+        """Groups `kept`, over the run."""
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         self._batches = int(state["batches"]) if state else 0
@@ -51,6 +53,7 @@ class SwarmProducer:
             pass
         batch = BatchView.model_validate_json(body)
         self._batches += 1
+        self.counts["kept"] += len(batch.groups)
         return [
             await self._group(f"b{batch.number}-{number}", episodes)
             for number, episodes in enumerate(batch.groups)

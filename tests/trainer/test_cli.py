@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,14 @@ def test_several_reward_sources_are_one(config: Path) -> None:
     rewards = "remote_agent.verifier={argv: ['true']}", "remote_agent.posted_rewards=true"
     weights = "remote_agent.reward_weights={posted: 0.5}"
     assert main(["--config", str(config), "--check", *rewards, weights]) == 0
+
+
+def test_a_port_in_use(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code = main(["--config", str(config), f"proxy_server.port={port}"])
+    assert code == 2
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert f"proxy_server.port={port}" in line

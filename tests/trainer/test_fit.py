@@ -38,7 +38,7 @@ from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
 
 STEPS = 6
-TIMED = ("time", "throughput/", "sync/")
+TIMED = ("time", "throughput/", "sync/", "memory/")
 
 
 class Cut(Exception):

@@ -29,6 +29,19 @@ class EngineControl:
         self.next_version = 0
         """What `finish_weight_update` tells the engines that their weights now are."""
 
+    def check(self) -> None:
+        """
+        Raises:
+            WeightSyncError: an engine does not answer, or does not take weights.
+        """
+        try:
+            self.weight_versions()
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"engine.urls: {error} (vLLM must run with VLLM_SERVER_DEV_MODE=1, "
+                "--enable-scale-out and --weight-transfer-config)"
+            ) from error
+
     def pause(self) -> None:
         """Freezes running requests where they are; they go on after `resume`."""
         self._post_all("/pause?mode=keep")
