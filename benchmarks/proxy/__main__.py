@@ -6,23 +6,41 @@ All in one run on one machine, so the ratios mean something where the absolute f
 from __future__ import annotations
 
 import argparse
+import asyncio
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from benchmarks.proxy import small_calls, targets
+from benchmarks.proxy import long_sessions, small_calls, streams, targets
 
 CACHE = Path(".cache/bench-proxy")
+PARTS = ("small-calls", "turns", "streams", "memory")
+TARGETS = ("pass-through", "ours", "portkey", "litellm")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=8.0, help="per cell")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--only", nargs="+", choices=["ours", "pass-through", "litellm", "portkey"])
+    parser.add_argument("--seconds", type=float, default=8.0, help="per cell of small calls")
+    parser.add_argument("--streams", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--sessions", type=int, default=1000, help="held in memory, of 128k tokens")
     arguments = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
+    parts = {
+        "small-calls": _small_calls,
+        "turns": _turns,
+        "streams": _streams,
+        "memory": _memory,
+    }
+    for part in arguments.parts:
+        print(f"\n## {part}\n", flush=True)
+        parts[part](arguments)
+
+
+def _small_calls(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch, targets.fake_vllm() as upstream:
         starters: dict[str, Callable[[], AbstractContextManager[targets.Target]]] = {
             "pass-through": lambda: targets.pass_through(upstream),
@@ -35,14 +53,55 @@ def main() -> None:
             for n in arguments.clients
         }
         cells: list[small_calls.Cell] = []
-        for name, start in starters.items():
-            if arguments.only and name not in arguments.only:
-                continue
-            with start() as target:
+        for name in arguments.targets:
+            with starters[name]() as target:
                 cells += [
                     small_calls.measure(target, n, arguments.seconds) for n in arguments.clients
                 ]
         print(small_calls.table(direct, cells))
+
+
+def _turns(_: argparse.Namespace) -> None:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        targets.fake_vllm() as upstream,
+        targets.ours(upstream, Path(scratch)) as target,
+    ):
+        costs = asyncio.run(long_sessions.turn_costs(target, sessions=3))
+    print("| turn | prompt tokens | CPU ms | wall ms | its JSON alone, ms |\n|---|---|---|---|---|")
+    for cost in costs:
+        print(
+            f"| {cost.turn:.0f} | {cost.prompt_tokens:,.0f} | {cost.cpu_ms:.1f} "
+            f"| {cost.wall_ms:.1f} | {cost.json_ms:.1f} |"
+        )
+
+
+def _streams(arguments: argparse.Namespace) -> None:
+    print("| streams | through | gap p50 ms | gap p99 ms | cores |\n|---|---|---|---|---|")
+    for count in arguments.streams:
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            targets.fake_vllm("--tokens-per-s", "30") as upstream,
+            targets.ours(upstream, Path(scratch)) as target,
+        ):
+            url = f"{upstream}/inference/v1/generate"
+            direct = asyncio.run(streams.measure(url, streams.generate_body(), count, None))
+            ours = asyncio.run(streams.measure(target.url, streams.chat_body(), count, target))
+        for name, gaps in (("direct", direct), ("ours", ours)):
+            print(
+                f"| {count} | {name} | {gaps.p50_ms:.1f} | {gaps.p99_ms:.1f} "
+                f"| {gaps.cpu_share:.2f} |"
+            )
+
+
+def _memory(arguments: argparse.Namespace) -> None:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        targets.fake_vllm() as upstream,
+        targets.ours(upstream, Path(scratch)) as target,
+    ):
+        before, after = asyncio.run(long_sessions.memory_mb(target, arguments.sessions))
+    print(f"{arguments.sessions} sessions of 128k tokens: {before:,.0f} MB, then {after:,.0f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""What history costs: turns of a conversation that grows to 128k tokens, streams, and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from benchmarks.proxy.targets import Target
+
+WORDS = "The command printed a list of files; read each, then say what has changed and why. "
+TURNS = 100
+TOTAL_TOKENS = 128_000
+ANSWER_TOKENS = 200
+"""What the fake vLLM says per turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCost:
+    turn: int
+    prompt_tokens: int
+    cpu_ms: float
+    """Processor time of the proxy for this turn."""
+    wall_ms: float
+    json_ms: float
+    """Of reading the agent's body and writing the engine's: what no proxy can do without."""
+
+
+async def turn_costs(target: Target, sessions: int) -> list[TurnCost]:
+    """Medians over the sessions, for turns 1, 10 and 100."""
+    costs: dict[int, list[TurnCost]] = {1: [], 10: [], TURNS: []}
+    async with aiohttp.ClientSession() as http:
+        for number in range(sessions):
+            url = target.url.replace("/s/", f"/long-{number}/")
+            messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS}]
+            for turn in range(1, TURNS + 1):
+                messages.append({"role": "user", "content": _text(number, turn)})
+                body = orjson.dumps({"model": "fake", "messages": messages})
+                cpu_s, began = target.cpu_s(), time.perf_counter()
+                answer = await _post(http, url, body)
+                wall_s, cpu_s = time.perf_counter() - began, target.cpu_s() - cpu_s
+                messages.append(answer["choices"][0]["message"])
+                if turn in costs:
+                    prompt_tokens = answer["usage"]["prompt_tokens"]
+                    json_ms = _json_ms(body, prompt_tokens)
+                    cost = TurnCost(turn, prompt_tokens, cpu_s * 1e3, wall_s * 1e3, json_ms)
+                    costs[turn].append(cost)
+    return [_median(found) for found in costs.values()]
+
+
+async def memory_mb(target: Target, sessions: int) -> tuple[float, float]:
+    """Resident MB before, and after `sessions` sessions of 128k tokens that stay open."""
+    before = target.resident_bytes()
+    text = _text(0, 0, tokens=TOTAL_TOKENS)
+    gate = asyncio.Semaphore(4)
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+
+        async def open_session(number: int) -> None:
+            url = target.url.replace("/s/", f"/big-{number}/")
+            message = {"role": "user", "content": f"{number} {text}"}
+            async with gate:
+                await _post(http, url, orjson.dumps({"model": "fake", "messages": [message]}))
+
+        await asyncio.gather(*(open_session(n) for n in range(sessions)))
+    return before / 1e6, target.resident_bytes() / 1e6
+
+
+def _text(session: int, turn: int, tokens: int = TOTAL_TOKENS // TURNS - ANSWER_TOKENS) -> str:
+    """About so many tokens of the benchmark's tokenizer, which no other turn has."""
+    return f"Session {session}, turn {turn}. " + WORDS * (tokens // 27)
+
+
+def _json_ms(body: bytes, prompt_tokens: int) -> float:
+    ids = list(range(prompt_tokens))
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        orjson.loads(body)
+        orjson.dumps(ids)
+        times.append(time.process_time() - began)
+    return statistics.median(times) * 1e3
+
+
+def _median(found: list[TurnCost]) -> TurnCost:
+    def middle(name: str) -> Any:
+        return statistics.median(getattr(cost, name) for cost in found)
+
+    names = ("turn", "prompt_tokens", "cpu_ms", "wall_ms", "json_ms")
+    return TurnCost(*(middle(name) for name in names))
+
+
+async def _post(http: aiohttp.ClientSession, url: str, body: bytes) -> dict[str, Any]:
+    async with http.post(url, data=body) as response:
+        answer: dict[str, Any] = orjson.loads(await response.read())
+        if response.status != 200:
+            raise SystemExit(f"{url}: {response.status} {answer}")
+        return answer
