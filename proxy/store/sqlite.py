@@ -192,7 +192,7 @@ class SqliteStore:
         if self._closed:
             return
         self._closed = True
-        await asyncio.to_thread(self._writer.close)
+        await self._writer.close()
         await asyncio.to_thread(self._reader.shutdown)
         self._reading.close()
         self._owner.release()

@@ -38,7 +38,8 @@ class GroupWriter:
         self._connection = connection
         self._max_pending = max_pending
         self._pending = 0
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._gathered: list[_Write] = []
+        self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -57,35 +58,42 @@ class GroupWriter:
         loop = asyncio.get_running_loop()
         write = _Write(apply, loop.create_future(), loop)
         self._pending += 1
-        self._queue.put(write)
+        if not self._gathered:
+            loop.call_soon(self._hand_over)  # one waking of the thread for all calls of this turn
+        self._gathered.append(write)
         try:
             result: T = await write.future
             return result
         finally:
             self._pending -= 1
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Commits what is queued, then ends the thread."""
+        self._hand_over()
         self._queue.put(None)
-        self._thread.join()
+        await asyncio.to_thread(self._thread.join)
         self._connection.close()
+
+    def _hand_over(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        if gathered:
+            self._queue.put(gathered)
 
     def _run(self) -> None:
         closing = False
         while not closing:
             batch, closing = self._take()
-            if batch:
-                self._commit(batch)
-                _resolve_from_thread(batch)
+            for start in range(0, len(batch), MAX_BATCH):
+                part = batch[start : start + MAX_BATCH]
+                self._commit(part)
+                _resolve_from_thread(part)
 
     def _take(self) -> tuple[list[_Write], bool]:
-        """Blocks for one write, then takes what else is there already."""
+        """Blocks for writes, then takes what else is there already."""
         batch: list[_Write] = []
         item = self._queue.get()
         while item is not None:
-            batch.append(item)
-            if len(batch) >= MAX_BATCH:
-                return batch, False
+            batch += item
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
