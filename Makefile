@@ -46,7 +46,7 @@ reference: $(VENV)/.reference
 
 $(VENV)/.reference: $(VENV)/.ready
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev,reference]'
-	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata
 	touch $@
 
 starter: setup

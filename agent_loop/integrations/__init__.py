@@ -1,0 +1,1 @@
+"""Our trials inside other people's trainers."""

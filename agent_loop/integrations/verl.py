@@ -1,0 +1,297 @@
+"""`RemoteAgentLoop` as an agent loop of verl (0.9.1): black-box agents, trained with verl.
+
+By name, in a module that verl imports (`actor_rollout_ref.model.external_lib=
+agent_loop.integrations.verl`), with its settings under `remote_agent` of verl's configuration:
+
+    actor_rollout_ref.rollout.agent.default_agent_loop=agentic
+
+or by YAML (`actor_rollout_ref.rollout.agent.agent_loop_config_path`):
+
+    - name: agentic
+      _target_: agent_loop.integrations.verl.AgenticLoop
+      settings: {command: {argv: ["python", "agent.py"]}, trials_dir: /tmp/trials}
+
+Each of verl's workers runs one recording proxy in its event loop; the proxy's engine is verl's own
+client, so that routing, weight updates and pauses stay verl's.
+
+Invariant: what verl is given are the ids that its servers were given and gave back, and each token
+that the policy sampled is trained in at most one output. With verl's v1 manager a trial gives every
+branch of its tree as an output, and a trial that failed on our side raises, which drops its group.
+v0 takes one output per trial: it gets the branch with the most trained tokens, and a failed trial
+as a response that trains nothing, with reward 0, because v0 cannot leave a sample out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from aiohttp import web
+from omegaconf import OmegaConf
+from pydantic import Field, ValidationError
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+from agent_loop.errors import AgentLoopError
+from agent_loop.integrations.verl_engine import VerlEngine
+from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
+from agent_loop.records import Rollout, RolloutStatus, Task, Trajectory
+from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.rewards.protocol import RewardSource
+from agent_loop.rewards.reported import LauncherReward
+from agent_loop.rewards.verifier import Verifier, VerifierSettings
+from agent_loop.trajectory import flatten
+from proxy.app import build_app
+from proxy.client import ProxyClient
+from proxy.config import load_config
+from proxy.errors import ConfigurationError
+from proxy.records import SessionKind
+
+PINNED = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+
+class VerlSettings(HarborSettings):
+    """What runs a trial: a `command`, or an agent of Harbor. verl's recipe's names keep their
+    meaning."""
+
+    command: CommandSettings | None = None
+    verifier: VerifierSettings | None = None
+    """A program that gives the reward; None: what the agent reports, or Harbor."""
+    model_name: str = "policy"
+    trials_dir: Path
+    """Trials' directories, and the proxy's store."""
+    timeout_s: float = Field(600.0, gt=0)
+    max_retries: int = Field(1, ge=0)
+    profile: str = "default"
+    """The proxy's agent profile."""
+    task_roots: tuple[Path, ...] = ()
+    llm_proxy_ip: str | None = None
+    """This machine's address as agents reach it; None: agents run on this machine."""
+
+
+class Recorder:
+    """One worker's proxy, its client, and what its trials share."""
+
+    def __init__(self, settings: VerlSettings, engine: VerlEngine, model: Path) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._model = model
+        self._starting: asyncio.Task[ProxyClient] | None = None
+        self._runner: web.AppRunner | None = None
+        self.launcher = _launcher(settings)
+        self.rewards: RewardSource = (
+            LauncherReward() if settings.verifier is None else Verifier(settings.verifier)
+        )
+
+    async def proxy(self) -> ProxyClient:
+        """The client of the proxy, which is started by the first call."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def close(self) -> None:
+        """Ends the proxy, and with it every call that still runs. verl ends a worker's process
+        instead."""
+        if self._starting is not None:
+            await (await self._starting).close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self.launcher.close()
+        await self.rewards.close()
+
+    def loop(self, proxy: ProxyClient, sampling: Mapping[str, Any]) -> RemoteAgentLoop:
+        settings = LoopSettings(
+            trials_dir=self._settings.trials_dir,
+            model=self._settings.model_name,
+            timeout_s=self._settings.timeout_s,
+            max_retries=self._settings.max_retries,
+            sampling=sampling,
+            profile=self._settings.profile,
+        )
+        return RemoteAgentLoop(proxy, self.launcher, self.rewards, settings)
+
+    async def _start(self) -> ProxyClient:
+        address = self._settings.llm_proxy_ip
+        listener = socket.create_server(("127.0.0.1" if address is None else "0.0.0.0", 0))
+        url = f"http://{address or '127.0.0.1'}:{listener.getsockname()[1]}"
+        key = secrets.token_hex(16)
+        self._settings.trials_dir.mkdir(parents=True, exist_ok=True)
+        config = load_config(
+            model=self._model,
+            host=listener.getsockname()[0],
+            public_url=url,
+            admin_key=key,
+            store=f"sqlite:///{self._settings.trials_dir.absolute()}/proxy-{os.getpid()}.db",
+            max_context_tokens=self._engine.info.max_context_tokens,
+        )
+        self._runner = runner = web.AppRunner(
+            build_app(config, engines=[self._engine]), handler_cancellation=True, access_log=None
+        )
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        return ProxyClient(url, key)
+
+
+@register("agentic")
+class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
+    recorders: ClassVar[WeakKeyDictionary[Any, Recorder]] = WeakKeyDictionary()
+    """By verl's server client, of which a worker has one: verl makes an agent loop per sample."""
+
+    def __init__(self, *arguments: Any, settings: Any = None, **named: Any) -> None:
+        """Raises ConfigurationError: the settings cannot be used."""
+        super().__init__(*arguments, **named)
+        given = settings if settings is not None else self.config.get("remote_agent")
+        if self.server_manager not in self.recorders:
+            self.recorders[self.server_manager] = self._recorder(given)
+        self._recorder_of_worker = self.recorders[self.server_manager]
+
+    async def run(
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        recorder = self._recorder_of_worker
+        proxy = await recorder.proxy()
+        loop = recorder.loop(proxy, {name: sampling_params[name] for name in PINNED})
+        step = _plain(row.get("global_steps", 0))
+        rollout = await loop.run(task_of(row), kind=SessionKind.TRAIN, version=max(0, step))
+        await proxy.delete(rollout.trial_id)
+        several = "session_id" in row  # verl's v1 manager numbers a prompt's trials
+        return self._all(rollout) if several else self._one(rollout)
+
+    def _all(self, rollout: Rollout) -> list[AgentLoopOutput]:
+        if not rollout.trainable:
+            raise AgentLoopError(
+                f"trial {rollout.trial_id} is {rollout.status.value} and has no reward: "
+                f"{rollout.error or 'none was given'}"
+            )
+        return [_output(rollout, trajectory) for trajectory in flatten(rollout.segments)]
+
+    def _one(self, rollout: Rollout) -> AgentLoopOutput:
+        longest, most = self.rollout_config.response_length, self.rollout_config.prompt_length
+        branches = flatten(rollout.segments) if rollout.trainable else []
+        fitting = [b for b in branches if _first_trained(b) <= most]
+        if not fitting:
+            return self._nothing(rollout, len(branches))
+        best = max(fitting, key=lambda branch: int(branch.mask.sum()))
+        return _output(rollout, best, left_out=len(branches) - 1, longest=longest)
+
+    def _nothing(self, rollout: Rollout, left_out: int) -> AgentLoopOutput:
+        end = int(self.tokenizer.eos_token_id)
+        array = np.array([end, end], np.int32)
+        trains_nothing = Trajectory(
+            ids=array,
+            mask=np.array([False, False]),
+            logprobs=np.zeros(2, np.float32),
+            versions=np.full(2, -1, np.int32),
+            turns=np.zeros(2, np.int32),
+        )
+        return _output(rollout, trains_nothing, left_out=left_out)
+
+    def _recorder(self, given: Any) -> Recorder:
+        container = (
+            OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+        )
+        try:
+            settings = VerlSettings.model_validate(container or {})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(["remote_agent", *map(str, first["loc"])])
+            raise ConfigurationError(f"{key}: {first['msg']}") from error
+        rollout = self.rollout_config
+        engine = VerlEngine(
+            self.server_manager,
+            end_ids=_end_ids(self.tokenizer),
+            max_context_tokens=rollout.prompt_length + rollout.response_length,
+        )
+        return Recorder(settings, engine, Path(self.tokenizer.name_or_path))
+
+
+def task_of(row: Mapping[str, Any]) -> Task:
+    """A row of verl's dataset: its id from `instance_id`, `task_id` or `index`, its data all that
+    JSON can hold, with the last user message as `prompt`."""
+    data = {key: _plain(value) for key, value in row.items() if _is_plain(_plain(value))}
+    extra = data.get("extra_info") or {}
+    task_id = data.get("instance_id") or extra.get("task_id") or data.get("index", "task")
+    said = [m.get("content") for m in data.get("raw_prompt", ()) if m.get("role") == "user"]
+    if said:
+        data.setdefault("prompt", said[-1])
+    return Task(str(task_id), data, source=str(data.get("data_source", "verl")))
+
+
+def _output(
+    rollout: Rollout, branch: Trajectory, *, left_out: int = 0, longest: int | None = None
+) -> AgentLoopOutput:
+    start = _first_trained(branch)
+    end = len(branch) if longest is None else min(len(branch), start + longest)
+    mask, versions = branch.mask[start:end], branch.versions[start:end]
+    sampled_by = versions[mask]
+    times = rollout.times_s
+    return AgentLoopOutput(
+        prompt_ids=branch.ids[:start].tolist(),
+        response_ids=branch.ids[start:end].tolist(),
+        response_mask=mask.astype(int).tolist(),
+        response_logprobs=branch.logprobs[start:end].tolist(),
+        reward_score=rollout.reward if rollout.trainable else 0.0,
+        num_turns=rollout.num_turns,
+        metrics={
+            "generate_sequences": times.get("generate", 0.0),
+            "tool_calls": max(0.0, times.get("agent", 0.0) - times.get("generate", 0.0)),
+            "compute_score": times.get("verifier", 0.0),
+        },
+        extra_fields={
+            "reward_extra_info": dict(rollout.reward_parts),
+            "min_global_steps": int(sampled_by.min()) if len(sampled_by) else None,
+            "max_global_steps": int(sampled_by.max()) if len(sampled_by) else None,
+            "versions": versions.tolist(),
+            "trial_id": rollout.trial_id,
+            "trial_status": rollout.status.value,
+            "trial_error": rollout.error,
+            "trial_metrics": {**rollout.metrics, **{f"{k}_s": v for k, v in times.items()}},
+            "forks": dict(rollout.forks),
+            "truncated": rollout.status is RolloutStatus.TRUNCATED,
+            "branches_left_out": left_out,
+        },
+    )
+
+
+def _first_trained(branch: Trajectory) -> int:
+    """Where the response begins; a branch that trains nothing has one token of response."""
+    return int(branch.mask.argmax()) if branch.mask.any() else len(branch) - 1
+
+
+def _launcher(settings: VerlSettings) -> CommandLauncher | HarborLauncher:
+    if settings.command is not None:
+        return CommandLauncher(settings.command)
+    if not (settings.agent_name or settings.agent_import_path):
+        raise ConfigurationError(
+            "remote_agent: no agent: set command.argv to the program that starts it, or agent_name "
+            "to an agent of Harbor"
+        )
+    harbor = HarborSettings(**settings.model_dump(include=set(HarborSettings.model_fields)))
+    return HarborLauncher(harbor, settings.task_roots)
+
+
+def _end_ids(tokenizer: Any) -> set[int]:
+    """End of text, and the chat templates' ends of turn."""
+    tokens = [tokenizer.eos_token, "<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>"]
+    vocabulary = tokenizer.get_vocab()
+    return {vocabulary[token] for token in tokens if token in vocabulary}
+
+
+def _plain(value: Any) -> Any:
+    """numpy's scalars and arrays as Python's."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)

@@ -1,0 +1,131 @@
+"""verl's rollout servers as an `Engine` of the proxy.
+
+Invariant: a token has a log-probability and a version, or the call is an error. verl says
+`completed` for every answer that it did not abort, so whether one was truncated is read from its
+ids: an answer that no stop ended is `length`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection
+from typing import Any, Protocol
+
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.errors import EngineError
+from proxy.records import FinishReason, Ids, VersionSpan
+
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "seed": None}
+
+
+class TokenOutput(Protocol):
+    """verl's `TokenOutput`, as far as it is read."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    stop_reason: str | None
+    extra_fields: dict[str, Any]
+
+
+class ServerClient(Protocol):
+    """verl's `LLMServerClient`; `request_id` is what it keeps at one server."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
+    ) -> TokenOutput: ...
+
+
+class VerlEngine:
+    """Implements `proxy.engines.protocol.Engine`. An answer comes as one chunk, as verl has it."""
+
+    def __init__(
+        self, client: ServerClient, *, end_ids: Collection[int], max_context_tokens: int
+    ) -> None:
+        """`end_ids`: the model's end-of-text and end-of-turn tokens."""
+        self._client = client
+        self._end_ids = frozenset(end_ids)
+        self._info = EngineInfo(
+            name="verl", url="verl://llm-server-client", max_context_tokens=max_context_tokens
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def generate(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        session = request_id.rpartition("#")[0] or request_id
+        self._info.in_flight += 1
+        try:
+            output = await self._client.generate(
+                session, prompt_ids=prompt_ids.tolist(), sampling_params=sampling_params(sampling)
+            )
+        finally:
+            self._info.in_flight -= 1
+        yield self._chunk(output, sampling)
+
+    async def abort(self, request_id: str) -> None:
+        """verl's client cannot: an answer that nobody waits for is sampled to its end."""
+
+    async def check(self) -> None:
+        """verl watches its own servers."""
+
+    async def close(self) -> None:
+        """They are verl's."""
+
+    def _chunk(self, output: TokenOutput, sampling: Sampling) -> Chunk:
+        ids, logprobs = output.token_ids, output.log_probs
+        if logprobs is None or len(logprobs) != len(ids):
+            given = "none" if logprobs is None else len(logprobs)
+            raise EngineError(
+                f"verl gave {len(ids)} tokens and {given} log-probabilities: "
+                "set actor_rollout_ref.rollout.calculate_log_probs=True",
+                status=502,
+            )
+        # The oldest weights that sampled a token of it: verl tells no more, and staleness is
+        # then never underrated.
+        version = output.extra_fields.get("min_global_steps")
+        if version is not None:
+            self._info.version = max(self._info.version, int(version))
+        return Chunk(
+            ids=list(ids),
+            logprobs=list(logprobs),
+            finish_reason=self._finish(output, sampling),
+            versions=(VersionSpan(int(version or 0), 0, len(ids)),) if ids else (),
+        )
+
+    def _finish(self, output: TokenOutput, sampling: Sampling) -> FinishReason:
+        if output.stop_reason == "aborted":
+            return FinishReason.CUT
+        last = output.token_ids[-1] if output.token_ids else None
+        ended = last in self._end_ids or last in sampling.stop_token_ids
+        by_text = bool(sampling.stop) and len(output.token_ids) < sampling.max_tokens
+        return FinishReason.STOP if ended or by_text else FinishReason.LENGTH
+
+
+def sampling_params(s: Sampling) -> dict[str, Any]:
+    """As verl's servers take them; what is neutral and not every server knows is left out."""
+    params: dict[str, Any] = {
+        "max_tokens": s.max_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "repetition_penalty": s.repetition_penalty,
+        "logprobs": True,
+    }
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(s, name)) != neutral:
+            params[name] = value
+    if s.stop:
+        params["stop"] = list(s.stop)
+    if s.stop_token_ids:
+        params["stop_token_ids"] = list(s.stop_token_ids)
+    if s.structured is not None:
+        params["structured_outputs"] = s.structured
+    return params
