@@ -32,11 +32,12 @@ from agent_loop.rewards.protocol import RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import Verifier
 from agent_loop.swarm.launcher import SwarmLauncher
-from agent_loop.tasks import Source, TaskStream, read_jsonl
+from agent_loop.tasks import Source, TaskStream, read_tasks
 from proxy.client import ProxyClient
 from proxy.records import Ids
 from trainer.config import (
     DataConfig,
+    EvalConfig,
     RemoteAgentConfig,
     RewardName,
     RolloutConfig,
@@ -208,6 +209,7 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
         session_margin_s=max(margin_s, agent.await_reward_s),
         max_retries=agent.max_retries,
         sampling=sampling,
+        eval_sampling=_eval_sampling(config.eval),
         seeded=rollout.seeded,
         profile=config.proxy_server.profile,
         session_limits={} if rollout.max_turns is None else {"max_turns": rollout.max_turns},
@@ -218,13 +220,17 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
     )
 
 
+def _eval_sampling(evals: EvalConfig) -> dict[str, float]:
+    return {} if evals.temperature is None else {"temperature": evals.temperature}
+
+
 def _training_tasks(data: DataConfig) -> TaskStream:
     if not data.train_files and not data.train_harbor_dir:
         raise ConfigError(
-            "data.train_files: missing; give at least one JSONL file of tasks, or a folder of "
+            "data.train_files: missing; give at least one file of tasks, or a folder of "
             "Harbor tasks in data.train_harbor_dir"
         )
-    read = {file.stem: read_jsonl(file) for file in data.train_files}
+    read = {file.stem: read_tasks(file) for file in data.train_files}
     for root in data.train_harbor_dir:
         dataset = _harbor_dataset(data, root, data.harbor_train_limit)
         read.setdefault(dataset.source, []).extend(read_harbor_dir(dataset))
@@ -239,7 +245,7 @@ def _held_out_tasks(config: TrainerConfig) -> list[Task]:
     data = config.data
     _refuse_shared(data.train_files, data.val_files, "files")
     _refuse_shared(data.train_harbor_dir, data.val_harbor_dir, "harbor_dir")
-    tasks = [task for file in data.val_files for task in read_jsonl(file)]
+    tasks = [task for file in data.val_files for task in read_tasks(file)]
     for root in data.val_harbor_dir:
         tasks += read_harbor_dir(_harbor_dataset(data, root, data.harbor_val_limit))
     return tasks[: config.eval.limit]

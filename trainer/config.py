@@ -36,9 +36,9 @@ class Section(BaseModel):
 
 class DataConfig(Section):
     train_files: tuple[Path, ...] = ()
-    """JSONL files of tasks to train on; one object per line."""
+    """Files of tasks to train on: JSONL, one object per line, or Parquet, one task per row."""
     val_files: tuple[Path, ...] = ()
-    """JSONL files of held-out tasks, for evaluation only."""
+    """The same of held-out tasks, for evaluation only."""
     train_harbor_dir: tuple[Path, ...] = ()
     """Folders of Harbor task folders to train on."""
     val_harbor_dir: tuple[Path, ...] = ()
