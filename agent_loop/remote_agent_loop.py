@@ -60,8 +60,6 @@ class LoopSettings(BaseModel):
     """New trials for one that failed on our side."""
     sampling: Mapping[str, Any] = Field(default_factory=dict)
     """Pinned over the agent's own in TRAIN sessions. Example: {"temperature": 1.0}"""
-    eval_sampling: Mapping[str, Any] = Field(default_factory=dict)
-    """The same in EVAL sessions; empty: the agent's own parameters are honoured."""
     seeded: bool = False
     """Also pins the rollout's seed: reproducible sampling, slower in large batches on a GPU."""
     profile: str = "default"
@@ -159,8 +157,7 @@ class RemoteAgentLoop:
         assert rollout.logs is not None
         directory = Path(rollout.logs)
         directory.mkdir(parents=True, mode=0o700)
-        train = kind is SessionKind.TRAIN
-        sampling = dict(settings.sampling if train else settings.eval_sampling)
+        sampling = dict(settings.sampling) if kind is SessionKind.TRAIN else {}
         if settings.seeded:
             sampling["seed"] = rollout.seed
         # Should the answer be lost, asking again gives 409: a failed trial, and a new one.

@@ -37,7 +37,6 @@ from proxy.client import ProxyClient
 from proxy.records import Ids
 from trainer.config import (
     DataConfig,
-    EvalConfig,
     RemoteAgentConfig,
     RewardName,
     RolloutConfig,
@@ -209,7 +208,6 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
         session_margin_s=max(margin_s, agent.await_reward_s),
         max_retries=agent.max_retries,
         sampling=sampling,
-        eval_sampling=_eval_sampling(config.eval),
         seeded=rollout.seeded,
         profile=config.proxy_server.profile,
         session_limits={} if rollout.max_turns is None else {"max_turns": rollout.max_turns},
@@ -218,10 +216,6 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
         keep_workspaces=agent.keep_workspaces,
         proxy_patience_s=config.proxy_server.patience_s,
     )
-
-
-def _eval_sampling(evals: EvalConfig) -> dict[str, float]:
-    return {} if evals.temperature is None else {"temperature": evals.temperature}
 
 
 def _training_tasks(data: DataConfig) -> TaskStream:
