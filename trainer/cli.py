@@ -89,8 +89,9 @@ def _run(words: Sequence[str], config: Path | None, *, check: bool) -> int:
 
 def _serve_swarm(address: str, state_dir: Path, config: Path | None) -> int:
     """Imports nothing of the trainer: that is a child, started by the swarm's clients."""
-    trainer = [sys.executable, "-m", "trainer.cli", "--config", "{config}"]
-    options = ServeOptions(address, state_dir, trainer, config)
+    program = [sys.executable, "-m", "trainer.cli"]
+    begin, resume = [*program, "--config", "{config}"], [*program, "resume", "{run_dir}"]
+    options = ServeOptions(address, state_dir, begin, resume, config=config)
     asyncio.run(serve(options, lambda url: print(f"swarm server on {url}", flush=True)))
     return 0
 

@@ -30,6 +30,7 @@ async def train(run: Run) -> str:
             sampling=dict(settings.sampling),
             session_limits=dict(settings.session_limits),
             profile=settings.profile,
+            run_dir=str(run.folder.path.absolute()),
         )
         return SwarmProducer(url, key, hello)
 

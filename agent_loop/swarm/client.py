@@ -193,9 +193,11 @@ class AsyncSwarmClient:
                 last = status.change
                 yield status
 
-    async def sync_train_config(self, config: str) -> None:
-        """The trainer's YAML. Raises `state` while the engine runs."""
-        await self._call("PUT", "/v1/config", config)
+    async def sync_train_config(self, config: str, *, fresh: bool = False) -> None:
+        """The trainer's YAML. With another text than before, or `fresh`, the next start begins a
+        new run; else it goes on from the last checkpoint. Raises `state` while the engine runs.
+        """
+        await self._call("PUT", "/v1/config" + ("?fresh" if fresh else ""), config)
 
     async def start_engine(self, *, timeout_s: float = 600.0) -> Status:
         """Returns when episodes can be claimed. Raises `state` when it ends in error."""
@@ -208,12 +210,13 @@ class AsyncSwarmClient:
     async def auto_start(
         self, config: str, *, force_restart: bool = False, timeout_s: float = 600.0
     ) -> Status:
-        """Starts the engine with `config` if it is not up, waits if it is on its way."""
+        """Starts the engine with `config` if it is not up, waits if it is on its way.
+        `force_restart`: stops it first, and begins a new run."""
         state = (await self.status()).state
         if force_restart and state is not EngineState.OFFLINE:
             state = (await self.stop_engine()).state
         if state in (EngineState.OFFLINE, EngineState.ERROR):
-            await self.sync_train_config(config)
+            await self.sync_train_config(config, fresh=force_restart)
             return await self.start_engine(timeout_s=timeout_s)
         return await self._until_rolling(timeout_s)
 

@@ -90,6 +90,8 @@ class Episodes:
         self._hello: TrainerHello | None = None
         self.ended: list[EpisodeView] = []
         """For the next batch, in the order in which they ended."""
+        self.generation = 0
+        """Of the trainer, counted by its starts."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -202,6 +204,7 @@ class Episodes:
             task_id=wanted.task_id,
             source=wanted.source,
             version=version,
+            generation=self.generation,
             claimed_at=now,
         )
         lease_s = wanted.lease_s or self.settings.lease_s

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.records import Group, Rollout, RolloutStatus, Task
-from agent_loop.swarm.wire import BatchView, EpisodeView, TrainerHello, TrainerReady
+from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
+from agent_loop.swarm.wire import BatchView, EpisodeView, TrainerHello, TrainerReady, Welcome
 from agent_loop.trajectory import build_segments
 from proxy.record_format import decode_record
 from proxy.records import FinishReason, Turn
@@ -30,7 +32,8 @@ class SwarmProducer:
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {trainer_key}"}
         self._hello = hello
-        self._said_hello = False
+        self._generation: int | None = None
+        self._first_version = 0
         self._http: aiohttp.ClientSession | None = None
         self._batches = 0
         self.counts: Counter[str] = Counter()
@@ -45,9 +48,10 @@ class SwarmProducer:
         Raises:
             AgentLoopError: the swarm server is gone, or refuses.
         """
-        if not self._said_hello:
-            await self._request("POST", "/trainer/hello", self._hello.model_dump())
-            self._said_hello = True
+        if self._generation is None:
+            body = await self._request("POST", "/trainer/hello", self._hello.model_dump())
+            self._generation = Welcome.model_validate_json(body).generation
+            self._first_version = version
         ready = TrainerReady(version=version, wait_s=POLL_S).model_dump()
         while not (body := await self._request("POST", "/trainer/next_batch", ready)):
             pass
@@ -86,7 +90,7 @@ class SwarmProducer:
             task=Task(str(episode.task_id), episode.metadata, episode.source),
             status=RolloutStatus.TRUNCATED if cut_short else RolloutStatus.DONE,
             reward=episode.reward,
-            segments=build_segments(turns),
+            segments=self._segments(episode, turns),
             reward_parts=episode.reward_parts,
             truncated_turns=_truncated(answered),
             num_turns=len(answered),
@@ -94,6 +98,21 @@ class SwarmProducer:
             started_version=episode.version,
             error="its last answer reached the length limit" if cut_short else None,
             times_s={"total": (episode.ended_at or 0.0) - episode.claimed_at},
+        )
+
+    def _segments(self, episode: EpisodeView, turns: list[Turn]) -> tuple[Segment, ...]:
+        """An earlier trainer's versions are other weights than ours of the same number: all that
+        is known of them is that they are older than ours."""
+        segments = build_segments(turns)
+        if episode.generation == self._generation:
+            return segments
+        oldest = np.int32(self._first_version - 1)
+        return tuple(
+            replace(
+                segment,
+                versions=np.where(segment.mask, np.minimum(segment.versions, oldest), np.int32(-1)),
+            )
+            for segment in segments
         )
 
     async def _request(self, method: str, path: str, body: Any = None) -> bytes:

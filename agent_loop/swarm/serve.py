@@ -35,8 +35,10 @@ class ServeOptions:
     address: str
     """`host:port`; port 0: a free one, printed."""
     state_dir: Path
-    trainer: Sequence[str]
+    begin: Sequence[str]
     """Starts the trainer; `{config}` becomes the path of the clients' YAML."""
+    resume: Sequence[str] = ()
+    """Goes on with its run, `{run_dir}`; empty: it begins again."""
     config: Path | None = None
     """The YAML to begin with; clients may put another."""
 
@@ -60,8 +62,8 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
     if options.config is not None:
         config.write_text(options.config.read_text())
     swarm = Swarm(SwarmSettings(), EpisodeTable(state / "swarm.sqlite"), state / "records")
-    argv = [part.replace("{config}", str(config)) for part in options.trainer]
-    engine = TrainerProcess(swarm, argv, state / "trainer.log")
+    begin = [part.replace("{config}", str(config)) for part in options.begin]
+    engine = TrainerProcess(swarm, begin, options.resume, state / "trainer.log")
     server = SwarmServer(swarm, engine, token, config)
     runner = web.AppRunner(server.build_app(), shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()

@@ -2,8 +2,9 @@
 
     GET    /v1/status         ?since=&wait_s=   long-poll for the next change
     GET    /v1/events         every change as SSE
-    GET/PUT /v1/config        the trainer's YAML; PUT while offline or in error
-    POST   /v1/start /v1/stop
+    GET/PUT /v1/config        the trainer's YAML; PUT while offline or in error. Another text, or
+                              ?fresh, and the next start begins a new run
+    POST   /v1/start /v1/stop start goes on from the last run's checkpoint, if there is a run
     POST   /v1/agree          {client_id}
     POST   /v1/episodes       claim → 201; 429 throttled, 409 not rolling (after wait_s)
     GET    /v1/episodes       the buffer
@@ -37,6 +38,7 @@ from agent_loop.swarm.wire import (
     EngineState,
     TrainerHello,
     TrainerReady,
+    Welcome,
 )
 from proxy.client import ProxyClient
 
@@ -52,7 +54,9 @@ Model = TypeVar("Model", bound=BaseModel)
 class Engine(Protocol):
     """`TrainerProcess`."""
 
-    async def start(self) -> None: ...
+    async def start(self, run_dir: str) -> None:
+        """Goes on from `run_dir`; empty: begins anew."""
+        ...
 
     async def stop(self) -> None: ...
 
@@ -142,14 +146,19 @@ class SwarmServer:
             raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
         text = await request.text()
         read_settings(text)
+        before = self.config.read_text() if self.config.exists() else None
+        if text != before or "fresh" in request.query:
+            await self.swarm.set_run_dir("")
         self.config.write_text(text)
         return web.json_response({})
 
     async def _start(self, _: web.Request) -> web.Response:
         if not self.config.exists():
             raise SwarmError("no configuration yet: PUT /v1/config first", "state")
-        self.swarm.configure(read_settings(self.config.read_text()))
-        await self.engine.start()
+        if self.swarm.state not in (EngineState.OFFLINE, EngineState.ERROR):
+            raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
+        await self.swarm.configure(read_settings(self.config.read_text()))
+        await self.engine.start(await self.swarm.run_dir())
         return _answer(await self.swarm.status())
 
     async def _stop(self, _: web.Request) -> web.Response:
@@ -183,7 +192,8 @@ class SwarmServer:
             await self._proxy.close()
         self._proxy = ProxyClient(hello.proxy_url, hello.proxy_admin_key)
         self.swarm.episodes.connect(hello, self._proxy)
-        return web.json_response({})
+        await self.swarm.set_run_dir(hello.run_dir)
+        return _answer(Welcome(generation=self.swarm.episodes.generation))
 
     async def _next_batch(self, request: web.Request) -> web.Response:
         ready = await _body(request, TrainerReady)

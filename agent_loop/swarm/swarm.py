@@ -56,6 +56,7 @@ class Swarm:
         await self._table.update([*claimed, *again])
         self.episodes.ended = await self._table.in_state(EpisodeState.ENDED)
         self._status.batch = int(await self._table.recall("batch") or 0)
+        self.episodes.generation = int(await self._table.recall("generation") or 0)
         self._reaper = asyncio.create_task(self._reap())
 
     async def close(self) -> None:
@@ -69,9 +70,18 @@ class Swarm:
     def state(self) -> EngineState:
         return self._status.state
 
-    def configure(self, settings: SwarmSettings) -> None:
-        """For the engine's next start."""
+    async def configure(self, settings: SwarmSettings) -> None:
+        """The engine is about to start, with these settings."""
         self.settings = self.episodes.settings = settings
+        self.episodes.generation += 1
+        await self._table.remember("generation", str(self.episodes.generation))
+
+    async def run_dir(self) -> str:
+        """Where the last trainer's run can go on from; empty: nowhere."""
+        return await self._table.recall("run_dir") or ""
+
+    async def set_run_dir(self, path: str) -> None:
+        await self._table.remember("run_dir", path)
 
     def set_state(self, state: EngineState, detail: str = "") -> None:
         self._status.state, self._status.detail = state, detail

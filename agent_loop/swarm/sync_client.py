@@ -97,8 +97,8 @@ class SwarmClient:
     def status(self) -> Status:
         return self._run(self._client.status())
 
-    def sync_train_config(self, config: str) -> None:
-        self._run(self._client.sync_train_config(config))
+    def sync_train_config(self, config: str, *, fresh: bool = False) -> None:
+        self._run(self._client.sync_train_config(config, fresh=fresh))
 
     def start_engine(self, *, timeout_s: float = 600.0) -> Status:
         return self._run(self._client.start_engine(timeout_s=timeout_s))

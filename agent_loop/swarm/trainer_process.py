@@ -23,11 +23,15 @@ LOG_TAIL_BYTES = 1500
 
 
 class TrainerProcess:
-    """`argv` starts the trainer; it says hello to the swarm's server by itself."""
+    """`begin` and `resume` start the trainer, which says hello to the swarm's server by itself;
+    `{run_dir}` in `resume` becomes the run to go on from, and none at all: it begins again."""
 
-    def __init__(self, swarm: Swarm, argv: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, swarm: Swarm, begin: Sequence[str], resume: Sequence[str], log: Path
+    ) -> None:
         self._swarm = swarm
-        self._argv = list(argv)
+        self._begin = list(begin)
+        self._resume = list(resume)
         self.env: dict[str, str] = {}
         """What the trainer gets beside our own variables: how it reaches us."""
         self._log = log
@@ -35,8 +39,8 @@ class TrainerProcess:
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
 
-    async def start(self) -> None:
-        """Raises `state` when it runs already."""
+    async def start(self, run_dir: str) -> None:
+        """Goes on from `run_dir`, if there is one. Raises `state` when it runs already."""
         if self._process is not None:
             raise SwarmError(f"the engine is {self._swarm.state.value}: stop it first", "state")
         self._stopping = False
@@ -44,7 +48,7 @@ class TrainerProcess:
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(STOP_GRACE_S)),
-                *self._argv,
+                *self._command(run_dir),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -63,12 +67,18 @@ class TrainerProcess:
         else:
             self._swarm.set_state(EngineState.OFFLINE)
 
+    def _command(self, run_dir: str) -> list[str]:
+        if run_dir and self._resume and Path(run_dir).is_dir():
+            return [part.replace("{run_dir}", run_dir) for part in self._resume]
+        return self._begin
+
     async def _ended(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         self._process = self._watch = None
         if self._stopping:
             await self._swarm.trainer_ended(EngineState.OFFLINE, "")
         elif code == 0:
+            await self._swarm.set_run_dir("")
             await self._swarm.trainer_ended(EngineState.OFFLINE, "the training is done")
         else:
             await self._swarm.trainer_ended(

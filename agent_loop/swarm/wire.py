@@ -106,6 +106,8 @@ class EpisodeView(BaseModel):
     reason: str | None = None
     """Why it was aborted, expired or dropped."""
     version: int = 0
+    generation: int = 0
+    """Which start of the trainer sampled it: another one's versions are other weights."""
     claimed_at: float = 0.0
     ended_at: float | None = None
     batch: int | None = None
@@ -142,6 +144,12 @@ class TrainerHello(_Request):
     """Pinned in training episodes."""
     session_limits: dict[str, Any] = Field(default_factory=dict)
     profile: str = "default"
+    run_dir: str = ""
+    """Where it can go on from, when it is started again; empty: nowhere."""
+
+
+class Welcome(BaseModel):
+    generation: int
 
 
 class TrainerReady(_Request):

@@ -41,8 +41,11 @@ class ScriptedTrainer:
         self.key = ""
         self.version = 0
         self.at_start: BatchView | None = None
+        self.run_dirs: list[str] = []
+        """What each start was told to go on from."""
 
-    async def start(self) -> None:
+    async def start(self, run_dir: str) -> None:
+        self.run_dirs.append(run_dir)
         self.swarm.set_state(EngineState.BOOTING)
         await self.post(
             "hello",
@@ -50,6 +53,7 @@ class ScriptedTrainer:
                 "proxy_url": self.proxy_url,
                 "proxy_admin_key": ADMIN_KEY,
                 "sampling": {"temperature": 1.0},
+                "run_dir": "runs/scripted",
             },
         )
         self.at_start = await self.next_batch(wait_s=0)

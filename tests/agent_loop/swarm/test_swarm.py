@@ -406,3 +406,35 @@ async def test_the_terminal_view_shows_engine_and_episodes(start_swarm: StartSwa
     assert "rolling  version 0" in shown
     assert episode.episode_id in shown
     assert "sum-17" in shown
+
+
+async def test_a_start_goes_on_with_the_run_unless_the_configuration_is_another(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(rolling=False)
+    for config in ("a: 1", "a: 1", "a: 2"):
+        await swarm.client.auto_start(config)
+        await swarm.client.stop_engine()
+    await swarm.client.auto_start("a: 2")
+    await swarm.client.auto_start("a: 2", force_restart=True)
+    assert swarm.trainer.run_dirs == ["", "runs/scripted", "", "runs/scripted", ""]
+
+
+async def test_versions_of_an_earlier_trainer_are_older_than_any_of_ours(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(**ONE)
+    await swarm.play("a", 1.0)
+    await swarm.client.stop_engine()
+    await swarm.client.start_engine(timeout_s=5)
+    await swarm.play("a", 0.0)
+    hello = TrainerHello(proxy_url=swarm.trainer.proxy_url, proxy_admin_key=ADMIN_KEY, sampling={})
+    producer = SwarmProducer(swarm.url, swarm.trainer.key, hello)
+
+    (group,) = await producer.next_batch(0)
+
+    await producer.close()
+    old, new = group.rollouts
+    assert old.trainable
+    assert old.oldest_version == -1
+    assert new.oldest_version == 0
