@@ -134,8 +134,10 @@ class RemoteAgentLoop:
         try:
             trial = await asyncio.shield(opening)
             agent = await self._launcher.run(trial)
-            if self.settings.await_reward_s:
-                await self.proxy.wait_reward(trial.trial_id, timeout_s=self.settings.await_reward_s)
+            if (wait_s := self.settings.await_reward_s) > 0:
+                await self._patiently(
+                    lambda: self.proxy.wait_reward(trial.trial_id, timeout_s=wait_s)
+                )
         except BaseException:
             await self._abandon(opening)
             raise

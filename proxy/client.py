@@ -67,6 +67,7 @@ class ProxyClient:
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._http: aiohttp.ClientSession | None = None
+        self._streams: aiohttp.ClientSession | None = None
 
     async def create_session(
         self,
@@ -196,9 +197,10 @@ class ProxyClient:
         return True
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        for http in (self._http, self._streams):
+            if http is not None:
+                await http.close()
+        self._http = self._streams = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -251,11 +253,18 @@ class ProxyClient:
         path = _session_path(trial_id, "events") + f"?since={since}"
         headers = {**self._headers, "Accept": "text/event-stream"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
-        async with self._client().get(
-            self.base_url + path, headers=headers, timeout=timeout
-        ) as response:
-            await _raise_for_status(response)
-            yield response
+        if self._streams is None:
+            # Without a bound: a stream that waits must not keep a call from its connection.
+            self._streams = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        try:
+            async with self._streams.get(
+                self.base_url + path, headers=headers, timeout=timeout
+            ) as response:
+                await _raise_for_status(response)
+                yield response
+        except aiohttp.ClientError as error:
+            message = f"GET {path}: the proxy at {self.base_url} went away: {error!r}"
+            raise ProxyClientError(message, 0) from error
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:

@@ -119,7 +119,8 @@ class GroupRun:
                 return self._aborted(place, seed, version)
             finally:
                 del self._limits[place]
-        self._finished(asyncio.get_running_loop().time() - started)
+        if rollout.status is not RolloutStatus.FAILED:  # a trial that fails at once is not fast
+            self._finished(asyncio.get_running_loop().time() - started)
         return rollout
 
     def _finished(self, duration_s: float) -> None:

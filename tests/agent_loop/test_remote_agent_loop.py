@@ -336,3 +336,13 @@ def running(name: str) -> list[str]:
             if name in line and str(Path(__file__).parent) in line and "pytest" not in line:
                 lines.append(line)
     return lines
+
+
+async def test_more_trials_may_await_a_reward_than_there_are_connections(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    async with ProxyClient(proxy.url, ADMIN_KEY, max_connections=1) as client:
+        rollouts = await asyncio.gather(
+            *(run(proxy, trials, client=client, posted=True, await_reward_s=0.5) for _ in range(4))
+        )
+    assert [rollout.status for rollout in rollouts] == [RolloutStatus.DONE] * 4

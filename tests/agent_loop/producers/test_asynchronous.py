@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
 from agent_loop.producers.buffer import ReplayBuffer
-from agent_loop.producers.groups import BatchSettings, ProductionError
+from agent_loop.producers.groups import BatchSettings, ProductionError, rollout_seed
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, RolloutStatus, Task
 from agent_loop.rollout_format import encode_group
@@ -295,6 +295,17 @@ def test_straggling_trial_is_aborted_and_its_group_goes_on() -> None:
         *[RolloutStatus.DONE] * 3,
     ]
     assert "6.0 s is 3.0 times" in (group.rollouts[0].error or "")
+
+
+def test_trials_that_fail_at_once_make_no_straggler_of_the_others() -> None:
+    quick = {rollout_seed(3, 0, place) for place in range(3)}
+    loop = ScriptedLoop(
+        duration=lambda seed: 0.01 if seed in quick else 30.0,
+        fails=lambda task, seed: seed in quick,
+    )
+    ((group,),) = produce(loop, 1, groups=1, group_size=5, max_staleness=0, straggler_factor=2.0)
+    statuses = [rollout.status for rollout in group.rollouts]
+    assert statuses == [RolloutStatus.FAILED] * 3 + [RolloutStatus.DONE] * 2
 
 
 def test_group_of_one_is_a_group() -> None:
