@@ -190,9 +190,11 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         return self.task_env_config.workdir or self._build.workdir
 
     def _hidden(self) -> list[Path]:
-        """All trials' folders, the task's own (it holds tests and solution), this user's home."""
-        own = [self.trial_paths.trial_dir.parent, self.environment_dir.parent, Path.home()]
-        return [path.resolve() for path in (*own, *self._hidden_paths)]
+        """All trials' folders, the tasks' (they hold tests and solutions), this user's home."""
+        task = self.environment_dir.resolve().parent
+        own = [self.trial_paths.trial_dir.parent, task.parent, task, Path.home()]
+        paths = [path.resolve() for path in (*own, *self._hidden_paths)]
+        return [path for path in paths if path != Path("/")]
 
     def _env(self, own: dict[str, str]) -> dict[str, str]:
         inherited = {name: os.environ[name] for name in self._inherit_env if name in os.environ}

@@ -7,7 +7,7 @@ and by local trials (`use_local_trial`) in a process that has both.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,17 @@ async def run_trial(
     run_id: str,
     task_dir: Path | None,
     trials_dir: Path,
+    hidden: Sequence[Path],
     on_phase: Callable[[str], Awaitable[None]],
 ) -> AgentRun:
     """`task_dir`: the task's folder; None for a task of the registry. The trial's folder is
-    `trials_dir/run_id`. Cancelling it ends the environment before it raises.
+    `trials_dir/run_id`. A local environment does not see the `hidden` folders. Cancelling it ends
+    the environment before it raises.
 
     Raises whatever Harbor raises for a configuration or task that it cannot begin with.
     """
-    trial = await Trial.create(_trial_config(request, run_id, task_dir, trials_dir))
+    environment = _environment(request, hidden)
+    trial = await Trial.create(_trial_config(request, run_id, task_dir, trials_dir, environment))
 
     async def report(event: TrialHookEvent) -> None:
         await on_phase(event.event.value)
@@ -60,16 +63,15 @@ async def run_trial(
 
 
 def _trial_config(
-    request: AgentRunRequest, run_id: str, task_dir: Path | None, trials_dir: Path
+    request: AgentRunRequest,
+    run_id: str,
+    task_dir: Path | None,
+    trials_dir: Path,
+    environment: HarborEnvironment,
 ) -> TrialConfig:
     agent = request.agent
     if base_url := request.llm_proxy_url or agent.llm_proxy_url:
         agent = connect(agent, base_url, request.llm_api_key)
-    environment = request.environment.model_dump()
-    environment["kwargs"] |= request.environment_kwargs or {}
-    environment |= request.environment_overrides or {}
-    if not (environment["type"] or environment["import_path"]):
-        environment["import_path"] = LOCAL_ENVIRONMENT
     return TrialConfig(
         task=TaskConfig(path=task_dir)
         if task_dir is not None
@@ -78,11 +80,22 @@ def _trial_config(
         trials_dir=trials_dir,
         timeout_multiplier=request.timeout_multiplier,
         agent=AgentConfig(**agent.model_dump(exclude={"llm_proxy_url"})),
-        environment=HarborEnvironment(**environment),
+        environment=environment,
         verifier=VerifierConfig(**request.verifier.model_dump()),
         artifacts=list(request.artifacts),
         extra_instructions=list(request.extra_instructions),
     )
+
+
+def _environment(request: AgentRunRequest, hidden: Sequence[Path]) -> HarborEnvironment:
+    given = request.environment.model_dump() | (request.environment_overrides or {})
+    given["kwargs"] = {**given["kwargs"], **(request.environment_kwargs or {})}
+    if not (given["type"] or given["import_path"]):
+        given["import_path"] = LOCAL_ENVIRONMENT
+    if given["import_path"] == LOCAL_ENVIRONMENT:
+        own = [str(path) for path in hidden]
+        given["kwargs"]["hidden_paths"] = [*given["kwargs"].get("hidden_paths", ()), *own]
+    return HarborEnvironment(**given)
 
 
 def _as_run(result: TrialResult, run_id: str) -> AgentRun:

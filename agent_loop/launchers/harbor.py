@@ -185,6 +185,7 @@ class HarborLauncher:
                     run_id=trial.trial_id,
                     task_dir=task_dir,
                     trials_dir=trial.directory / "harbor",
+                    hidden=[trial.directory.parent],  # all trials of the run
                     on_phase=on_phase,
                 ),
                 self._settings.harbor_server_timeout,

@@ -21,6 +21,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,6 +42,8 @@ from harbor_sdk.server.table import RunTable, Submission
 
 MAX_WAIT_S = 60.0
 """Of one long-poll: shorter than what load balancers allow an idle connection."""
+MAX_SUBMIT_WAIT_S = 6 * 3600.0
+"""Of a submission that asks for the result as its answer; past it: 202."""
 KEEP_ALIVE_S = 15.0
 MAX_METADATA_BYTES = 4 * 2**20
 MAX_LOG_BYTES = 1 * 2**20
@@ -129,7 +132,7 @@ async def _submit(request: web.Request) -> web.StreamResponse:
             )
     finally:
         upload.unlink(missing_ok=True)
-    wait_s = _number(request, "wait_s", None)
+    wait_s = _number(request, "wait_s", MAX_SUBMIT_WAIT_S, MAX_SUBMIT_WAIT_S)
     run = await runs.wait(run.run_id, wait_s)
     return _run_response(run, status=200 if run.status.is_final else 202)
 
@@ -257,8 +260,8 @@ async def _list(request: web.Request) -> web.Response:
     items, total = await runs.page(
         job_id=request.query.get("job_id"),
         status=request.query.get("status"),
-        limit=int(_number(request, "limit", 100.0, MAX_PAGE) or 0),
-        offset=int(_number(request, "offset", 0.0) or 0),
+        limit=int(_number(request, "limit", 100.0, MAX_PAGE)),
+        offset=int(_number(request, "offset", 0.0, 1e9)),
     )
     page = RunList(items=items, total=total, queued=runs.queued, running=runs.running)
     return web.json_response(text=page.model_dump_json())
@@ -302,7 +305,7 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 async def _logs(request: web.Request) -> web.Response:
     path = await _trial_file(request, "trial.log")
-    tail_bytes = int(_number(request, "tail_bytes", MAX_LOG_BYTES, MAX_LOG_BYTES) or 0)
+    tail_bytes = int(_number(request, "tail_bytes", MAX_LOG_BYTES, MAX_LOG_BYTES))
     return web.Response(text=await asyncio.to_thread(_tail, path, tail_bytes))
 
 
@@ -344,9 +347,7 @@ def _run_response(run: AgentRun, *, status: int = 200) -> web.Response:
     return web.json_response(text=run.model_dump_json(), status=status)
 
 
-def _number(
-    request: web.Request, name: str, default: float | None, bound: float | None = None
-) -> float | None:
+def _number(request: web.Request, name: str, default: float, bound: float = math.inf) -> float:
     text = request.query.get(name)
     if text is None:
         return default
@@ -356,4 +357,4 @@ def _number(
         value = -1.0
     if not value >= 0:
         raise AgentRunError(f"{name}={text!r}: give a number of 0 or more", code="invalid")
-    return value if bound is None else min(value, bound)
+    return min(value, bound)

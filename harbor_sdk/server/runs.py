@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,8 @@ from harbor_sdk.server.config import ServerConfig
 from harbor_sdk.server.table import RunTable, Submission
 
 QUEUE_FULL_RETRY_S = 5.0
+CANCEL_WAIT_S = 45.0
+"""For Harbor to end the environment, within what clients wait for an answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class RunTrial(Protocol):
         run_id: str,
         task_dir: Path | None,
         trials_dir: Path,
+        hidden: Sequence[Path],
         on_phase: Callable[[str], Awaitable[None]],
     ) -> Awaitable[AgentRun]: ...
 
@@ -160,12 +163,12 @@ class Runs:
             await changed.wait()
 
     async def cancel(self, run_id: str) -> AgentRun:
-        """Ends the run, if it has not ended; returns it in its final state."""
+        """Ends the run, if it has not ended; returns it when it has, or after `CANCEL_WAIT_S`."""
         await asyncio.sleep(0)  # a task that never began could not record its end
         task = self._tasks.get(run_id)
         if task and not task.cancelling():  # a second cancel would interrupt Harbor's cleaning up
             task.cancel()
-        return await self.wait(run_id, None)
+        return await self.wait(run_id, CANCEL_WAIT_S)
 
     def _begin(self, submission: Submission) -> None:
         run_id = submission.run.run_id
@@ -202,6 +205,7 @@ class Runs:
                 run_id=run_id,
                 task_dir=submission.task_dir,
                 trials_dir=self.trials_dir,
+                hidden=[self._config.state_dir],
                 on_phase=on_phase,
             )
         except Exception as error:  # noqa: BLE001  # a process boundary: Harbor and the task's code

@@ -32,9 +32,10 @@ needs_harbor = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
 class HarborServer:
-    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, state_dir: Path) -> None:
         self.process = process
         self.url = url
+        self.state_dir = state_dir
 
     def kill(self) -> None:
         self.process.kill()
@@ -56,7 +57,7 @@ def harbor_server(state_dir: Path, *flags: str) -> Iterator[HarborServer]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith(b"harbor-server on "), log.read_text()
-        yield HarborServer(process, line.split()[-1].decode())
+        yield HarborServer(process, line.split()[-1].decode(), state_dir)
     finally:
         process.terminate()
         process.wait()

@@ -53,11 +53,12 @@ async def test_concurrent_trials_never_see_each_other(
         assert content == f"/app/answer.txt:hello-{task.name}\n"
 
 
-async def test_a_task_does_not_see_its_tests_solution_or_other_trials_before_time(
-    client: AgentRunClient, tmp_path: Path
+async def test_a_task_sees_neither_tests_and_solutions_nor_the_servers_state(
+    client: AgentRunClient, server: HarborServer, tmp_path: Path
 ) -> None:
-    (tmp_path / "in").mkdir()
-    peek = f"grep -rsl 'reward' {tmp_path} /root /tests > /logs/artifacts/found.txt; true\n"
+    write_task(tmp_path / "in", "other")
+    places = f"{tmp_path}/in {server.state_dir} {Path.home()} /tests"
+    peek = f"find {places} -type f > /logs/artifacts/found.txt 2>/dev/null; true\n"
     run = await _run(client, write_task(tmp_path / "in", "one", solve=peek))
     assert run.rewards == {"reward": 1.0, "files": 3.0}
     files = await client.artifacts(run.run_id)

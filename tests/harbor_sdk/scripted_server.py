@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class ScriptedTrials:
         run_id: str,
         task_dir: Path | None,
         trials_dir: Path,
+        hidden: Sequence[Path],
         on_phase: Callable[[str], Awaitable[None]],
     ) -> AgentRun:
         self.started.append(run_id)
