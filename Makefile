@@ -28,7 +28,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train clean
 
 setup: $(VENV)/.ready
 

@@ -1,8 +1,9 @@
 """Log-probabilities and entropies of given tokens from hidden states, a piece of `V` at a time.
 
 Invariant: equal, value and gradient, to `log_softmax(hidden @ weight.T / temperature)` gathered at
-the tokens, while `M × V` in full precision never exists: logits are computed for `chunk` rows at a
-time, and once more in the backward pass (the idea of Liger's and Unsloth's fused linear losses).
+the tokens, while no more than a chunk of `M × V` ever exists: logits are computed for so many rows
+at a time, and once more in the backward pass, unless one chunk holds them all (the idea of Liger's
+and Unsloth's fused linear losses).
 
 Shapes: `M` tokens, `D` hidden size, `V` vocabulary, `C` rows of a chunk.
 """
@@ -48,15 +49,17 @@ class _TokenLogprobs(Function):
         logprobs, entropy, normalizer = (
             hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(3)
         )
-        kernel = weight.to(hidden.dtype)
-        for rows in _chunks(len(ids), len(weight)):
-            logits_C_V = (hidden[rows] @ kernel.T).float() / temperature
+        scaled, kernel = hidden / temperature, weight.to(hidden.dtype)
+        chunks = _chunks(len(ids), len(weight))
+        probs_C_V = None
+        for rows in chunks:
+            logits_C_V = (scaled[rows] @ kernel.T).float()
             normalizer[rows] = logits_C_V.logsumexp(-1)
-            picked = logits_C_V.gather(-1, ids[rows, None]).squeeze(-1)
-            logprobs[rows] = picked - normalizer[rows]
-            logits_C_V -= normalizer[rows, None]
-            entropy[rows] = -(logits_C_V.exp() * logits_C_V).sum(-1)
-        ctx.save_for_backward(hidden, weight, ids, normalizer, entropy)
+            logprobs[rows] = logits_C_V.gather(-1, ids[rows, None])[:, 0] - normalizer[rows]
+            probs_C_V = (logits_C_V - normalizer[rows, None]).exp_()
+            entropy[rows] = normalizer[rows] - _row_dot(probs_C_V, logits_C_V)
+        kept = probs_C_V if len(chunks) == 1 and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, weight, ids, normalizer, entropy, kept)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         return logprobs, entropy
 
@@ -65,24 +68,34 @@ class _TokenLogprobs(Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, ids, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, ids, normalizer, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        kernel = weight.to(hidden.dtype)
+        scaled, kernel = hidden / ctx.temperature, weight.to(hidden.dtype)
         for rows in _chunks(len(ids), len(weight)):
-            logp_C_V = (hidden[rows] @ kernel.T).float() / ctx.temperature
-            logp_C_V -= normalizer[rows, None]
-            probs = logp_C_V.exp()
-            # d logp[id] = onehot − p;   d H = −p (logp + H)
-            grad = probs * -grad_logprobs[rows, None]
-            grad.scatter_add_(-1, ids[rows, None], grad_logprobs[rows, None])
+            if kept is None:
+                logits_C_V = (scaled[rows] @ kernel.T).float()
+                probs = (logits_C_V - normalizer[rows, None]).exp_()
+            else:
+                probs = kept
+            # d logp[id] = onehot − p;   d H = −p (log p + H)
+            coefficient = -grad_logprobs[rows, None]
             if ctx.with_entropy:
-                logp_C_V += entropy[rows, None]
-                grad -= grad_entropy[rows, None] * probs * logp_C_V
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+                surprise = probs.clamp(min=torch.finfo(torch.float32).tiny).log()
+                coefficient = coefficient - grad_entropy[rows, None] * (
+                    surprise + entropy[rows, None]
+                )
+            grad = probs * coefficient
+            grad.scatter_add_(-1, ids[rows, None], grad_logprobs[rows, None])
+            grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ kernel
-            grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            grad_weight += grad.T @ scaled[rows]
+        return grad_hidden / ctx.temperature, grad_weight.to(weight.dtype), None, None, None
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """`Σ_v a b` per row, without a third `C × V` tensor."""
+    return torch.bmm(a[:, None, :], b[:, :, None])[:, 0, 0]
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:

@@ -1,13 +1,15 @@
 """python -m benchmarks.train: tokens/s and peak memory of a training step, side by side.
 
-Every contestant runs in a process of its own, so that peak memory is its own; contestants take
-turns within a workload, so that a noisy machine is noisy for all. Tokens are the input tokens of
-all sequences (what a dense step computes), so shared prefixes show as a higher rate.
+Every contestant is a process of its own, so that peak memory is its own, and they make their steps
+in turn, so that a noisy machine is noisy for all. Tokens are the input tokens of all sequences
+(what a dense step computes), so shared prefixes show as a higher rate. CPU seconds tell what a step
+costs where other work takes part of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import statistics
@@ -49,60 +51,78 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, metavar=("CONTESTANT", "WORKLOAD", "PATH"))
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(_measure(*arguments.one, arguments)))
+        _serve_steps(*arguments.one, arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
         _save_model(arguments.model, Path(folder))
-        print("| workload | contestant | step s | tokens/s | over TRL | peak MB | gradient norm |")
-        print("|---|---|---|---|---|---|---|")
+        columns = ("workload", "contestant", "step s", "CPU s", "tokens/s", "over TRL")
+        columns += ("over TRL, CPU", "peak MB", "gradient norm")
+        print("| " + " | ".join(columns) + " |")
+        print("|---" * len(columns) + "|")
         for workload in arguments.workloads:
-            results = {
-                name: _in_a_process(name, workload, folder) for name in arguments.contestants
-            }
+            results = _side_by_side(workload, folder, arguments)
             for name, result in results.items():
                 print(_row(workload, name, result, results.get("trl")), flush=True)
 
 
-def _measure(
-    name: str, workload: str, path: str, arguments: argparse.Namespace
-) -> dict[str, float]:
+def _side_by_side(
+    workload: str, folder: str, arguments: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    processes = {name: _start(name, workload, folder) for name in arguments.contestants}
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
+    for _ in range(1 + arguments.steps):
+        for name, process in processes.items():
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("step\n")
+            process.stdin.flush()
+            steps[name].append(json.loads(process.stdout.readline()))
+    for process in processes.values():
+        process.communicate()
+    return {
+        name: timed[-1]
+        | {key: statistics.median(t[key] for t in timed[1:]) for key in ("wall", "cpu")}
+        for name, timed in steps.items()
+    }
+
+
+def _start(name: str, workload: str, folder: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.train", *sys.argv[1:]]
+    command += ["--one", name, workload, folder]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _serve_steps(name: str, workload: str, path: str, arguments: argparse.Namespace) -> None:
+    """A contestant's process: a step for every line that comes in."""
     vocabulary = MODELS[arguments.model]["vocab"]
     batch = build_batch(make_groups(WORKLOADS[workload], vocabulary))
     device, dtype = arguments.device, arguments.dtype
     before = _peak_mb(device)
-    if name == "trl":
-        step = contestants.trl(Path(path), batch, device, dtype)
-    else:
-        share = name == "tree"
-        step = contestants.ours(Path(path), batch, device, dtype, share_prefixes=share)
-    grad_norm, times = step(), []
-    for _ in range(arguments.steps):
+    with contextlib.redirect_stdout(sys.stderr):
+        if name == "trl":
+            step = contestants.trl(Path(path), batch, device, dtype)
+        else:
+            share = name == "tree"
+            step = contestants.ours(Path(path), batch, device, dtype, share_prefixes=share)
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        grad_norm = step()
         _synchronize(device)
-        start = time.perf_counter()
-        step()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    seconds = statistics.median(times)
-    return {
-        "seconds": seconds,
-        "tokens_per_s": batch.input_tokens / seconds,
-        "peak_mb": _peak_mb(device) - before,
-        "grad_norm": grad_norm,
-    }
-
-
-def _in_a_process(name: str, workload: str, folder: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.train", *sys.argv[1:]]
-    command += ["--one", name, workload, folder]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+        result = {
+            "wall": time.perf_counter() - wall,
+            "cpu": time.process_time() - cpu,
+            "tokens": float(batch.input_tokens),
+            "peak_mb": _peak_mb(device) - before,
+            "grad_norm": grad_norm,
+        }
+        print(json.dumps(result), flush=True)
 
 
 def _row(workload: str, name: str, got: dict[str, float], trl: dict[str, float] | None) -> str:
-    ratio = f"{got['tokens_per_s'] / trl['tokens_per_s']:.1f}x" if trl else ""
+    over = f"{trl['wall'] / got['wall']:.1f}x | {trl['cpu'] / got['cpu']:.1f}x" if trl else " | "
+    rate = got["tokens"] / got["wall"]
     return (
-        f"| {workload} | {name} | {got['seconds']:.2f} | {got['tokens_per_s']:,.0f} | {ratio} "
+        f"| {workload} | {name} | {got['wall']:.2f} | {got['cpu']:.2f} | {rate:,.0f} | {over} "
         f"| {got['peak_mb']:,.0f} | {got['grad_norm']:.6f} |"
     )
 

@@ -1,7 +1,8 @@
 """One training step each: forward, backward, clipping and AdamW on all of a batch's tokens.
 
 All take PPO-clip's loss with π_prox of the same pass, one optimizer step a batch, no gradient
-checkpointing, the same model and type. TRL pads to the longest row of a micro-batch of 8.
+checkpointing, the same model and type. TRL pads every row to the batch's longest prompt and longest
+completion, shuffles, and trains in micro-batches of 8: as its trainer does.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
-    micros = _padded_micro_batches(batch, rows=8, device=device)
+    rows = shuffle_sequence_dict(_padded(batch, device))
+    micros = split_tensor_dict(rows, len(batch.sequences) // 8)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -89,7 +92,7 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
     def step() -> float:
         trainer.model.train()
         for micro in micros:
-            trainer.training_step(trainer.model, micro, None)
+            trainer.training_step(trainer.model, dict(micro), None)
         norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -98,42 +101,31 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
     return step
 
 
-def _padded_micro_batches(batch: Batch, rows: int, device: str) -> list[dict[str, Any]]:
-    """Rows sorted by length, so that TRL's padding is as small as it can be."""
-    algorithm = Algorithm(AlgorithmConfig())
-    algorithm.compute_advantages(batch)
+def _padded(batch: Batch, device: str) -> dict[str, torch.Tensor]:
+    """The batch as GRPOTrainer's generation leaves it: one row per sequence."""
+    Algorithm(AlgorithmConfig()).compute_advantages(batch)
     assert batch.advantages is not None
-    order = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i]))
-    micros = []
-    for start in range(0, len(order), rows):
-        chosen = order[start : start + rows]
-        first = [int(batch.position[batch.sequence == i][0]) for i in chosen]
-        prompt, longest = max(first), 0
-        for i, f in zip(chosen, first, strict=True):
-            longest = max(longest, len(batch.sequences[i]) - f)
-        ids = torch.zeros(len(chosen), prompt + longest, dtype=torch.int64)
-        seen, trained = torch.zeros_like(ids), torch.zeros_like(ids)
-        advantages = torch.zeros(len(chosen))
-        for row, (i, f) in enumerate(zip(chosen, first, strict=True)):
-            own = batch.sequence == i
-            shift = prompt - f
-            end = shift + len(batch.sequences[i])
-            ids[row, shift:end] = torch.as_tensor(batch.sequences[i].astype("int64"))
-            seen[row, shift:end] = 1
-            trained[row, batch.position[own] + shift] = 1
-            advantages[row] = batch.advantages[own][0]
-        micros.append(
-            {
-                "prompt_ids": ids[:, :prompt].to(device),
-                "prompt_mask": seen[:, :prompt].to(device),
-                "completion_ids": ids[:, prompt:].to(device),
-                "completion_mask": seen[:, prompt:].to(device),
-                "tool_mask": trained[:, prompt:].to(device),
-                "advantages": advantages.to(device),
-                "num_items_in_batch": torch.tensor(batch.num_tokens, device=device),
-            }
-        )
-    return micros
+    count = len(batch.sequences)
+    own = [batch.sequence == i for i in range(count)]
+    first = [int(batch.position[mask][0]) for mask in own]
+    prompt = max(first)
+    longest = max(len(ids) - start for ids, start in zip(batch.sequences, first, strict=True))
+    ids = torch.zeros(count, prompt + longest, dtype=torch.int64)
+    seen, trained = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, (sequence, start) in enumerate(zip(batch.sequences, first, strict=True)):
+        shift = prompt - start
+        ids[row, shift : shift + len(sequence)] = torch.as_tensor(sequence.astype("int64"))
+        seen[row, shift : shift + len(sequence)] = 1
+        trained[row, batch.position[own[row]] + shift] = 1
+    rows = {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": seen[:, :prompt],
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": seen[:, prompt:],
+        "tool_mask": trained[:, prompt:],
+        "advantages": torch.stack([batch.advantages[mask][0] for mask in own]),
+    }
+    return {name: value.to(device) for name, value in rows.items()}
 
 
 def _any_tokenizer() -> Any:
