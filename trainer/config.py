@@ -52,12 +52,15 @@ class DataConfig(Section):
     harbor_data_source: str = ""
     """The source's name for Harbor tasks; empty: the folder's name."""
     harbor_ability: str = "agent"
+    """The `ability` column of that cache."""
     harbor_train_limit: int | None = Field(None, ge=1)
+    """The first so many tasks of each training folder; None: all."""
     harbor_val_limit: int | None = Field(None, ge=1)
     """The first so many tasks of each folder; None: all."""
     weights: dict[str, float] = Field(default_factory=dict)
     """How often tasks of a source (a file's name without its ending) are drawn; default 1."""
     shuffle: bool = True
+    """Draw each epoch of a source in another order."""
     seed: int = 0
     """Of the order of tasks."""
 
@@ -76,6 +79,7 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = ()
     """vLLM servers that run already, in development mode; none: start `replicas` of our own."""
     replicas: int = Field(1, ge=1)
+    """Servers that we start, each with the whole model."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """`auto`: as `model.compute_dtype`. Another one is a mismatch at every token."""
     max_context_tokens: int | None = Field(None, ge=2)
@@ -89,7 +93,9 @@ class EngineConfig(Section):
     args: tuple[str, ...] = ()
     """Further arguments of vLLM's server, such as `["--tensor-parallel-size", "2"]`."""
     env: dict[str, str] = Field(default_factory=dict)
+    """Environment of vLLM's server, over our own."""
     start_timeout_s: float = Field(600.0, gt=0)
+    """For a server to load the model and answer."""
     weight_transfer: Backend = "shm"
     """How weights travel: `shm` on one machine, `ipc` or `nccl` between GPUs."""
     verify: bool = True
@@ -102,6 +108,7 @@ class ProxyServerConfig(Section):
     url: str | None = None
     """A proxy that runs already (its admin key in AGENTIC_PROXY_ADMIN_KEY); none: start one."""
     host: str = "127.0.0.1"
+    """Where our own proxy listens."""
     port: Port = 0
     """0: a free one."""
     llm_proxy_ip: str | None = None
@@ -115,6 +122,7 @@ class ProxyServerConfig(Section):
     patience_s: float = Field(60.0, ge=0)
     """How long the proxy may be away at the end of a trial: it is being restarted."""
     start_timeout_s: float = Field(60.0, gt=0)
+    """For our own proxy to answer."""
 
 
 class RemoteAgentConfig(HarborSettings):
@@ -169,6 +177,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Pinned over the agent's own in training; the trainer scales its logits by the same."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Must be 1: see `top_k`."""
     top_k: int = Field(-1, ge=-1)
     """Anything but top_p=1, top_k=-1 samples another distribution than the trainer's."""
     max_tokens: int | None = Field(None, ge=1)
@@ -212,6 +221,7 @@ class TrainerSection(Section):
     steps: int = Field(100, ge=1)
     """Training steps, one weight update each."""
     seed: int = 0
+    """Of everything random, but the order of tasks."""
     max_wall_s: float | None = Field(None, gt=0)
     """Stop after the step that passes this."""
     device: str = "auto"
@@ -226,7 +236,9 @@ class TrainerSection(Section):
 
 class EvalConfig(Section):
     before: bool = True
+    """Evaluate before the first step."""
     after: bool = True
+    """Evaluate after the last step."""
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0: none in between."""
     repeats: int = Field(1, ge=1)
@@ -239,6 +251,7 @@ class EvalConfig(Section):
 
 class LoggingConfig(Section):
     tensorboard: bool = True
+    """Write `tensorboard/` beside `metrics.jsonl`."""
     wandb_project: str | None = None
     """Log to Weights & Biases as well (package `wandb`)."""
     mlflow_experiment: str | None = None

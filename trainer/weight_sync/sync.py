@@ -42,9 +42,10 @@ class WeightSync:
         """
         started = time.perf_counter()
         self.control.next_version = version
+        self.transport.stage(weights)
         self.control.pause()
         paused = time.perf_counter()
-        self.transport.send(weights)
+        self.transport.send()
         self.control.reset_prefix_cache()
         self._expect_version(version)
         self.control.resume()

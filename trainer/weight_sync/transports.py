@@ -17,14 +17,18 @@ from typing import Any, Literal, Protocol
 import torch
 
 from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.segment import Named, SegmentWriter
+from trainer.weight_sync.segment import Named, SegmentWriter, Written
 
 Backend = Literal["shm", "ipc", "nccl"]
 
 
 class Transport(Protocol):
-    def send(self, weights: Iterable[Named]) -> None:
-        """Start, update and finish, on every engine."""
+    def stage(self, weights: Iterable[Named]) -> None:
+        """What can be done while the engines still sample."""
+        ...
+
+    def send(self) -> None:
+        """Start, update and finish, on every engine, with what was staged."""
         ...
 
     def close(self) -> None: ...
@@ -36,12 +40,16 @@ class SharedMemoryTransport:
     def __init__(self, control: EngineControl) -> None:
         self._control = control
         self.segment = SegmentWriter()
+        self._written: Written | None = None
         control.init_weight_transfer_engine({})
 
-    def send(self, weights: Iterable[Named]) -> None:
-        written = self.segment.write(weights)
+    def stage(self, weights: Iterable[Named]) -> None:
+        self._written = self.segment.write(weights)
+
+    def send(self) -> None:
+        assert self._written is not None
         self._control.start_weight_update()
-        self._control.update_weights(asdict(written))
+        self._control.update_weights(asdict(self._written))
         self._control.finish_weight_update()
 
     def close(self) -> None:
@@ -59,8 +67,10 @@ class VllmTransport:
             _trainer_init_info(control, backend), client=control, source=self._source
         )
 
-    def send(self, weights: Iterable[Named]) -> None:
+    def stage(self, weights: Iterable[Named]) -> None:
         self._source.named = list(weights)
+
+    def send(self) -> None:
         self._engine.send_weights()
 
     def close(self) -> None:
