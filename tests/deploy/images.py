@@ -111,7 +111,7 @@ def writable(folder: Path, image: Image) -> Path:
 
 async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     assert process.stdout is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while words not in (line := (await process.stdout.readline()).decode()):
             assert line, f"it ended without saying {words!r}"
     return line
