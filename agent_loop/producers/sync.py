@@ -41,18 +41,21 @@ class SyncProducer:
         Failed rollouts are in their groups, not trainable; the consumer counts them.
 
         Raises:
-            ProductionError: a whole round of trials gave nothing usable.
+            ProductionError: as many groups as a batch has gave nothing usable, in a row.
         """
         settings = self._settings
         kept: list[Group] = []
+        failed: list[Group] = []
         uniform = 0
         while len(kept) < settings.groups:
             groups = await self._run(settings.groups - len(kept), version)
             verdicts = [judge(group, settings) for group in groups]
             self.counts.update(verdict.value for verdict in verdicts)
-            if not any(rollout.trainable for group in groups for rollout in group.rollouts):
-                raise production_error(groups)
             for group, verdict in zip(groups, verdicts, strict=True):
+                hopeless = not any(rollout.trainable for rollout in group.rollouts)
+                failed = [*failed, group] if hopeless else []
+                if len(failed) >= settings.groups:
+                    raise production_error(failed)
                 full = uniform >= (settings.max_resamples - 1) * settings.groups
                 uniform += verdict is Verdict.UNIFORM
                 if verdict is Verdict.KEPT or (verdict is Verdict.UNIFORM and full):

@@ -51,6 +51,15 @@ async def test_failed_rollout_stays_in_its_group_untrainable() -> None:
     assert any(trainable)
 
 
+async def test_group_that_failed_is_replaced_by_another_tasks() -> None:
+    bad = {"a0", "a1", "a2"}
+    loop = ScriptedLoop(fails=lambda task, seed: task.task_id in bad)
+    settings = BatchSettings(groups=6, group_size=2)
+    groups = await SyncProducer(loop, stream(), settings, seed=0).next_batch(0)
+    assert len(groups) == 6
+    assert not {group.task.task_id for group in groups} & bad
+
+
 async def test_batch_without_a_single_rollout_says_why_and_stops() -> None:
     loop = ScriptedLoop(fails=lambda task, seed: True)
     producer = SyncProducer(loop, stream(), BatchSettings(groups=2, group_size=2), seed=0)
