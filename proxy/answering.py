@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from proxy.errors import EngineError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
 from proxy.records import FinishReason, Ids, Turn, TurnStatus, VersionSpan
+from proxy.rendering.prefix_stream import WHOLE_ONLY, PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
 from proxy.rendering.stream import AnswerParser, Markers
 from proxy.routing import Router
@@ -79,7 +81,7 @@ class Answering:
             sampled_ids=self.turn.sampled_ids,
         )
 
-    async def _sample(self, parser: AnswerParser, begun: float) -> FinishReason:
+    async def _sample(self, parser: AnswerParser | PrefixParser, begun: float) -> FinishReason:
         chunks = self.router.generate(
             self.prompt,
             self.sampling,
@@ -101,7 +103,7 @@ class Answering:
                     return FinishReason.STOP
         raise EngineError("the engine ended without a finish reason", status=502)
 
-    def _take(self, chunk: Chunk, parser: AnswerParser) -> None:
+    def _take(self, chunk: Chunk, parser: AnswerParser | PrefixParser) -> None:
         if len(chunk.ids) != len(chunk.logprobs):
             raise EngineError(
                 f"the engine sent {len(chunk.ids)} tokens and {len(chunk.logprobs)} "
@@ -133,18 +135,22 @@ class Answering:
         self.metrics.recorded(turn)
         self.live.publish("turn", index=turn.index, status=turn.status, finish_reason=finish)
 
-    def _parser(self) -> AnswerParser:
+    def _parser(self) -> AnswerParser | PrefixParser:
+        """Whole answers are read at their end; streams as their family allows."""
         streamed = self.call.stream or bool(self.sampling.stop)
-        return AnswerParser(
-            self.rendering,
-            self.prompt[-CONTEXT_TOKENS - len(self.opening) : -len(self.opening) or None],
-            self.call.conversation.tools,
-            markers=self.markers if streamed else None,
-            stop=self.sampling.stop,
-            calls=self.call.options.tool_calls,
-            begun=self.opening,
-            plain=self.call.conversation.raw is not None,
-        )
+        plain = self.call.conversation.raw is not None
+        before = self.prompt[-CONTEXT_TOKENS - len(self.opening) : -len(self.opening) or None]
+        common: dict[str, Any] = {
+            "stop": self.sampling.stop,
+            "calls": self.call.options.tool_calls,
+            "opening": self.opening,
+        }
+        tools = self.call.conversation.tools
+        by_prefix = self.markers is None and self.rendering.name not in WHOLE_ONLY
+        if streamed and not plain and by_prefix:
+            return PrefixParser(self.rendering, before, tools, **common)
+        markers = self.markers if streamed else None
+        return AnswerParser(self.rendering, before, tools, markers=markers, plain=plain, **common)
 
     def _answer_key(self, message: Message) -> bytes:
         raw = self.call.conversation.raw

@@ -30,8 +30,9 @@ from proxy.errors import EngineError, RequestError, SessionError, StoreError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
 from proxy.records import EMPTY_IDS, FinishReason, Ids, Turn, TurnStatus
+from proxy.rendering.deltas import ReasoningDelta, TextDelta, ToolCallDelta
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.stream import ReasoningDelta, TextDelta, ToolCallDelta, find_markers
+from proxy.rendering.stream import find_markers
 from proxy.routing import Router
 from proxy.sampling import as_record, resolve
 from proxy.sessions import LiveSession, Sessions

@@ -141,13 +141,28 @@ class Rendering:
 
         A call that does not parse stays text too, as the model wrote it.
         """
+        return self._assembled(self.parsed(sampled, prompt_end, tools), sampled, calls)
+
+    def parsed(
+        self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
+    ) -> ParsedResponse:
+        """The renderer's own reading of an answer, finished or not."""
         try:
-            parsed = self._renderer.parse_response(
+            return self._renderer.parse_response(
                 sampled, tools=tools or None, prompt_ids=prompt_end[-CONTEXT_TOKENS:].tolist()
             )
         except _REFUSED:
-            parsed = ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
-        return self._assembled(parsed, sampled, calls)
+            return ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
+
+    def calls_of(self, parsed: ParsedResponse) -> list[ToolCall]:
+        """The attempts that are calls, up to the first that is none."""
+        calls = []
+        for attempt in parsed.tool_calls:
+            call = _tool_call(attempt)
+            if call is None:
+                break
+            calls.append(call)
+        return calls
 
     def before_stop(self, sampled: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(sampled) if token in self.closes), len(sampled))

@@ -16,26 +16,9 @@ from tokenizers.decoders import DecodeStream
 
 from proxy.conversation import Message, ToolCall
 from proxy.records import Ids
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from proxy.rendering.rendering import Rendering
-
-
-@dataclass(slots=True)
-class TextDelta:
-    text: str
-
-
-@dataclass(slots=True)
-class ReasoningDelta:
-    text: str
-
-
-@dataclass(slots=True)
-class ToolCallDelta:
-    index: int
-    call: ToolCall
-
-
-Delta = TextDelta | ReasoningDelta | ToolCallDelta
+from proxy.rendering.stops import begun, first_stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +84,10 @@ class AnswerParser:
         markers: Markers | None,
         stop: tuple[str, ...] = (),
         calls: bool = True,
-        begun: list[int] | None = None,
+        opening: list[int] | None = None,
         plain: bool = False,
     ) -> None:
-        """`begun` is a forced call's beginning: in the prompt, and yet part of the answer.
+        """`opening` is a forced call's beginning: in the prompt, and yet part of the answer.
         `plain` text has no channels and keeps its white space (Completions)."""
         self._rendering = rendering
         self._prompt_end = prompt_end
@@ -123,7 +106,7 @@ class AnswerParser:
         self._sent_calls: list[ToolCall] = []
         if markers is not None and self._opens_in_reasoning(markers):
             self._channel = _Channel.REASONING
-        self.feed(begun or [])
+        self.feed(opening or [])
 
     @property
     def stop_string(self) -> str | None:
@@ -149,7 +132,10 @@ class AnswerParser:
             message = self._rendering.parse(
                 self._ids, self._prompt_end, self._tools, calls=self._calls
             )
-        message.text = _cut_at_stop(message.text, self._stop, trim=not self._plain)
+        found = first_stop(message.text, self._stop)
+        if found is not None:
+            text = message.text[: found[0]]
+            message.text = text if self._plain else text.rstrip()
         message.tool_calls[: len(self._sent_calls)] = self._sent_calls
         out: list[Delta] = []
         message.reasoning = self._rest(self._reasoning, message.reasoning or "", out) or None
@@ -250,12 +236,12 @@ class _Trimmed:
         if self._trim and not self.sent:
             waiting = waiting.lstrip()
         ready = self._trimmed(waiting)
-        found = [(waiting.find(s), s) for s in self._stop if s in waiting]
-        if found:
-            end, self.stop_string = min(found)
+        found = first_stop(waiting, self._stop)
+        if found is not None:
+            end, self.stop_string = found
             ready = self._trimmed(waiting[:end])
         elif self._stop:
-            ready = self._trimmed(waiting[: len(waiting) - _begun(waiting, self._stop)])
+            ready = self._trimmed(waiting[: len(waiting) - begun(waiting, self._stop)])
         self._waiting = waiting[len(ready) :]
         self.sent += ready
         return ready
@@ -281,21 +267,3 @@ def _send(
     ready = channel.push(text) if text else ""
     if ready:
         out.append(kind(ready))
-
-
-def _begun(text: str, stop: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that a stop string begins with."""
-    longest = 0
-    for string in stop:
-        for size in range(min(len(string) - 1, len(text)), longest, -1):
-            if text.endswith(string[:size]):
-                longest = size
-                break
-    return longest
-
-
-def _cut_at_stop(text: str, stop: tuple[str, ...], *, trim: bool) -> str:
-    ends = [text.find(string) for string in stop if string in text]
-    if not ends:
-        return text
-    return text[: min(ends)].rstrip() if trim else text[: min(ends)]

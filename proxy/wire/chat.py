@@ -16,7 +16,7 @@ import orjson
 from proxy.conversation import Conversation, Message, Role, ToolCall, merged
 from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
-from proxy.rendering.stream import ReasoningDelta, TextDelta
+from proxy.rendering.deltas import ReasoningDelta, TextDelta
 from proxy.wire.dialect import (
     Call,
     ForcedCall,

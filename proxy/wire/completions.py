@@ -14,7 +14,7 @@ import orjson
 from proxy.conversation import Conversation
 from proxy.errors import ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.stream import TextDelta
+from proxy.rendering.deltas import TextDelta
 from proxy.wire.chat import MAX_CHOICES, openai_error, parse_sampling, sse, usage
 from proxy.wire.dialect import Call, Headers, Outcome, Piece, SampledToken
 from proxy.wire.fields import Fields

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from proxy.conversation import Conversation, Message
 from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids
-from proxy.rendering.stream import Delta
+from proxy.rendering.deltas import Delta
 
 Headers = Mapping[str, str]
 

@@ -15,7 +15,7 @@ import orjson
 from proxy.conversation import Conversation, Message, ToolCall, merged, parsed_arguments
 from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.stream import Delta, ReasoningDelta, TextDelta
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, Piece
 from proxy.wire.fields import Fields
 

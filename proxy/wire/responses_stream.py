@@ -13,7 +13,7 @@ import orjson
 from proxy.conversation import ToolCall, parsed_arguments
 from proxy.errors import ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.stream import Delta, ReasoningDelta, TextDelta
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta
 from proxy.wire.chat import openai_error
 from proxy.wire.dialect import Call, Outcome, Piece, SampledToken
 

@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.conversation import Message, ToolCall
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.stream import (
-    AnswerParser,
-    Delta,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-    find_markers,
-)
+from proxy.rendering.stream import AnswerParser, find_markers
 
 PIECES = (
     "<think>",

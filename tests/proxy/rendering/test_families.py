@@ -1,0 +1,140 @@
+"""Every renderer family that a small vocabulary can build: streams, bridges and forced closes."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from renderers.base import MODEL_RENDERER_MAP
+from tokenizers import AddedToken
+
+from proxy.config import RenderingConfig
+from proxy.conversation import Conversation, Message, ToolCall
+from proxy.errors import ConfigurationError, RequestError
+from proxy.records import ForkCause
+from proxy.rendering.deltas import Delta
+from proxy.rendering.prefix_stream import WHOLE_ONLY, PrefixParser
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import RecentTexts, Tokenizer, load_tokenizer
+from tests.proxy.checkpoint import write_checkpoint
+from tests.proxy.rendering.test_stream import put_together, without_ids
+from tests.proxy.test_token_tree import Recorder
+
+FAMILIES = sorted(set(MODEL_RENDERER_MAP.values()))
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "shell",
+        "description": "Runs.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    },
+}
+_MISSING = re.compile(r"token (?:for )?['\"](.+?)['\"]")
+
+
+@dataclass
+class Family:
+    rendering: Rendering
+    pieces: list[list[int]]
+    """Answers' parts: special tokens, an answer with a call as rendered, and text."""
+    generation_prompt: np.ndarray[Any, np.dtype[np.int32]]
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def build(name: str) -> Family:
+        template = "plain.jinja" if name == "template" else "qwen3.jinja"
+        checkpoint = write_checkpoint(tmp_path_factory.mktemp(name), template=template)
+        tokenizer = load_tokenizer(checkpoint)
+        rendering = _with_its_tokens(tokenizer, name, checkpoint)
+        prompt = rendering.full(Conversation([Message("user", "List.")], [TOOL]))
+        return Family(rendering, _pieces(rendering, tokenizer), prompt)
+
+    return build
+
+
+def _with_its_tokens(tokenizer: Tokenizer, name: str, checkpoint: Path) -> Rendering:
+    """Adds what the renderer says is missing until it is content."""
+    added = ""
+    while True:
+        try:
+            return Rendering(tokenizer, RenderingConfig(renderer=name))
+        except ConfigurationError as error:
+            missing = _MISSING.search(error.message.partition(str(checkpoint))[2])
+            if missing is None or missing[1] == added:
+                raise
+            added = missing[1]
+            tokenizer.fast.add_tokens([AddedToken(added, normalized=False, special=True)])
+            tokenizer.remembered = RecentTexts(0)  # of texts as they were encoded without it
+
+
+def _pieces(rendering: Rendering, tokenizer: Tokenizer) -> list[list[int]]:
+    added = tokenizer.fast.get_added_tokens_decoder()
+    call = ToolCall("call_0", "shell", '{"command": "ls"}')
+    asked = Conversation([Message("user", "List.")], [TOOL])
+    start = len(rendering.full(asked))
+    texts = ("Let me look.", " ", "\n", "été", '{"name": "shell", "arguments": {}}', "a < b [c]")
+    pieces = [[token] for token in added] + [tokenizer.encode(text) for text in texts] * 4
+    for answer in (
+        Message("assistant", "Let me look.", None, [call]),
+        Message("assistant", "", "I wonder.", [call, call]),
+        Message("assistant", "Done.", "I wonder."),
+    ):
+        with suppress(RequestError):  # Llama 3 has one call per answer
+            whole = rendering.full(Conversation([*asked.messages, answer], asked.tools))
+            pieces += [whole[start:].tolist()] * 8
+    return pieces
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES, "template"} - WHOLE_ONLY))
+def test_the_stream_says_what_the_whole_says(name: str, family_of: Any) -> None:
+    family: Family = family_of(name)
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(st.sampled_from(family.pieces), max_size=6), st.data())
+    def check(parts: list[list[int]], data: st.DataObject) -> None:
+        ids = [token for part in parts for token in part]
+        parser = PrefixParser(family.rendering, family.generation_prompt, [TOOL])
+        deltas: list[Delta] = []
+        at = 0
+        while at < len(ids):
+            size = data.draw(st.integers(1, 8))
+            deltas += parser.feed(ids[at : at + size])
+            at += size
+        rest, streamed = parser.finish()
+        whole = family.rendering.parse(ids, family.generation_prompt, [TOOL], calls=True)
+        text, reasoning, calls = put_together(deltas + rest)
+        assert (text, reasoning or None, calls) == (
+            streamed.text,
+            streamed.reasoning,
+            streamed.tool_calls,
+        )
+        assert (streamed.text, streamed.reasoning) == (whole.text, whole.reasoning)
+        assert without_ids(streamed.tool_calls) == without_ids(whole.tool_calls)
+
+    check()
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "template"])
+def test_a_faithful_agent_extends_or_is_told_why_not(name: str, family_of: Any) -> None:
+    """Of every family: the next prompt starts with the whole path, or the turn forks as
+    unprovable; and what the model wrote is read back as the message it was."""
+    family: Family = family_of(name)
+    recorder = Recorder(family.rendering)
+    asked = Conversation([Message("user", "List.")], [TOOL])
+    for _ in range(3):
+        turn, message = recorder.ask(asked, "Let me look.", close=False)
+        assert "Let me look." in (message.text, message.reasoning)
+        assert turn.fork_cause in (None, ForkCause.UNPROVABLE_BRIDGE)
+        if turn.fork_cause is None and turn.parent is not None:
+            assert turn.shared_tokens == recorder.turns[turn.parent].path_tokens
+        asked = Conversation([*asked.messages, message, Message("user", "Go on.")], [TOOL])
