@@ -28,6 +28,7 @@ from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.routing import Router
 from proxy.sessions import Sessions
+from proxy.siblings import Siblings
 from proxy.store import open_store
 from proxy.store.protocol import Store
 from proxy.wire.chat import ChatDialect
@@ -49,6 +50,7 @@ def build_app(
     *,
     engines: Sequence[Engine] | None = None,
     store: Store | None = None,
+    siblings: Siblings | None = None,
 ) -> web.Application:
     """Raises ConfigurationError when the model's folder cannot be used."""
     if config.model is None:
@@ -63,7 +65,9 @@ def build_app(
     if config.relay.token is not None:
         app.router.add_get(RELAY_PATH, _relay)
     app.router.add_route("*", "/{path:.+}", _data)
-    app.cleanup_ctx.append(_parts(config, rendering, dialects, engines, store))
+    app.cleanup_ctx.append(
+        _parts(config, rendering, dialects, engines, store, siblings or Siblings())
+    )
     app.on_shutdown.append(_end_calls(config.limits.shutdown_s))
     return app
 
@@ -85,6 +89,7 @@ def _parts(
     dialects: dict[str, Dialect],
     engines: Sequence[Engine] | None,
     given_store: Store | None,
+    siblings: Siblings,
 ) -> Callable[[web.Application], AsyncGenerator[None, None]]:
     async def run(app: web.Application) -> AsyncGenerator[None, None]:
         store = given_store or await open_store(config.store, durability=config.durability)
@@ -104,7 +109,9 @@ def _parts(
         if config.relay.token is not None:
             app[RELAY] = _open_relay(config, router)
         app[DATA_PLANE] = DataPlane(config, sessions, calls, rendering, dialects, metrics)
-        app[CONTROL_PLANE] = ControlPlane(config, sessions, store, router, metrics, make_engine)
+        app[CONTROL_PLANE] = ControlPlane(
+            config, sessions, store, router, metrics, make_engine, siblings
+        )
         yield
         await router.close()
         if given_store is None:

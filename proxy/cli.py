@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=serving.LOG_FORMAT)
     config = load_config(arguments.config, **_overrides(arguments))
     uvloop.run(serving.serve(config, _announce))
     return 0
@@ -63,13 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--store", help="sqlite:///FILE or postgresql://…")
     add.add_argument("--host")
     add.add_argument("--port", type=int)
+    add.add_argument("--workers", type=int, metavar="N", help="processes on the one port")
     add.add_argument("--auto-create", action="store_true", default=None)
     add_commands(commands)
     return parser
 
 
+_PLAIN = ("model", "store", "host", "port", "workers")
+"""Flags that are keys of the same name."""
+
+
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(arguments, name) for name in ("model", "store", "host", "port")}
+    given = {name: getattr(arguments, name) for name in _PLAIN}
     overrides = {name: value for name, value in given.items() if value is not None}
     if arguments.engine:
         overrides["engines"] = [{"url": url} for url in arguments.engine]

@@ -28,6 +28,7 @@ from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
 from proxy.sessions import LiveSession, Sessions
+from proxy.siblings import Siblings, told_by_sibling
 from proxy.store.protocol import SessionFilter, Store
 from proxy.wire.fields import Fields
 
@@ -49,6 +50,7 @@ class ControlPlane:
         router: Router,
         metrics: Metrics,
         make_engine: Callable[[EngineConfig], Engine],
+        siblings: Siblings,
     ) -> None:
         self._config = config
         self._sessions = sessions
@@ -56,6 +58,7 @@ class ControlPlane:
         self._router = router
         self._metrics = metrics
         self._make_engine = make_engine
+        self._siblings = siblings
         self._withdrawn = False
 
     def withdraw(self) -> None:
@@ -68,6 +71,8 @@ class ControlPlane:
             if name not in _OPEN_TO_ALL:
                 self._check_admin(request)
             response: web.StreamResponse = await getattr(self, f"_{name}")(request)
+            if name in _TOLD_TO_SIBLINGS:
+                await self._siblings.tell(request)
         except ProxyError as error:
             return _refused(error)
         return response
@@ -149,11 +154,17 @@ class ControlPlane:
         return _json({"added": added})
 
     async def _complete(self, request: web.Request) -> web.Response:
-        await self._sessions.complete(_trial_id(request))
+        if told_by_sibling(request):
+            self._sessions.ended_elsewhere(_trial_id(request), "completed")
+        else:
+            await self._sessions.complete(_trial_id(request))
         return _json({})
 
     async def _delete(self, request: web.Request) -> web.Response:
-        await self._sessions.delete(_trial_id(request))
+        if told_by_sibling(request):
+            self._sessions.ended_elsewhere(_trial_id(request), "deleted")
+        else:
+            await self._sessions.delete(_trial_id(request))
         return _json({})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
@@ -213,8 +224,8 @@ class ControlPlane:
     async def _add_engine(self, request: web.Request) -> web.Response:
         fields = Fields(await read_json(request))
         kind = fields.text("kind", "vllm")
-        if kind not in ("vllm", "completions", "sglang", "text"):
-            raise fields.refuse("kind", "vllm, completions, sglang or text")
+        if kind not in ("vllm", "completions", "sglang"):
+            raise fields.refuse("kind", "vllm, completions or sglang")
         key = fields.optional_text("api_key")
         engine = self._make_engine(
             EngineConfig(
@@ -297,6 +308,9 @@ ROUTES = (
     ("PUT", "/policy_version", "set_version"),
 )
 _OPEN_TO_ALL = ("health", "ready")
+_TOLD_TO_SIBLINGS = frozenset(
+    {"complete", "delete", "pause", "resume", "add_engine", "remove_engine", "set_version"}
+)
 
 
 def _trial_id(request: web.Request) -> str:

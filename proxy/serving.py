@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,11 +20,14 @@ from proxy.app import CONTROL_PLANE, build_app
 from proxy.config import EngineConfig, ProxyConfig
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 from proxy.errors import ConfigurationError, EngineError
+from proxy.siblings import Siblings
+from proxy.workers import serve_workers
 
 GC_THRESHOLDS = (50_000, 20, 100)
 """Calls make little that only the collector can free, and a full collection walks every session's
 tree: so rarely, and never what was there at the start."""
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _log = logging.getLogger(__name__)
 
 
@@ -39,11 +42,49 @@ async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str], Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with _engine(config, stop) as with_engine, _port(with_engine) as (app, url):
-        listening(with_engine, url)
-        await stop.wait()
-        app[CONTROL_PLANE].withdraw()
-        await asyncio.sleep(config.limits.unready_s)
+    async with _engine(config, stop) as with_engine:
+        if config.workers > 1:
+            await serve_workers(with_engine, stop, listening)
+            return
+        async with listen(with_engine) as (app, url):
+            listening(with_engine, url)
+            await stop.wait()
+            await withdraw(app, config)
+
+
+@asynccontextmanager
+async def listen(
+    config: ProxyConfig, *, own_socket: Path | None = None, siblings: Sequence[Path] = ()
+) -> AsyncIterator[tuple[web.Application, str]]:
+    """The proxy at its port, and at `own_socket` where it has siblings; yields it and its URL."""
+    app = build_app(config, siblings=Siblings(siblings))
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        if own_socket is not None:
+            own_socket.unlink(missing_ok=True)  # of a process that died
+            await web.UnixSite(runner, str(own_socket)).start()
+        site = web.TCPSite(runner, config.host, config.port, reuse_port=own_socket is not None)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigurationError(
+                f"port: {config.host}:{config.port} cannot be listened on: {error.strerror}; "
+                "free it or give another --port"
+            ) from error
+        host, port = next(address for address in runner.addresses if len(address) > 1)[:2]
+        yield app, (config.public_url or f"http://{host}:{port}").rstrip("/")
+    finally:
+        await runner.cleanup()
+
+
+async def withdraw(app: web.Application, config: ProxyConfig) -> None:
+    """Says that it is not ready any more, and leaves balancers the time to notice."""
+    app[CONTROL_PLANE].withdraw()
+    await asyncio.sleep(config.limits.unready_s)
 
 
 @asynccontextmanager
@@ -83,26 +124,3 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
 async def _stop_when_it_dies(server: VllmServer, stop: asyncio.Event) -> None:
     await server.wait()
     stop.set()
-
-
-@asynccontextmanager
-async def _port(config: ProxyConfig) -> AsyncIterator[tuple[web.Application, str]]:
-    app = build_app(config)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-    try:
-        site = web.TCPSite(runner, config.host, config.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigurationError(
-                f"port: {config.host}:{config.port} cannot be listened on: {error.strerror}; "
-                "free it or give another --port"
-            ) from error
-        host, port = runner.addresses[0][:2]
-        yield app, (config.public_url or f"http://{host}:{port}").rstrip("/")
-    finally:
-        await runner.cleanup()

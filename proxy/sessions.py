@@ -168,6 +168,14 @@ class Sessions:
         self._close(live, "deleted")
         self._live.pop(session_id, None)
 
+    def ended_elsewhere(self, session_id: str, kind: str) -> None:
+        """Another process of this proxy completed or deleted the session: ends its calls here."""
+        live = self._live.pop(session_id, None)
+        if live is not None:
+            live.session.status = SessionStatus.COMPLETED
+            self._ids_by_key.pop(live.session.key_hash, None)
+            self._close(live, kind)
+
     def _close(self, live: LiveSession, kind: str) -> None:
         live.closed.set()
         live.publish(kind)

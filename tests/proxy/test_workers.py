@@ -1,0 +1,125 @@
+"""`--workers 2`: real processes on one port, and sessions that are right whichever is reached."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from proxy.client import ProxyClient, SessionHandle
+from proxy.engines.scripted import ScriptedEngine
+from proxy.records import TurnStatus
+from proxy.rendering.rendering import Rendering
+from tests.proxy.conftest import ADMIN_KEY
+
+
+@contextmanager
+def two_workers(
+    checkpoint: Path, engine_url: str, folder: Path
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A proxy of two processes: its URL and their parent."""
+    argv = [sys.executable, "-m", "proxy", "serve", "--workers", "2", "--port", "0"]
+    argv += ["--model", str(checkpoint), "--engine", engine_url]
+    argv += ["--store", f"sqlite:///{folder}/shared.sqlite"]
+    environment = {**os.environ, "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY, "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://[\d.]+:\d+", process.stdout.readline())
+            assert found is not None
+            yield found[0], process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) in (0, -signal.SIGKILL)
+
+
+async def ask(session: SessionHandle, messages: list[dict[str, Any]]) -> tuple[int, Any]:
+    """On a connection of its own, so that the kernel chooses the process anew."""
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(
+            f"{session.base_url}/chat/completions", json={"messages": messages}, headers=headers
+        ) as response,
+    ):
+        return response.status, orjson.loads(await response.read())
+
+
+async def test_sessions_are_right_whichever_process_is_reached(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    answer = [*rendering.tokenizer.encode("Done, thank you."), end]
+    async with ScriptedEngine(lambda _: answer, expect_extension=True) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session()
+                messages: list[dict[str, Any]] = [{"role": "user", "content": "Count."}]
+                for _ in range(12):
+                    status, reply = await ask(session, messages)
+                    assert status == 200, reply
+                    messages.append(reply["choices"][0]["message"])
+                    messages.append({"role": "user", "content": "Next."})
+                _, turns = await control.get_turns(session.trial_id)
+                await control.complete(session.trial_id)
+                refused = [(await ask(session, messages))[0] for _ in range(6)]
+                await check_pause_everywhere(url)
+        assert engine.violations == []
+    assert [turn.parent for turn in turns] == [None, *range(11)]
+    assert all(turn.status is TurnStatus.DONE for turn in turns)
+    assert refused == [409] * 6
+
+
+async def check_pause_everywhere(url: str) -> None:
+    """A pause at one process is a pause at both."""
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{url}/engines/pause") as response,
+    ):
+        assert response.status == 200
+    seen = []
+    for _ in range(8):
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.get(f"{url}/engines") as response,
+        ):
+            seen.append((await response.json())["paused"])
+    assert seen == [True] * 8
+
+
+async def test_killed_worker_costs_no_session_and_killed_parent_leaves_no_worker(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    async with ScriptedEngine(lambda _: answer) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, parent):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session()
+            workers = children(parent.pid)
+            assert len(workers) == 2
+            killed = os.pidfd_open(workers[0])
+            os.kill(workers[0], signal.SIGKILL)
+            assert select.select([killed], [], [], 60)[0]
+            messages = [{"role": "user", "content": "Hello."}]
+            assert [(await ask(session, messages))[0] for _ in range(4)] == [200] * 4
+            pidfds = [os.pidfd_open(pid) for pid in children(parent.pid)]
+            assert pidfds
+            parent.kill()
+            assert all(select.select([fd], [], [], 60)[0] for fd in pidfds)
+
+
+def children(pid: int) -> list[int]:
+    """Those that still run."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(c) for thread in threads for c in (thread / "children").read_text().split()]
