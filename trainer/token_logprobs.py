@@ -55,9 +55,10 @@ class _TokenLogprobs(Function):
         for rows in chunks:
             logits_C_V = (scaled[rows] @ kernel.T).float()
             normalizer[rows] = logits_C_V.logsumexp(-1)
-            logprobs[rows] = logits_C_V.gather(-1, ids[rows, None])[:, 0] - normalizer[rows]
-            probs_C_V = (logits_C_V - normalizer[rows, None]).exp_()
-            entropy[rows] = normalizer[rows] - _row_dot(probs_C_V, logits_C_V)
+            logp_C_V = logits_C_V.sub_(normalizer[rows, None])
+            logprobs[rows] = logp_C_V.gather(-1, ids[rows, None])[:, 0]
+            probs_C_V = logp_C_V.exp()
+            entropy[rows] = -_row_dot(probs_C_V, logp_C_V)
         kept = probs_C_V if len(chunks) == 1 and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, ids, normalizer, entropy, kept)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
