@@ -230,7 +230,7 @@ class Episodes:
             raise SwarmError(f"no session could be made: {error}", "unavailable") from error
 
     async def _record(self, view: EpisodeView) -> None:
-        """Closes the session and puts its recording on disk."""
+        """Closes the session and puts its recording, if it is to be trained, on disk."""
         if self._proxy is None:
             raise SwarmError("the engine is away", "unavailable")
         try:
@@ -242,8 +242,9 @@ class Episodes:
             raise SwarmError(
                 f"episode {view.episode_id} has no answered model call: abort it", "invalid"
             )
-        data = encode_record(session, turns)
-        await asyncio.to_thread(_write_durably, self.record_file(view.episode_id), data)
+        if view.kind == "train":
+            data = encode_record(session, turns)
+            await asyncio.to_thread(_write_durably, self.record_file(view.episode_id), data)
 
     async def _leave(self, one: _Open, state: EpisodeState, reason: str | None = None) -> None:
         one.view.state, one.view.reason, one.view.ended_at = state, reason, time.time()
@@ -294,10 +295,14 @@ def _hash(key: str) -> bytes:
 
 
 def _write_durably(path: Path, data: bytes) -> None:
-
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name too
+    finally:
+        os.close(folder)

@@ -232,6 +232,7 @@ class Swarm:
         for view in left:
             view.state, view.reason = EpisodeState.DROPPED, f"left over from batch {number}"
         await self._table.update([*batch, *left])
+        self._remove_records(left)
         await self._table.remember("batch", str(number))
         gone = {view.episode_id for view in (*batch, *left)}
         self.episodes.ended = [view for view in self.episodes.ended if view.episode_id not in gone]
@@ -247,15 +248,19 @@ class Swarm:
             view.state = state
         await self._table.update(views)
         if state is EpisodeState.TRAINED:
-            for view in views:
-                self.episodes.record_file(view.episode_id).unlink(missing_ok=True)
+            self._remove_records(views)
+
+    def _remove_records(self, views: Sequence[EpisodeView]) -> None:
+        for view in views:
+            self.episodes.record_file(view.episode_id).unlink(missing_ok=True)
 
     def _seen(self, client_id: str) -> None:
         self._clients[client_id] = time.time()
 
     def _present(self) -> frozenset[str]:
         oldest = time.time() - CLIENT_MEMORY_S
-        return frozenset(client for client, at in self._clients.items() if at >= oldest)
+        self._clients = {client: at for client, at in self._clients.items() if at >= oldest}
+        return frozenset(self._clients)
 
     async def _snapshot(self) -> Status:
         return self._status.model_copy(
