@@ -1,7 +1,7 @@
 """Which replica samples a call: the one that holds its session's prefix, else the least loaded.
 
 Invariant: a call goes to a second replica only if the first gave out none of its tokens. A replica
-that fails is out of the choice until a health check says that it is back.
+that fails is out of the choice until a health check says that it is back, or no other is left.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Router:
                 failure = error
             finally:
                 await self._close_if_removed(engine)
-        raise failure or EngineError("no engine is healthy; try again later")
+        raise failure or EngineError("there is no engine; try again later")
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -156,13 +156,11 @@ class Router:
             raise EngineError(f"engines were paused for {self._pause_timeout_s:.0f} s") from error
 
     def _choose(self, session_id: str, tried: set[str]) -> Engine | None:
-        usable = [
-            engine
-            for name, engine in self._engines.items()
-            if engine.info.healthy and name not in tried
-        ]
-        if not usable:
+        left = [engine for name, engine in self._engines.items() if name not in tried]
+        if not left:
             return None
+        # Where none is known to be well, one that is out is asked: it may be back, or only slow.
+        usable = [engine for engine in left if engine.info.healthy] or left
         home = self._homes.get(session_id)
         chosen = min(usable, key=lambda e: (e.info.name != home, e.info.in_flight))
         self._homes[session_id] = chosen.info.name

@@ -27,7 +27,8 @@ REQUEST_PREFIX = "generate-tokens-"
 """vLLM knows a request of this route by its id behind this."""
 MISSING_LOGPROB = -9999.0
 """What vLLM sends for NaN, minus infinity, or a token that is not in its own table."""
-CONTROL_TIMEOUT_S = 5.0
+CONTROL_TIMEOUT_S = 30.0
+"""A server that compiles, or whose machine is overloaded, answers late and is not dead."""
 _FINISH = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,

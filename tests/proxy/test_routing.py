@@ -117,6 +117,12 @@ async def test_without_a_healthy_replica_the_caller_may_try_again(replicas: Repl
         await replicas.router.check()
 
 
+async def test_replica_that_was_out_is_asked_where_no_other_is_left(replicas: Replicas) -> None:
+    for info in replicas.router.infos:
+        info.healthy = False
+    assert await replicas.call("one") == ANSWER
+
+
 async def test_paused_calls_wait_and_then_go_on(replicas: Replicas) -> None:
     replicas.router.pause()
     calls = [asyncio.create_task(replicas.call(f"s-{n}")) for n in range(3)]
