@@ -32,7 +32,7 @@ WORKLOADS = {
     # a small tool-using agent
     "tools": Workload(4, 8, 400, 4, (20, 80), (10, 60), 0),
     # a coding agent: a long system prompt with tools, shared by the group and by its sub-agents
-    "coding-agent": Workload(1, 8, 8000, 3, (30, 150), (50, 250), 1),
+    "coding-agent": Workload(1, 8, 4000, 2, (30, 100), (50, 150), 1),
 }
 
 

@@ -106,3 +106,13 @@ def test_a_restored_learner_goes_on_as_the_one_that_was_saved(checkpoint: Path) 
         restored.policy.named_hf_parameters(), whole.policy.named_hf_parameters(), strict=True
     ):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_an_adaptive_coefficient_follows_the_divergence(checkpoint: Path, where: str) -> None:
+    kl = {"coefficient": 0.1, "where": where, "adaptive": {"target": 1e-9, "horizon": 2}}
+    learner, coefficients = make_learner(checkpoint, kl=kl), []
+    for _ in range(4):
+        learn(learner, make_batch(1))
+        coefficients.append(learner.algorithm.kl_coefficient)
+    assert coefficients[-1] > coefficients[0]

@@ -175,7 +175,7 @@ class Algorithm:
         return function
 
     def adapt_kl(self, kl: float) -> None:
-        """Moves an adaptive coefficient after an update whose mean divergence was `kl`."""
+        """Moves an adaptive coefficient after a batch whose mean divergence was `kl`."""
         if self.config.kl is not None and self.config.kl.adaptive is not None:
             target, horizon = self.config.kl.adaptive.target, self.config.kl.adaptive.horizon
             self.kl_coefficient = adapted(self.kl_coefficient, kl, target=target, horizon=horizon)
@@ -208,6 +208,7 @@ class Algorithm:
                     coefficient=self.kl_coefficient,
                     rollouts=batch.num_rollouts,
                 )
+                self.adapt_kl(metrics["kl/reference"])
         return shaped, metrics
 
     def _gae(self, batch: Batch, returns: Tensor, settings: Gae) -> None:
