@@ -27,9 +27,10 @@ from proxy.record_view import session_view, trajectories_view, turn_view
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
-from proxy.sessions import LiveSession, Sessions
+from proxy.sessions import CLOSING, LiveSession, Sessions
 from proxy.siblings import Siblings, told_by_sibling
 from proxy.store.protocol import SessionFilter, Store
+from proxy.wire.dialect import KEEP_ALIVE
 from proxy.wire.fields import Fields
 
 MAX_WAIT_S = 300.0
@@ -150,7 +151,7 @@ class ControlPlane:
         added = await self._store.add_reward(session.session_id, reward)
         if added:
             live = await self._sessions.get(session.session_id)
-            live.publish("reward", key=reward.key, value=reward.value)
+            await self._sessions.record_event(live, "reward", key=reward.key, value=reward.value)
         return _json({"added": added})
 
     async def _complete(self, request: web.Request) -> web.Response:
@@ -178,28 +179,30 @@ class ControlPlane:
                 return _json({"completed": False})
             return _json({"completed": True})
         since = int(_number(request.query.get("since", "0"), "since", 0, 2**53))
-        stored = await self._store.get_events(live.session.session_id, since)
-        if "text/event-stream" not in request.headers.get("Accept", ""):
-            return _json({"events": stored})
-        return await self._stream_events(request, live, stored)
+        if "text/event-stream" in request.headers.get("Accept", ""):
+            return await self._stream_events(request, live, since)
+        return _json({"events": await self._store.get_events(live.session.session_id, since)})
 
     async def _stream_events(
-        self, request: web.Request, live: LiveSession, stored: list[dict[str, Any]]
+        self, request: web.Request, live: LiveSession, since: int
     ) -> web.StreamResponse:
+        """Those that are stored, then those that come; turns are told only as they come."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUED_EVENTS)
         live.listeners.add(queue)
         try:
             await response.prepare(request)
-            for event in stored:
+            for event in await self._store.get_events(live.session.session_id, since):
+                since = event["seq"]
                 await response.write(_event(event))
             while not (live.closed.is_set() and queue.empty()):
                 try:
                     async with asyncio.timeout(self._config.limits.keep_alive_s):
                         event = await queue.get()
                 except TimeoutError:
-                    await response.write(b": keep-alive\n\n")
-                else:
+                    await response.write(KEEP_ALIVE)
+                    continue
+                if event["kind"] != CLOSING and event.get("seq", since + 1) > since:
                     await response.write(_event(event))
         finally:
             live.listeners.discard(queue)

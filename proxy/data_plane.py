@@ -69,6 +69,7 @@ class DataPlane:
             dialect = self._dialects["chat/completions"]
         elif dialect is None or request.method != "POST":
             raise web.HTTPNotFound(text=f"no route {request.method} {request.path}")
+        live: LiveSession | None = None
         try:
             live = await self._sessions.authorise(api_key(request.headers), trial)
             if request.method == "GET":
@@ -78,6 +79,9 @@ class DataPlane:
             return await self._serve(request, dialect, live)
         except ProxyError as error:
             self._metrics.refused(dialect.name, error)
+            if live is not None:
+                what = {"route": route, "status": error.status, "message": error.message}
+                await self._sessions.refused(live, **what)
             return error_response(dialect, error)
 
     async def _serve(

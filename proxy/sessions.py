@@ -8,6 +8,7 @@ most `sessions.cached` trees, and a session with a call in flight is never dropp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import secrets
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import shortuuid
 
 from proxy.config import SessionsConfig
-from proxy.errors import RequestError, SessionError
+from proxy.errors import RequestError, SessionError, StoreError
 from proxy.profiles import AgentProfile, Profiles
 from proxy.records import Session, SessionKind, SessionStatus
 from proxy.store.protocol import Store
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from proxy.live_call import LiveCall
 
 MAX_ID_CHARS = 256
+MAX_REFUSALS = 100
+"""Recorded per session while it is in memory; the metrics count them all."""
+CLOSING = ""
+"""What wakes the listeners of a session that has ended; it is no event."""
 _SEGMENT = re.compile(r"[A-Za-z0-9._~@:+=,-]+")
 _RESERVED = frozenset(
     {".", "..", "v1", "sessions", "engines", "health", "ready", "metrics", "policy_version"}
@@ -56,6 +61,7 @@ class LiveSession:
     replayed: set[int] = field(default_factory=set)
     """Recorded answers that were given again: not a second time."""
     in_flight: int = 0
+    refusals: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     listeners: set[asyncio.Queue[dict[str, Any]]] = field(default_factory=set)
 
@@ -124,6 +130,8 @@ class Sessions:
             live = await self._by_key(key)
             if trial_id is not None and live.session.session_id != trial_id:
                 raise _unauthorised()
+        if live.session.status is SessionStatus.OPEN and time.time() >= live.session.expires_at:
+            await self._expire(live)
         self._check_open(live.session)
         return live
 
@@ -158,6 +166,7 @@ class Sessions:
         await self._store.set_status(session_id, SessionStatus.COMPLETED, now)
         live.session.status = SessionStatus.COMPLETED
         live.session.completed_at = now
+        await self.record_event(live, "completed")
         self._close(live, "completed")
 
     async def delete(self, session_id: str) -> None:
@@ -165,6 +174,7 @@ class Sessions:
         await self._store.delete_session(session_id)
         live.session.status = SessionStatus.COMPLETED
         self._ids_by_key.pop(live.session.key_hash, None)
+        live.publish("deleted")
         self._close(live, "deleted")
         self._live.pop(session_id, None)
 
@@ -174,11 +184,31 @@ class Sessions:
         if live is not None:
             live.session.status = SessionStatus.COMPLETED
             self._ids_by_key.pop(live.session.key_hash, None)
+            live.publish(kind)
             self._close(live, kind)
+
+    async def record_event(self, live: LiveSession, kind: str, **data: Any) -> None:
+        """Stored, and told to everybody who listens."""
+        seq = await self._store.add_event(live.session.session_id, kind, data)
+        live.publish(kind, seq=seq, **data)
+
+    async def refused(self, live: LiveSession, **what: Any) -> None:
+        """A call that was answered with an error is an event, at most MAX_REFUSALS per session."""
+        live.refusals += 1
+        if live.refusals <= MAX_REFUSALS:
+            with contextlib.suppress(StoreError):
+                await self.record_event(live, "refused", **what)
+
+    async def _expire(self, live: LiveSession) -> None:
+        now = time.time()
+        await self._store.set_status(live.session.session_id, SessionStatus.EXPIRED, now)
+        live.session.status = SessionStatus.EXPIRED
+        await self.record_event(live, "expired")
+        self._close(live, "expired")
 
     def _close(self, live: LiveSession, kind: str) -> None:
         live.closed.set()
-        live.publish(kind)
+        live.publish(CLOSING)
         for call in list(live.running):
             call.abort(_ended(live.session, kind))
 
@@ -216,7 +246,7 @@ class Sessions:
     def _check_open(self, session: Session) -> None:
         if session.status is SessionStatus.COMPLETED:
             raise _ended(session, "completed")
-        if session.status is SessionStatus.EXPIRED or time.time() >= session.expires_at:
+        if session.status is SessionStatus.EXPIRED:
             raise SessionError(f"session {session.session_id!r} has expired", status=410)
 
     async def _load(self, session_id: str) -> LiveSession:

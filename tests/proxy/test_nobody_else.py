@@ -85,6 +85,7 @@ async def test_expired_is_410(proxy: RunningProxy) -> None:
     session = await proxy.session(ttl_s=1)
     await asyncio.sleep(session.expires_at - time.time())
     assert (await proxy.post(session, CHAT, BODY))[0] == 410
+    assert (await proxy.record(session))[0].status == "expired"
 
 
 async def test_auto_create_needs_no_key_and_records_what_the_path_names(
@@ -158,4 +159,17 @@ async def test_completion_ends_a_long_poll_and_the_events(proxy: RunningProxy) -
     await proxy.control.add_reward(session.trial_id, Reward("verifier", 1.0))
     await proxy.control.complete(session.trial_id)
     assert await waiting
-    assert [kind for kind in await listening if kind != "created"][-1] == "completed"
+    assert (await listening)[-2:] == ["reward", "completed"]
+
+
+async def test_a_refused_call_is_an_event_and_no_turn(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    await proxy.post(session, CHAT, b'{"messages": [], "n": 1}')
+    await proxy.control.complete(session.trial_id)
+    events = [event async for event in proxy.control.events(session.trial_id)]
+    assert [event["kind"] for event in events] == ["refused", "completed"]
+    assert (events[0]["route"], events[0]["status"]) == (CHAT, 400)
+    since = events[0]["seq"]
+    later = [event async for event in proxy.control.events(session.trial_id, since)]
+    assert later == events[1:]
+    assert (await proxy.record(session))[1] == []
