@@ -48,17 +48,17 @@ def _small_calls(arguments: argparse.Namespace) -> None:
             "portkey": lambda: targets.portkey(upstream, CACHE),
             "litellm": lambda: targets.litellm(upstream, CACHE),
         }
-        direct = {
-            n: small_calls.run_load(f"{upstream}/v1/chat/completions", {}, n, arguments.seconds)
-            for n in arguments.clients
-        }
-        cells: list[small_calls.Cell] = []
+        print(small_calls.HEADER)
+        direct = {}
+        for n in arguments.clients:
+            url = f"{upstream}/v1/chat/completions"
+            direct[n] = small_calls.run_load(url, {}, n, arguments.seconds)
+            print(small_calls.direct_row(n, direct[n]), flush=True)
         for name in arguments.targets:
             with starters[name]() as target:
-                cells += [
-                    small_calls.measure(target, n, arguments.seconds) for n in arguments.clients
-                ]
-        print(small_calls.table(direct, cells))
+                for n in arguments.clients:
+                    cell = small_calls.measure(target, n, arguments.seconds)
+                    print(small_calls.row(cell, direct[n]), flush=True)
 
 
 def _turns(_: argparse.Namespace) -> None:

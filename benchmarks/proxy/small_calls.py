@@ -53,21 +53,22 @@ def run_load(url: str, headers: dict[str, str], clients: int, seconds: float) ->
     return result
 
 
-def table(direct: dict[int, dict[str, float]], cells: list[Cell]) -> str:
-    """Markdown: requests/s, and what is added to the direct call at p50 / p99."""
-    lines = [
-        "| target | clients | requests/s | added p50 ms | added p99 ms | CPU ms/request | failed |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for clients, d in direct.items():
-        lines.append(
-            f"| direct | {clients} | {d['requests_per_s']:,.0f} | ({d['p50_ms']:.2f} absolute) "
-            f"| ({d['p99_ms']:.2f} absolute) | | {d['failures']:.0f} |"
-        )
-    for c in cells:
-        d = direct[c.clients]
-        lines.append(
-            f"| {c.target} | {c.clients} | {c.requests_per_s:,.0f} | {c.p50_ms - d['p50_ms']:.2f} "
-            f"| {c.p99_ms - d['p99_ms']:.2f} | {c.cpu_ms_per_request:.3f} | {c.failures} |"
-        )
-    return "\n".join(lines)
+HEADER = (
+    "| target | clients | requests/s | added p50 ms | added p99 ms | CPU ms/request | failed |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def direct_row(clients: int, d: dict[str, float]) -> str:
+    return (
+        f"| direct | {clients} | {d['requests_per_s']:,.0f} | ({d['p50_ms']:.2f} absolute) "
+        f"| ({d['p99_ms']:.2f} absolute) | | {d['failures']:.0f} |"
+    )
+
+
+def row(c: Cell, d: dict[str, float]) -> str:
+    """What the target adds to the direct call of as many clients."""
+    return (
+        f"| {c.target} | {c.clients} | {c.requests_per_s:,.0f} | {c.p50_ms - d['p50_ms']:.2f} "
+        f"| {c.p99_ms - d['p99_ms']:.2f} | {c.cpu_ms_per_request:.3f} | {c.failures} |"
+    )
