@@ -216,8 +216,12 @@ class AsyncSwarmClient:
         if force_restart and state is not EngineState.OFFLINE:
             state = (await self.stop_engine()).state
         if state in (EngineState.OFFLINE, EngineState.ERROR):
-            await self.sync_train_config(config, fresh=force_restart)
-            return await self.start_engine(timeout_s=timeout_s)
+            try:
+                await self.sync_train_config(config, fresh=force_restart)
+                await self._call("POST", "/v1/start", None)
+            except SwarmError as error:
+                if error.code != "state":
+                    raise  # else another client was faster
         return await self._until_rolling(timeout_s)
 
     async def agree_sync_weights(self) -> Status:

@@ -157,7 +157,9 @@ class SwarmServer:
             raise SwarmError("no configuration yet: PUT /v1/config first", "state")
         if self.swarm.state not in (EngineState.OFFLINE, EngineState.ERROR):
             raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
-        await self.swarm.configure(read_settings(self.config.read_text()))
+        settings = read_settings(self.config.read_text())
+        self.swarm.set_state(EngineState.BOOTING)  # before anything is awaited: there is one start
+        await self.swarm.configure(settings)
         await self.engine.start(await self.swarm.run_dir())
         return _answer(await self.swarm.status())
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.swarm import Swarm
 from agent_loop.swarm.wire import EngineState
 from proxy.engines import guard
@@ -40,11 +39,8 @@ class TrainerProcess:
         self._stopping = False
 
     async def start(self, run_dir: str) -> None:
-        """Goes on from `run_dir`, if there is one. Raises `state` when it runs already."""
-        if self._process is not None:
-            raise SwarmError(f"the engine is {self._swarm.state.value}: stop it first", "state")
+        """Goes on from `run_dir`, if there is one."""
         self._stopping = False
-        self._swarm.set_state(EngineState.BOOTING)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(STOP_GRACE_S)),

@@ -37,14 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValidationError, ValueError) as error:
         print(f"harbor-server: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _log_to_stderr()
     # Harbor would send usage statistics of every trial.
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
     return asyncio.run(_serve(config, build_app(config, run_trial)))
 
 
 async def _serve(config: ServerConfig, app: web.Application) -> int:
-    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None)
     await runner.setup()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -60,6 +60,15 @@ async def _serve(config: ServerConfig, app: web.Application) -> int:
     finally:
         await runner.cleanup()
     return 0
+
+
+def _log_to_stderr() -> None:
+    """The handler has the level: Harbor's trials log at DEBUG, each into a file of its own."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[handler]
+    )
 
 
 def _settings(arguments: list[str] | None) -> dict[str, object]:

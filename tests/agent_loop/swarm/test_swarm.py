@@ -438,3 +438,13 @@ async def test_versions_of_an_earlier_trainer_are_older_than_any_of_ours(
     assert old.trainable
     assert old.oldest_version == -1
     assert new.oldest_version == 0
+
+
+async def test_two_clients_that_start_the_engine_at_once_both_get_it(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = await start_swarm(rolling=False)
+    async with AsyncSwarmClient(swarm.url, TOKEN) as other:
+        both = await asyncio.gather(swarm.client.auto_start("a: 1"), other.auto_start("a: 1"))
+    assert [status.state for status in both] == [EngineState.ROLLING] * 2
+    assert len(swarm.trainer.run_dirs) == 1
