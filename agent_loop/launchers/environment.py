@@ -26,7 +26,10 @@ GIT_TIMEOUT_S = 600.0
 PROMPT_BYTES = 128_000
 """Linux allows 131,072 bytes per environment string; longer prompts are in TASK_FILE alone."""
 
-_SECRET = re.compile(r"API_KEY|ADMIN_KEY|AUTH_TOKEN|SECRET|PASSWORD")
+_SECRET = re.compile(r"^AGENTIC_|(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|DSN)(_|$)")
+"""Names of what agents do not inherit: our own settings, and the user's keys. An agent that needs
+one is given it in its launcher's `env`."""
+
 _PLACEHOLDER = re.compile(r"\{(task\.)?([a-z_]+)\}")
 
 

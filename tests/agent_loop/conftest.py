@@ -19,7 +19,7 @@ MakeTrial = Callable[..., Trial]
 def make_trial(tmp_path: Path) -> MakeTrial:
     """`make_trial(timeout_s=…, **task_data)`: a trial with a directory, but no session."""
 
-    def make(timeout_s: float = 20.0, **data: object) -> Trial:
+    def make(timeout_s: float = 120.0, **data: object) -> Trial:
         directory = tmp_path / "trial"
         directory.mkdir()
         return Trial(

@@ -52,7 +52,7 @@ async def run(
         client or proxy.control,
         CommandLauncher(CommandSettings(argv=AGENT, grace_s=0.2)),
         rewards,
-        LoopSettings(**{"trials_dir": trials, "max_retries": 0, "timeout_s": 20, **settings}),
+        LoopSettings(**{"trials_dir": trials, "max_retries": 0, "timeout_s": 120, **settings}),
     )
     data = {"prompt": "Say hello.", **(task or {})}
     try:
@@ -159,7 +159,7 @@ async def test_crash_on_a_call_that_was_cut_is_our_failure(
 async def test_agent_out_of_time_that_was_verified_keeps_its_reward(
     proxy: RunningProxy, trials: Path
 ) -> None:
-    rollout = await run(proxy, trials, task={"hang": True}, timeout_s=1.5)
+    rollout = await run(proxy, trials, task={"hang": True}, timeout_s=3.0)
     assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 1.0)
     assert rollout.trainable
     assert "timed out" in (rollout.error or "")
@@ -294,7 +294,7 @@ async def test_misbehaving_agents_leak_no_process_descriptor_session_or_director
     """At once: agents that hang, crash, never call, are verified badly, and are cancelled."""
     rewards = Verifier(VerifierSettings(argv=(sys.executable, "-I", "-S", "-c", NAN)))
     launcher = CommandLauncher(CommandSettings(argv=AGENT, grace_s=0.1))
-    settings = LoopSettings(trials_dir=trials, timeout_s=1.5, max_retries=0)
+    settings = LoopSettings(trials_dir=trials, timeout_s=3.0, max_retries=0)
     loop = RemoteAgentLoop(proxy.control, launcher, rewards, settings)
 
     async def bad(**task: Any) -> Rollout:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.engine
 
 ADMIN_KEY = "of-the-test"
 AGENT = Path(__file__).parents[1] / "agent_loop" / "small_agent.py"
-ANSWER_TOKENS = 150
+ANSWER_TOKENS = 60
 BATCH = {"groups": 2, "group_size": 2, "max_concurrent": 12}
 STEPS = 3
 

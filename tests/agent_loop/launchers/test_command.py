@@ -71,7 +71,9 @@ async def test_agent_gets_every_familys_environment_and_no_secret(
     make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "hunter2")
-    monkeypatch.setenv("GEMINI_API_KEY", "hunter2")
+    for name in ("AGENTIC_PROXY_STORE", "GEMINI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     trial = make_trial()
     code = "import os, json; print(json.dumps({**os.environ, 'cwd': os.getcwd()}))"
     result = await run_python(trial, code, env={"EXTRA": "{model}/{task.prompt}/{unknown}"})
@@ -82,6 +84,7 @@ async def test_agent_gets_every_familys_environment_and_no_secret(
     assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"] == "key-of-t-1"
     assert seen["AGENT_MODEL"] == seen["OPENAI_MODEL"] == "policy"
     assert seen["TASK_PROMPT"] == "do it"
+    assert seen["TOKENIZERS_PARALLELISM"] == "false"
     assert json.loads(Path(seen["TASK_FILE"]).read_text()) == {"prompt": "do it"}
     assert seen["cwd"] == str(trial.workspace)
     assert seen["EXTRA"] == "policy/do it/{unknown}"
@@ -171,7 +174,7 @@ async def test_agent_that_ignores_sigterm_is_killed_after_its_grace(
         "import signal, time, os\nsignal.signal(signal.SIGTERM, lambda *_: print('no', flush=True))"
         "\nopen('agent.pid', 'w').write(str(os.getpid()))\nwhile True:\n    time.sleep(600)"
     )
-    trial = make_trial(timeout_s=1.0)
+    trial = make_trial(timeout_s=2.0)
     result = await run_python(trial, code, grace_s=0.3)
     assert result.end is AgentEnd.TIMED_OUT
     assert log_of(trial) == "no\n"
@@ -184,7 +187,7 @@ async def test_agent_may_finish_its_work_within_the_grace(make_trial: MakeTrial)
         "def stop(*_):\n    open('saved', 'w').write('yes')\n    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, stop)\nwhile True:\n    time.sleep(600)"
     )
-    trial = make_trial(timeout_s=1.0)
+    trial = make_trial(timeout_s=2.0)
     result = await run_python(trial, code, grace_s=10)
     assert result.end is AgentEnd.TIMED_OUT
     assert (trial.workspace / "saved").read_text() == "yes"
@@ -243,7 +246,7 @@ async def test_repeated_trials_leave_no_descriptor_open(tmp_path: Path) -> None:
     async def once(number: int) -> None:
         directory = tmp_path / str(number)
         directory.mkdir()
-        trial = Trial(str(number), Task("t", {}), "http://x/v1", "k", "m", directory, 20.0)
+        trial = Trial(str(number), Task("t", {}), "http://x/v1", "k", "m", directory, 120.0)
         assert (await launcher.run(trial)).end is AgentEnd.EXITED
 
     await once(0)

@@ -93,7 +93,7 @@ async def test_signals_that_python_ignores_reach_programs(tmp_path: Path) -> Non
         cwd=tmp_path,
         env={"PATH": os.environ["PATH"]},
         log=tmp_path / "log",
-        timeout_s=20,
+        timeout_s=120,
     )
     assert (await host.run(piped)).failure is None
     assert (tmp_path / "log").read_text() == "y\n"

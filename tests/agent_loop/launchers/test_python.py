@@ -72,7 +72,7 @@ async def test_trials_draw_by_their_seed(tmp_path: Path) -> None:
 async def test_hanging_function_is_ended_at_its_deadline_with_its_children(
     make_trial: MakeTrial,
 ) -> None:
-    trial = make_trial(timeout_s=1.5)
+    trial = make_trial(timeout_s=3.0)
     result = await run(trial, "hangs_with_a_child", grace_s=0.2)
     assert result.end is AgentEnd.TIMED_OUT
     assert not alive(trial.workspace / "child.pid")
@@ -108,5 +108,5 @@ def test_module_that_does_not_exist_is_told_before_anything_starts() -> None:
 def _trial(root: Path, number: int, seed: int = 0) -> Trial:
     directory = root / str(number)
     directory.mkdir()
-    made = Trial(str(number), Task("t", {}), "http://x/v1", "k", "m", directory, 20.0)
+    made = Trial(str(number), Task("t", {}), "http://x/v1", "k", "m", directory, 120.0)
     return dataclasses.replace(made, seed=seed)
