@@ -28,7 +28,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train bench-scale clean
 
 setup: $(VENV)/.ready
 
@@ -137,6 +137,9 @@ bench-rollout: setup
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
 
 # LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
+bench-scale: setup
+	$(BIN)/python -m benchmarks.scale $(ARGS)
+
 bench-proxy: setup
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 

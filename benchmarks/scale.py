@@ -1,0 +1,212 @@
+"""Where 10, 100 and 1,000 GPUs break first: the real router, simulated engines and agents.
+
+Time is virtual: the clock jumps to the next timer. What is real is `proxy.routing.Router`, one per
+proxy, each with its own view of the load, as in a deployment; its CPU time is measured. What is
+simulated is said in `Model`. `make bench-scale` prints the tables of docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.records import FinishReason, Ids
+from proxy.routing import Router
+from tests.agent_loop.virtual_time import run_in_virtual_time
+
+
+@dataclass(frozen=True)
+class Model:
+    """An 8B model on one GPU per replica, and an agent that edits code in a sandbox."""
+
+    turns: int = 20
+    new_tokens: int = 800
+    """Prompt tokens that a turn adds (a tool's output)."""
+    sampled_tokens: int = 300
+    agent_median_s: float = 5.0
+    """Between two calls, log-normal with sigma 1.2: a mean of 10 s."""
+    decode_tokens_s: float = 60.0
+    """Of one sequence; together no more than `batch_tokens_s`."""
+    batch_tokens_s: float = 3000.0
+    prefill_tokens_s: float = 20_000.0
+    cache_tokens: int = 400_000
+    """A replica's KV cache: about 35 of these conversations, half-way."""
+
+
+@dataclass
+class Replica:
+    """Implements `Engine`. It answers after what prefill and decoding take at its present load."""
+
+    number: int
+    model: Model
+    figures: Figures
+    cached: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    held_tokens: int = 0
+    running: int = 0
+    peak: int = 0
+
+    def __post_init__(self) -> None:
+        self.info = EngineInfo(name=f"gpu-{self.number}", url="")
+
+    def view(self) -> View:
+        return View(self)
+
+    def take(self, session: str, prompt: int) -> float:
+        """Seconds until the answer is whole."""
+        held = self.cached.pop(session, 0)
+        known = min(held, prompt)
+        if asyncio.get_running_loop().time() > self.figures.from_s:
+            self.figures.hit_tokens += known
+            self.figures.prompt_tokens += prompt
+        path = prompt + self.model.sampled_tokens
+        self.cached[session] = path
+        self.held_tokens += path - held
+        while self.held_tokens > self.model.cache_tokens:
+            self.held_tokens -= self.cached.popitem(last=False)[1]
+        self.peak = max(self.peak, self.running)
+        rate = min(self.model.decode_tokens_s, self.model.batch_tokens_s / self.running)
+        prefill_s = (prompt - known) / self.model.prefill_tokens_s * self.running
+        return prefill_s + self.model.sampled_tokens / rate
+
+
+class View:
+    """A replica as one proxy sees it: the calls in flight are those of this proxy."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.info = EngineInfo(name=replica.info.name, url="")
+
+    async def generate(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        replica = self._replica
+        self.info.in_flight += 1
+        replica.running += 1
+        try:
+            await asyncio.sleep(replica.take(request_id, len(prompt_ids)))
+        finally:
+            self.info.in_flight -= 1
+            replica.running -= 1
+        yield Chunk([1], [-1.0], finish_reason=FinishReason.STOP)
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def check(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Figures:
+    """Of the calls that began after `from_s`, so that caches are warm."""
+
+    from_s: float
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    waits_s: list[float] = field(default_factory=list)
+
+
+async def agent(name: str, router: Router, model: Model, until_s: float, figures: Figures) -> None:
+    """Conversations one after another, the first of them joined somewhere in its middle."""
+    rng = random.Random(name)
+    loop = asyncio.get_running_loop()
+    turn, talk = rng.randrange(model.turns), 0
+    await asyncio.sleep(rng.uniform(0, 20))
+    while loop.time() < until_s:
+        session = f"{name}-{talk}"
+        prompt = (turn + 1) * model.new_tokens + turn * model.sampled_tokens
+        began = loop.time()
+        ids = np.broadcast_to(np.int32(0), (prompt,))
+        call = router.generate(
+            ids, Sampling(model.sampled_tokens), request_id=session, session_id=session
+        )
+        async for _ in call:
+            pass
+        if began > figures.from_s:
+            figures.waits_s.append(loop.time() - began)
+        turn = (turn + 1) % model.turns
+        talk += turn == 0
+        await asyncio.sleep(rng.lognormvariate(np.log(model.agent_median_s), 1.2))
+
+
+async def simulate(
+    gpus: int, agents: int, proxies: int, share: int, seconds: float, model: Model
+) -> str:
+    """`share`: how many of the replicas each proxy knows."""
+    figures = Figures(from_s=seconds / 2)
+    replicas = [Replica(number, model, figures) for number in range(gpus)]
+    routers = []
+    for proxy in range(proxies):
+        first = proxy * share
+        known = [replicas[(first + i) % gpus] for i in range(share)]
+        routers.append(Router([replica.view() for replica in known]))
+    await asyncio.gather(
+        *(agent(f"a{i}", routers[i % proxies], model, seconds, figures) for i in range(agents))
+    )
+    hits = figures.hit_tokens / max(1, figures.prompt_tokens)
+    peaks = np.array([replica.peak for replica in replicas])
+    waits = np.array(figures.waits_s)
+    return (
+        f"| {gpus} | {agents:,} | {proxies} of {share} | {len(waits) / seconds * 2:,.0f} | "
+        f"{np.median(waits):.1f} / {np.quantile(waits, 0.99):.1f} | {hits:.0%} | "
+        f"{peaks.max() / peaks.mean():.2f} |"
+    )
+
+
+def choosing_us(replicas: int, sessions: int = 20_000) -> float:
+    """CPU microseconds of one routed call among so many replicas, the engine's part being none."""
+    model = Model(sampled_tokens=0, prefill_tokens_s=1e12)
+
+    async def calls() -> None:
+        router = Router([Replica(number, model, Figures(0.0)).view() for number in range(replicas)])
+        ids = np.zeros(1, np.int32)
+        for number in range(sessions):
+            call = router.generate(
+                ids, Sampling(1), request_id=f"s{number}", session_id=f"s{number}"
+            )
+            async for _ in call:
+                pass
+
+    before = time.process_time()
+    run_in_virtual_time(calls())
+    return (time.process_time() - before) / sessions * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--agents-per-gpu", type=int, nargs="+", default=[25, 50, 100])
+    arguments = parser.parse_args()
+    print("| replicas known to a proxy | CPU per routed call, µs |\n|---|---|")
+    for replicas in (1, 10, 100, 1000):
+        print(f"| {replicas} | {choosing_us(replicas, 2000 if replicas > 100 else 10000):.0f} |")
+    print(
+        "\n| GPUs | agents | proxies, of replicas each | calls/s | call, s (p50 / p99) | "
+        "prompt tokens from the cache | busiest / mean replica |\n|---|---|---|---|---|---|---|"
+    )
+    for gpus in arguments.gpus:
+        proxies = max(1, gpus // 50)
+        for agents in arguments.agents_per_gpu:
+            row = simulate(
+                gpus, gpus * agents, proxies, gpus // proxies, arguments.seconds, Model()
+            )
+            print(run_in_virtual_time(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
