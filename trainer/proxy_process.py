@@ -45,6 +45,12 @@ class ProxyProcess:
         self.admin_key = secrets.token_urlsafe(32)
         self.url = f"http://{config.host}:{self._port}"
 
+    @property
+    def pid(self) -> int:
+        """Of the guard that ends with us and ends the proxy with it."""
+        assert self._process is not None
+        return self._process.pid
+
     async def start(self) -> None:
         """Returns when it answers.
 

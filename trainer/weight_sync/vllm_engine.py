@@ -2,7 +2,8 @@
 
 Runs inside vLLM's worker processes. Invariant: an update is applied whole or fails: bytes whose
 digest differs from the trainer's, and an update that leaves one of the model's weights untouched,
-are errors, and the update's caller is told.
+are errors, and the update's caller is told. (A missing part of a fused weight, such as one of
+`gate_proj` and `up_proj`, is not seen here; `WeightSync.verify` sees it.)
 """
 
 from __future__ import annotations
