@@ -25,7 +25,7 @@ CONFIG ?= agentic_trainer.yaml
 # Harbor needs Python 3.12, so it has an environment of its own. pyenv's shim may not run it.
 TOOLS := .cache/tools
 HARBOR := .harbor
-HARBOR_PYTHON ?= $(firstword $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.12*/bin/python) $(shell command -v python3.12))
+HARBOR_PYTHON ?= $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python python3.12; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train bench-scale clean
