@@ -1,4 +1,4 @@
-# The recording proxy, and the relay worker (`python -m proxy.worker`): no torch, no GPU.
+# The recording proxy, and the relay worker (`python -m proxy.relay`): no torch, no GPU.
 #
 #   docker build -f docker/proxy.Dockerfile -t agentic-proxy .
 #   docker run -p 8000:8000 -v proxy:/data -v /models/qwen3:/model:ro --read-only --tmpfs /tmp \
@@ -18,7 +18,7 @@ RUN python3 -m venv --without-pip /opt/agentic \
     && find /opt/agentic -name '*.so' ! -path '*.libs/*' ! -path '*/numpy/*' -exec strip --strip-unneeded {} +
 COPY proxy /opt/agentic/lib/python3.11/site-packages/proxy
 # The bytecode of what is imported, and of nothing else.
-RUN /opt/agentic/bin/python3 -c "import proxy.cli, proxy.worker"
+RUN /opt/agentic/bin/python3 -c "import proxy.cli, proxy.relay.cli"
 
 FROM docker.io/library/debian:12.12-slim
 RUN apt-get update \

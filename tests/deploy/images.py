@@ -164,7 +164,7 @@ def test_nothing_but_the_volume_can_be_written(proxy_image: Image, path: str) ->
 
 
 def test_the_worker_is_in_the_proxys_image(proxy_image: Image) -> None:
-    assert proxy_image.call(["python3", "-m", "proxy.worker", "--help"]) == 0
+    assert proxy_image.call(["python3", "-m", "proxy.relay", "--help"]) == 0
 
 
 async def test_harbor_server_serves_in_its_image(harbor_image: Image, tmp_path: Path) -> None:

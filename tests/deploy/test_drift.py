@@ -15,7 +15,7 @@ from proxy.app import build_app
 from proxy.cli import main
 from proxy.config import ProxyConfig, load_config
 from proxy.metrics import Metrics
-from proxy.worker import WorkerConfig
+from proxy.relay.cli import WorkerConfig
 from tests.deploy.manifests import (
     KUSTOMIZE,
     OVERLAYS,
@@ -99,7 +99,7 @@ def test_the_autoscalers_metric_is_exposed() -> None:
 
 
 def test_a_workers_variables_are_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for program in of_kind("python3", "-m", "proxy.worker"):
+    for program in of_kind("python3", "-m", "proxy.relay"):
         for name, value in program.variables.items():
             assert _setting(WorkerConfig, name.removeprefix("AGENTIC_WORKER_")), name
             monkeypatch.setenv(name, value)
@@ -118,7 +118,7 @@ def test_a_vllm_listens_where_its_proxy_or_worker_looks() -> None:
     for program in proxies():
         for engine in json.loads(program.variables.get("AGENTIC_PROXY_ENGINES", "[]")):
             assert engine["url"].endswith(":8001")
-    for program in of_kind("python3", "-m", "proxy.worker"):
+    for program in of_kind("python3", "-m", "proxy.relay"):
         assert program.variables["AGENTIC_WORKER_ENGINE"] == "http://127.0.0.1:8001"
 
 
