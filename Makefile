@@ -130,8 +130,9 @@ locks: setup
 	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 
-serve: setup
-	$(BIN)/agentic-proxy serve $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
+# MODEL is the checkpoint that is served; without one, and without an ENGINE, the starter model.
+serve: $(if $(MODEL),setup,starter)
+	$(BIN)/agentic-proxy serve --auto-create --model $(or $(MODEL),.cache/starter/quickstart) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 bench-rollout: setup
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
