@@ -28,7 +28,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python python3.12; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train bench-scale clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train bench-algorithms bench-scale clean
 
 setup: $(VENV)/.ready
 
@@ -137,12 +137,16 @@ serve: $(if $(MODEL),setup,starter)
 bench-rollout: setup
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
 
-# LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
 bench-scale: setup
 	$(BIN)/python -m benchmarks.scale $(ARGS)
 
+# LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
 bench-proxy: setup
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
+
+# Every algorithm learns the quickstart, one run after the other.
+bench-algorithms: starter
+	$(BIN)/python -m benchmarks.algorithms $(ARGS)
 
 bench-train: reference
 	$(BIN)/python -m benchmarks.train $(ARGS)

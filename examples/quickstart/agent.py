@@ -2,14 +2,22 @@
 
 It is told its model and server by the environment (OPENAI_BASE_URL, OPENAI_API_KEY, AGENT_MODEL)
 and its task by a file (TASK_FILE), serves the customer with two tools, and writes `answer.txt`.
+`run` is the same agent as a function, for the `python` launcher: a process less to start.
 """
+
+from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from openai import OpenAI
-from shop import SYSTEM, TOOLS, calculate, price
+from shop import SYSTEM, TOOLS, calculate, price, right_answer
+
+if TYPE_CHECKING:
+    from agent_loop.launchers.calls import AgentCall
 
 # Three prices, a calculation and the answer make five; a policy that still calls tools is lost.
 MAX_TURNS = 7
@@ -17,24 +25,38 @@ MAX_TURNS = 7
 
 def main() -> None:
     task = json.loads(Path(os.environ["TASK_FILE"]).read_text())
-    client = OpenAI()
-    messages = [
+    answer = serve(OpenAI(), os.environ["AGENT_MODEL"], task)
+    if answer is not None:
+        Path("answer.txt").write_text(answer)
+
+
+def run(call: AgentCall) -> float:
+    """The reward: 1 if the answer is right."""
+    client = OpenAI(base_url=call.base_url, api_key=call.api_key)
+    answer = serve(client, call.model, call.task)
+    wanted = right_answer(call.task["order"], call.task["prices"])
+    return float(answer is not None and answer.strip() == wanted)
+
+
+def serve(client: OpenAI, model: str, task: Mapping[str, Any]) -> str | None:
+    """The answer to the customer; None if there was none in `MAX_TURNS`."""
+    messages: list[Any] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": task["prompt"]},
     ]
     for _ in range(MAX_TURNS):
         answer = client.chat.completions.create(
-            model=os.environ["AGENT_MODEL"], messages=messages, tools=TOOLS, max_tokens=96
+            model=model, messages=messages, tools=TOOLS, max_tokens=96
         )
         message = answer.choices[0].message
         print(message.to_json(indent=None, exclude_none=True))
         messages.append(message.to_dict(exclude_none=True))
         if not message.tool_calls:
-            Path("answer.txt").write_text(message.content or "")
-            return
+            return message.content or ""
         for call in message.tool_calls:
             result = use(call.function.name, call.function.arguments, task["prices"])
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return None
 
 
 def use(tool: str, arguments: str, prices: dict[str, int]) -> str:

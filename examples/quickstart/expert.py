@@ -23,9 +23,9 @@ from examples.quickstart.shop import (
 from examples.starter_model.transcripts import Message, Transcript
 
 # Chance of each mistake, where it can be made.
-_FORGETS_THING = 0.35
-_ADDS_COUNTS = 0.25
-_ANSWERS_PRICE = 0.2
+_FORGETS_THING = 0.3
+_ADDS_COUNTS = 0.2
+_ANSWERS_PRICE = 0.15
 _SKIPS_CALCULATION = 0.1
 _WRONG_THING = 0.03
 _WRONG_COUNT = 0.03

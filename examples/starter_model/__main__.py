@@ -1,7 +1,8 @@
 """`python -m examples.starter_model --expert MODULE:FUNCTION --out DIR`: make it, or keep it.
 
-Invariant: a folder whose `starter.json` names this very recipe (arguments and source code) is
-complete and is not made again; anything else is replaced as a whole.
+Invariants: a model that did not learn to copy (its loss is above `--max-loss`) is not saved, for
+trial and error could teach it nothing; a folder whose `starter.json` names this very recipe
+(arguments and source code) is complete and is not made again; anything else is replaced whole.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _TOKENIZER_TRANSCRIPTS = 500
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 when the folder is ready, 2 for bad arguments."""
+    """Exit code 0: the folder is ready; 1: the model did not get there; 2: bad arguments."""
     arguments = _parser().parse_args(argv)
     shape = Shape(**{field.name: getattr(arguments, field.name) for field in fields(Shape)})
     recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in fields(Recipe)})
@@ -57,6 +58,13 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(scratch) / "model"
         folder.mkdir()
         loss = make(folder, expert, shape, recipe)
+        if loss > arguments.max_loss:
+            print(
+                f"starter_model: loss {loss:.3f} is above --max-loss {arguments.max_loss}: the "
+                f"model did not learn to copy; raise --epochs (now {recipe.epochs})",
+                file=sys.stderr,
+            )
+            return 1
         record = {"fingerprint": fingerprint, "loss": loss, "wall_s": time.monotonic() - started}
         (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
         shutil.rmtree(out, ignore_errors=True)
@@ -131,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.starter_model", description=__doc__)
     parser.add_argument("--expert", required=True, help="module:function that writes a Transcript")
     parser.add_argument("--out", required=True, type=Path, help="the checkpoint's folder")
+    parser.add_argument(
+        "--max-loss", type=float, default=0.1, help="nats; above it nothing is saved"
+    )
     for part in (Shape, Recipe):
         for field in fields(part):
             flag = "--" + field.name.replace("_", "-")

@@ -27,6 +27,8 @@ SMALL = [
     "2",
     "--vocab-size",
     "600",
+    "--max-loss",
+    "10",
 ]
 
 
@@ -64,6 +66,16 @@ def test_second_call_keeps_the_folder_and_other_arguments_replace_it(folder: Pat
         json.loads((folder / "starter.json").read_text())["fingerprint"]
         == json.loads(made)["fingerprint"]
     )
+
+
+def test_model_that_learnt_too_little_is_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model"
+    arguments = ["--expert", "examples.quickstart.expert:transcript", "--out", str(out), *SMALL]
+    assert main([*arguments, "--max-loss", "0.5"]) == 1
+    assert "above --max-loss 0.5" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_expert_is_one_clear_line(
