@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+CALLS_PER_SESSION = 100
+
 
 @dataclass(slots=True)
 class Load:
@@ -25,7 +27,8 @@ class Load:
     url: str
     headers: dict[str, str]
     body: str
-    """`@N@` in it is replaced by a number that no other request has."""
+    """`@N@` in it is replaced by a number that no other request has; `@S@` in the URL by one that
+    CALLS_PER_SESSION requests have in common."""
     clients: int
     seconds: float
     latencies_s: list[float] = field(default_factory=list)
@@ -52,7 +55,8 @@ class Load:
         self.sent += 1
         body = self.body.replace("@N@", f"{self.sent:08d}").encode()
         address = urlsplit(self.url)
-        lines = [f"POST {address.path} HTTP/1.1", f"Host: {address.netloc}"]
+        path = address.path.replace("@S@", str(self.sent // CALLS_PER_SESSION))
+        lines = [f"POST {path} HTTP/1.1", f"Host: {address.netloc}"]
         lines += [f"{name}: {value}" for name, value in self.headers.items()]
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
         return "\r\n".join(lines).encode() + body

@@ -36,7 +36,7 @@ async def turn_costs(target: Target, sessions: int) -> list[TurnCost]:
     costs: dict[int, list[TurnCost]] = {1: [], 10: [], TURNS: []}
     async with aiohttp.ClientSession() as http:
         for number in range(sessions):
-            url = target.url.replace("/s/", f"/long-{number}/")
+            url = target.url.replace("/s@S@/", f"/long-{number}/")
             messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS}]
             for turn in range(1, TURNS + 1):
                 messages.append({"role": "user", "content": _text(number, turn)})
@@ -62,7 +62,7 @@ async def memory_mb(target: Target, sessions: int) -> tuple[float, float]:
     async with aiohttp.ClientSession(timeout=timeout) as http:
 
         async def open_session(number: int) -> None:
-            url = target.url.replace("/s/", f"/big-{number}/")
+            url = target.url.replace("/s@S@/", f"/big-{number}/")
             message = {"role": "user", "content": f"{number} {text}"}
             async with gate:
                 await _post(http, url, orjson.dumps({"model": "fake", "messages": [message]}))

@@ -49,7 +49,7 @@ def generate_body() -> bytes:
 
 
 def _url(url: str, number: int) -> str:
-    return url.replace("/s/", f"/stream-{number}/")
+    return url.replace("/s@S@/", f"/stream-{number}/")
 
 
 async def _read(http: aiohttp.ClientSession, url: str, body: bytes, gaps: list[float]) -> None:

@@ -69,7 +69,9 @@ def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
     argv += ["--auto-create", "--store", f"sqlite:///{store}", *arguments]
     with _python("proxy", *argv) as process:
         _until_healthy(f"http://127.0.0.1:{port}/health", process)
-        yield Target("ours, recording", f"http://127.0.0.1:{port}/s/v1/chat/completions", process)
+        yield Target(
+            "ours, recording", f"http://127.0.0.1:{port}/s@S@/v1/chat/completions", process
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import orjson
 from tokenizers import Tokenizer as FastTokenizer
 
 from proxy.errors import ConfigurationError
+from proxy.rendering.byte_pairs import BytePairs, faster
 from proxy.rendering.chat_template import ChatTemplate
 
 BATCH_MIN_CHARS = 4096
@@ -76,6 +77,8 @@ class Tokenizer:
     """`max_position_embeddings` of the model's config.json."""
     template: ChatTemplate | None = None
     """What `apply_chat_template` renders; set where the template itself is used."""
+    pairs: BytePairs | None = None
+    """Encodes the same, and sooner; None for a tokenizer of which that cannot be shown."""
     remembered: RecentTexts = field(default_factory=lambda: RecentTexts(REMEMBERED_CHARS))
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
@@ -87,6 +90,10 @@ class Tokenizer:
         return ids.tolist()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.pairs is not None and not add_special_tokens:
+            paired = self.pairs.encode(text)
+            if paired is not None:
+                return paired
         if len(text) < BATCH_MIN_CHARS:
             ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
@@ -160,6 +167,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         chat_template=_chat_template(folder, config),
         special_tokens=special,
         max_context_tokens=_read_json(folder / "config.json").get("max_position_embeddings"),
+        pairs=faster(fast),
     )
 
 

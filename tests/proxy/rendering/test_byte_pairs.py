@@ -1,0 +1,97 @@
+"""Two encoders, one answer; and no second one where they might differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from proxy.rendering.byte_pairs import MAX_CHARS, BytePairs, faster
+from proxy.rendering.rendering import Rendering
+
+words = st.sampled_from(
+    [
+        "the file",
+        "The",
+        "'S",
+        "  ",
+        "\r\n\n",
+        "\t",
+        "12345",
+        "don't",
+        "数学",
+        "naïve",
+        "e\u0301",
+        "<|im_end|>",
+        "\u2028",
+        "\u00a0",
+        "\u017f",
+        "\U0001f600",
+        "{'a': 1}",
+        "----",
+        "\x00",
+    ]
+)
+texts = st.lists(words | st.text(max_size=5), max_size=30).map("".join)
+
+
+@pytest.fixture(scope="module")
+def fast(rendering: Rendering) -> Tokenizer:
+    return rendering.tokenizer.fast
+
+
+@pytest.fixture(scope="module")
+def pairs(fast: Tokenizer) -> BytePairs:
+    found = faster(fast)
+    assert found is not None
+    return found
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=texts)
+def test_every_text_has_the_same_ids(fast: Tokenizer, pairs: BytePairs, text: str) -> None:
+    ids = pairs.encode(text)
+    assert ids is None or ids == fast.encode(text, add_special_tokens=False).ids
+
+
+def test_ordinary_text_is_taken_and_the_rest_is_not(pairs: BytePairs) -> None:
+    assert pairs.encode("Let me look: naïve 数学.") is not None
+    for text in ("Say <|im_end|> now.", "e\u0301", " " * (MAX_CHARS + 1)):
+        assert pairs.encode(text) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        {"model": {"ignore_merges": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}},
+    ],
+)
+def test_what_may_differ_is_left_to_the_tokenizer(fast: Tokenizer, changes: dict[str, Any]) -> None:
+    assert faster(_changed(fast, changes)) is None
+
+
+def test_merges_must_be_in_order_of_id_and_reach_every_token(fast: Tokenizer) -> None:
+    model = orjson.loads(fast.to_str())["model"]
+    first, second, *rest = model["merges"]
+    assert faster(_changed(fast, {"model": {"merges": [second, first, *rest]}})) is None
+    assert faster(_changed(fast, {"model": {"merges": [first, second, *rest[:-1]]}})) is None
+
+
+def _changed(fast: Tokenizer, changes: dict[str, Any]) -> Tokenizer:
+    config = orjson.loads(fast.to_str())
+    for name, value in changes.items():
+        if name == "model":
+            config["model"].update(value)
+        elif isinstance(value, dict) and value["type"] == "ByteLevel":
+            config[name] = {**value, "trim_offsets": True}
+        else:
+            config[name] = value
+    return Tokenizer.from_str(orjson.dumps(config).decode())
