@@ -105,11 +105,14 @@ class Swarm:
     # Clients.
 
     async def claim(self, wanted: Claim) -> Claimed:
-        """Raises `throttled` or `state` when there is nothing to claim for `wait_s`."""
+        """Raises `throttled` or `state` when there is nothing to claim for `wait_s`, and `state` at
+        once where no engine is on its way."""
         self._seen(wanted.client_id)
         try:
             async with asyncio.timeout(wanted.wait_s):
                 while self._refusal(wanted) is not None:
+                    if self.state in (EngineState.OFFLINE, EngineState.ERROR):
+                        raise self._refused(wanted)
                     await self._changes.wait()
         except TimeoutError:
             raise self._refused(wanted) from None

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A harbor-server for the length of a training run. Run from the repository's root, after
-# `make harbor agents`. Arguments go to agentic-train.
+# `make harbor` and `make agents`. Arguments go to agentic-train.
 set -euo pipefail
 
 # The agents' Python may lie in the home folder, which a sandbox does not see: bind it.
@@ -8,9 +8,9 @@ python=$(dirname "$(dirname "$(readlink -f .agents/python/bin/python)")")
 sandbox="{\"path\": [\"$PWD/.agents/bin\"], \"bind\": [\"$PWD/.agents\", \"$python\"]}"
 
 exec 3< <(exec .harbor/bin/harbor-server --port "${HARBOR_SERVER_PORT:-8090}" \
-  --state-dir runs/harbor-server --concurrency 4 --environment-kwargs "$sandbox")
+  --state-dir runs/harbor-server --concurrency 6 --environment-kwargs "$sandbox")
 server=$!
-trap 'kill $server; wait $server 2>/dev/null || true' EXIT
+trap 'kill $server 2>/dev/null || true; wait 2>/dev/null || true' EXIT
 read -r line <&3 || { echo "harbor-server did not start" >&2; exit 1; }
 echo "$line"
 
