@@ -1,7 +1,8 @@
-"""The scripted expert of the warm-up: it knows the way, and is careless at every step of it.
+"""The scripted expert of the warm-up: it knows the way, and is careless on it.
 
-Every mistake leaves the right step as the most likely one, so that reinforcement learning can
-find it; together they leave about a third of the orders right.
+It copies names and numbers rightly, for that is what a small model learns slowly by trial and
+error. Every mistake leaves the right step as the most likely one, so that reinforcement learning
+can find it; together they leave about four of ten orders right.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import random
 from typing import Any
 
 from examples.quickstart.shop import (
-    GOODS,
     SYSTEM,
     TOOLS,
     Order,
@@ -23,12 +23,10 @@ from examples.quickstart.shop import (
 from examples.starter_model.transcripts import Message, Transcript
 
 # Chance of each mistake, where it can be made.
-_FORGETS_THING = 0.3
-_ADDS_COUNTS = 0.2
-_ANSWERS_PRICE = 0.15
+_FORGETS_THING = 0.35
+_ADDS_COUNTS = 0.25
+_ANSWERS_PRICE = 0.2
 _SKIPS_CALCULATION = 0.1
-_WRONG_THING = 0.03
-_WRONG_COUNT = 0.03
 
 
 def transcript(rng: random.Random) -> Transcript:
@@ -59,16 +57,16 @@ def _look_up(
     for thing in order:
         if seen and rng.random() < _FORGETS_THING:
             break
-        asked = rng.choice(GOODS) if rng.random() < _WRONG_THING else thing
-        _use(messages, "price", {"item": asked}, price(prices, asked))
-        seen.append((asked, prices[asked]))
+        _use(messages, "price", {"item": thing}, price(prices, thing))
+        seen.append((thing, prices[thing]))
     return seen
 
 
 def _expression(order: Order, seen: list[tuple[str, int]], rng: random.Random) -> str:
     operator = "+" if rng.random() < _ADDS_COUNTS else "*"
-    counts = [rng.randint(2, 9) if rng.random() < _WRONG_COUNT else n for n in order.values()]
-    return "+".join(f"{n}{operator}{each}" for n, (_, each) in zip(counts, seen, strict=False))
+    # `seen` is shorter where a thing was forgotten.
+    pairs = zip(order.values(), seen, strict=False)
+    return "+".join(f"{n}{operator}{each}" for n, (_, each) in pairs)
 
 
 def _use(messages: list[Message], name: str, arguments: dict[str, Any], result: str) -> None:

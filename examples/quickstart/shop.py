@@ -70,7 +70,7 @@ def new_question(rng: random.Random) -> dict[str, Any]:
     return {
         "prompt": question(order),
         "order": order,
-        "prices": {thing: rng.randint(11, 99) for thing in GOODS},
+        "prices": {thing: rng.randint(3, 9) for thing in GOODS},
     }
 
 

@@ -28,7 +28,7 @@ class Recipe:
     """How long and how hard to train."""
 
     transcripts: int = 4800
-    epochs: int = 4
+    epochs: int = 5
     batch: int = 32
     learning_rate: float = 5e-3
     seed: int = 0
