@@ -47,6 +47,19 @@ class Message:
 
 
 @dataclass(slots=True)
+class KnownKeys:
+    """Keys of a conversation, which one that begins with the same messages takes over."""
+
+    messages: list[Message] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    under: tuple[bytes, bool] = (b"", False)
+    """The tools as JSON, and whether reasoning counts."""
+
+    def copy(self) -> KnownKeys:
+        return KnownKeys(self.messages, self.keys, self.under)
+
+
+@dataclass(slots=True)
 class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -55,6 +68,8 @@ class Conversation:
     """The turn that `messages` come after, where the agent names it instead of repeating it."""
     raw: str | list[int] | None = None
     """A prompt without messages, as text or ids (Completions)."""
+    known: KnownKeys | None = None
+    """Of the conversation that this one probably continues; of this one, once it has keys."""
 
 
 CHAIN = slice(0, 16)
@@ -71,13 +86,21 @@ def conversation_keys(conversation: Conversation, *, with_reasoning: bool = Fals
 
     Raises RequestError for JSON that is nested too deep.
     """
-    tools = blake2b(_dump(conversation.tools), digest_size=8).digest()
-    chain, system, body = tools, bytes(8), bytes(16)
+    known = conversation.known or KnownKeys()
+    messages = conversation.messages
+    under = (_dump(conversation.tools, sort=False), with_reasoning)
+    start = _common_messages(known, messages) if known.under == under else 0
+    keys = known.keys[:start]
+    if start:
+        last = keys[-1]
+        chain, system, body, tools = last[CHAIN], last[SYSTEM], last[BODY], last[TOOLS]
+    else:
+        tools = _digest(_dump(conversation.tools), 8)
+        chain, system, body = tools, bytes(8), bytes(16)
     middle = tools + system
-    calls: list[str] = []
-    keys = []
-    in_system = True
-    for message in conversation.messages:
+    calls = _open_calls(messages[:start])
+    in_system = body == bytes(16)
+    for message in messages[start:]:
         digest = message_digest(message, calls, with_reasoning=with_reasoning)
         chain = blake2b(chain + digest, digest_size=16).digest()
         in_system = in_system and message.role == "system"
@@ -89,6 +112,7 @@ def conversation_keys(conversation: Conversation, *, with_reasoning: bool = Fals
         keys.append(chain + middle + body)
         if message.role == "assistant":
             calls = [call.id for call in message.tool_calls]
+    known.messages, known.keys, known.under = list(messages), list(keys), under
     return keys
 
 
@@ -227,13 +251,28 @@ def _joined(first: Message, second: Message) -> Message:
     return Message("assistant", "\n".join(texts), "\n".join(reasoning) or None, calls)
 
 
+def _common_messages(known: KnownKeys, messages: list[Message]) -> int:
+    """How many messages two conversations begin with in common."""
+    size = min(len(known.messages), len(messages))
+    if known.messages[:size] == messages[:size]:
+        return size
+    pairs = enumerate(zip(known.messages, messages, strict=False))
+    return next(i for i, (mine, other) in pairs if mine != other)
+
+
+def _open_calls(messages: list[Message]) -> list[str]:
+    """Ids of the last assistant's calls."""
+    last = next((m for m in reversed(messages) if m.role == "assistant"), None)
+    return [] if last is None else [call.id for call in last.tool_calls]
+
+
 def _key(chain: bytes, tools: bytes, system: bytes, body: bytes) -> bytes:
     return chain + tools + system + body
 
 
-def _dump(value: Any) -> bytes:
+def _dump(value: Any, *, sort: bool = True) -> bytes:
     try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
     except orjson.JSONEncodeError as error:
         raise RequestError(f"messages: cannot be written as JSON: {error}") from error
 

@@ -20,9 +20,11 @@ from proxy.config import ProxyConfig
 from proxy.errors import ProxyError, RequestError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
+from proxy.recent import Recent
 from proxy.rendering.rendering import Rendering
 from proxy.sessions import LiveSession, Sessions
 from proxy.wire.dialect import KEEP_ALIVE, Call, Dialect, Headers
+from proxy.wire.fields import Request
 
 _PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
 
@@ -49,6 +51,7 @@ class DataPlane:
         self._model_name = config.served_model_name or folder
         self._dialects = dialects
         self._metrics = metrics
+        self._recent = Recent()
         self._in_flight = 0
         self._process = os.urandom(8).hex()
         self._answers = itertools.count()
@@ -101,7 +104,11 @@ class DataPlane:
 
     async def _parse(self, request: web.Request, dialect: Dialect, live: LiveSession) -> Call:
         """Raises RequestError."""
-        call = dialect.parse(await read_json(request), request.headers)
+        data = await read_json(request)
+        size = request.content_length or 0
+        fields = Request(data, self._recent, live.session.session_id, size)
+        call = dialect.parse(fields, request.headers)
+        call.conversation.known = fields.keys
         call.conversation = live.profile.scrubbed(call.conversation)
         return call
 

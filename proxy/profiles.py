@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from typing import Literal
 
@@ -40,10 +41,13 @@ class AgentProfile(BaseModel):
         kept = []
         for message in conversation.messages:
             if message.role == "system" and message.text:
+                text = message.text
                 for pattern in self.scrub:
-                    message.text = pattern.sub("", message.text)
-                if not message.text:
+                    text = pattern.sub("", text)
+                if not text:
                     continue
+                if text != message.text:
+                    message = replace(message, text=text)
             kept.append(message)
         if conversation.messages and not kept:
             raise RequestError("messages: one with some text is wanted", param="messages")

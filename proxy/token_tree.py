@@ -253,11 +253,33 @@ class TokenTree:
             likely += self._by_request.get(key[CHAIN], ())[-2:]
         recent = range(len(self.nodes) - 1, max(-1, len(self.nodes) - 1 - FORK_CANDIDATES), -1)
         best, best_shared = None, 0
+        known: dict[int, int] = {}
         for index in dict.fromkeys([*likely[:FORK_CANDIDATES], *recent]):
-            shared = common_prefix(self.path(index), prompt)
+            shared = self._common(index, prompt, known)
             if shared > best_shared:
                 best, best_shared = index, shared
         return self._owner(best, best_shared), best_shared
+
+    def _common(self, index: int, prompt: Ids, known: dict[int, int]) -> int:
+        """How many tokens a turn's path and a prompt begin with in common; each turn's own are
+        looked at once, its result is `known` from then on."""
+        chain = []
+        at: int | None = index
+        while at is not None and at not in known:
+            chain.append(at)
+            at = self.nodes[at].parent
+        shared = len(prompt) if at is None else known[at]
+        for at in reversed(chain):
+            node = self.nodes[at]
+            if shared >= node.shared_tokens:
+                shared = node.shared_tokens
+                for own in (node.prompt_ids, node.sampled_ids):
+                    same = common_prefix(own, prompt[shared:])
+                    shared += same
+                    if same < len(own):
+                        break
+            known[at] = shared
+        return shared
 
     def _owner(self, index: int | None, shared: int) -> int | None:
         """The turn on the path of `index` that added its token `shared - 1`."""
@@ -336,5 +358,8 @@ class TokenTree:
 def common_prefix(left: Ids, right: Ids) -> int:
     """How many ids two arrays begin with in common."""
     size = min(len(left), len(right))
-    differs = np.flatnonzero(left[:size] != right[:size])
-    return int(differs[0]) if len(differs) else size
+    if size == 0:
+        return 0
+    differs = left[:size] != right[:size]
+    first = int(differs.argmax())
+    return first if differs[first] else size

@@ -81,8 +81,9 @@ class Engine(Protocol):
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yields chunks as they are sampled, or one chunk with all where `stream` is False, which
-        costs less. Closing the generator (`aclose`, or cancelling its reader) aborts the call.
+        """`request_id` is `SESSION#TURN`. Yields chunks as they are sampled, or one chunk with all
+        where `stream` is False, which costs less. Closing the generator (`aclose`, or cancelling
+        its reader) aborts the call.
 
         Raises:
             EngineError: the replica failed; `started` tells whether a token was yielded before.

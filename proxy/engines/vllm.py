@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from proxy.engines.generation import checked, version_number, watched
+from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import Upstream
 from proxy.errors import ProxyError
@@ -94,6 +95,7 @@ class VllmEngine:
     ) -> None:
         self._upstream = Upstream(url, api_key=api_key, stall_timeout_s=stall_timeout_s)
         self._decoder = msgspec.json.Decoder(_Answer)
+        self._prompts = PromptJson()
         self._info = EngineInfo(
             name=name or urlsplit(self._upstream.url).netloc, url=self._upstream.url, model=model
         )
@@ -111,7 +113,8 @@ class VllmEngine:
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
-        body = request_body(prompt_ids, sampling, request_id, self._info.model, cache_salt, stream)
+        ids = self._prompts.dump(prompt_ids, request_id.rpartition("#")[0])
+        body = request_body(ids, sampling, request_id, self._info.model, cache_salt, stream)
         chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
         return watched(chunks, self._info, lambda: self.abort(request_id))
 
@@ -233,17 +236,16 @@ class VllmEngine:
 
 
 def request_body(
-    prompt_ids: Ids,
+    ids: bytes,
     sampling: Sampling,
     request_id: str,
     model: str | None,
     cache_salt: str | None,
     stream: bool,
 ) -> bytes:
-    """The ids go from the array to JSON without a Python object each."""
+    """`ids` is the prompt as JSON."""
     body = {
         "request_id": request_id,
-        "token_ids": np.ascontiguousarray(prompt_ids),
         "sampling_params": sampling_params(sampling),
         "stream": stream,
     }
@@ -251,7 +253,7 @@ def request_body(
         body["model"] = model
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return b'{"token_ids":%b,%b' % (ids, orjson.dumps(body)[1:])
 
 
 def sampling_params(s: Sampling) -> dict[str, Any]:

@@ -44,10 +44,9 @@ _ROLES: dict[str, Role] = {
 class ChatDialect:
     name = "chat"
 
-    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
-        fields = Fields(body)
+    def parse(self, fields: Fields, headers: Headers) -> Call:
         tools = [parse_tool(tool) for tool in fields.objects("tools")]
-        messages = merged(parse_message(message) for message in fields.objects("messages"))
+        messages = merged(fields.each("messages", parse_message))
         if not messages:
             raise fields.refuse("messages", "at least one message")
         stream_options = fields.child("stream_options")

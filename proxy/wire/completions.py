@@ -28,8 +28,7 @@ MAX_TOKEN_ID = 2**31 - 1
 class CompletionsDialect:
     name = "completions"
 
-    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
-        fields = Fields(body)
+    def parse(self, fields: Fields, headers: Headers) -> Call:
         for name in ("suffix", "best_of"):
             if fields.get(name) not in (None, "", 1):
                 raise fields.refuse(name, "nothing (the engine cannot honour it)")

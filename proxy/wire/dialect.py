@@ -15,6 +15,7 @@ from proxy.conversation import Conversation, Message
 from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.deltas import Delta
+from proxy.wire.fields import Fields
 
 Headers = Mapping[str, str]
 
@@ -118,7 +119,7 @@ class StreamWriter(Protocol):
 class Dialect(Protocol):
     name: str
 
-    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
+    def parse(self, fields: Fields, headers: Headers) -> Call:
         """Raises RequestError for what cannot be honoured."""
         ...
 

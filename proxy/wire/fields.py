@@ -6,15 +6,20 @@ RequestError with the field's path, its value (shortened) and what was wanted.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 
+from proxy.conversation import KnownKeys
 from proxy.errors import RequestError
+from proxy.recent import MIN_BYTES, Recent
 
 MAX_SHOWN_CHARS = 80
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -89,6 +94,10 @@ class Fields:
         path = self.path(name)
         return [Fields(item, f"{path}[{i}]") for i, item in enumerate(self.items(name))]
 
+    def each(self, name: str, parse: Callable[[Fields], T]) -> list[T]:
+        """What `parse` makes of every object."""
+        return [parse(item) for item in self.objects(name)]
+
     def child(self, name: str) -> Fields:
         """The object at `name`; an empty one where it is absent."""
         value = self.data.get(name)
@@ -103,6 +112,32 @@ class Fields:
             if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARS:
                 raise self.refuse(name, f"strings of 1 to {MAX_STOP_CHARS} characters")
         return tuple(strings)
+
+
+class Request(Fields):
+    """A request's body, which goes on from what its session said before."""
+
+    def __init__(self, data: Any, recent: Recent, session_id: str, body_bytes: int) -> None:
+        super().__init__(data)
+        self._recent = recent
+        self._session_id = session_id
+        self._body_bytes = body_bytes
+        self.keys: KnownKeys | None = None
+        """Of the conversation that this one continues, once its messages were read."""
+
+    def each(self, name: str, parse: Callable[[Fields], T]) -> list[T]:
+        """As of `Fields`; objects that came before are not parsed again."""
+        if self._body_bytes < MIN_BYTES:
+            return super().each(name, parse)
+        items, path = self.items(name), self.path(name)
+        parsed, self.keys = self._recent.parsed(
+            self._session_id,
+            items,
+            parse,
+            lambda index: parse(Fields(items[index], f"{path}[{index}]")),
+            self._body_bytes,
+        )
+        return parsed
 
 
 def refusal(path: str, value: Any, wanted: str) -> RequestError:

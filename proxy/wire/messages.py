@@ -33,8 +33,7 @@ _ERROR_TYPES = {
 class MessagesDialect:
     name = "messages"
 
-    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
-        fields = Fields(body)
+    def parse(self, fields: Fields, headers: Headers) -> Call:
         call = Call(
             model=fields.text("model", ""),
             conversation=parse_conversation(fields),
@@ -152,8 +151,8 @@ def parse_conversation(fields: Fields) -> Conversation:
     system = _texts(fields, "system")
     if system:
         messages.append(Message("system", system))
-    for message in fields.objects("messages"):
-        messages += _parse_message(message)
+    for parsed in fields.each("messages", _parse_message):
+        messages += parsed
     if not messages:
         raise fields.refuse("messages", "at least one message")
     tools = [_parse_tool(tool) for tool in fields.objects("tools")]

@@ -37,8 +37,7 @@ _FREE_FORM = {
 class ResponsesDialect:
     name = "responses"
 
-    def parse(self, body: dict[str, Any], headers: Headers) -> Call:
-        fields = Fields(body)
+    def parse(self, fields: Fields, headers: Headers) -> Call:
         tools, kinds = parse_tools(fields.objects("tools"))
         messages = parse_input(fields)
         instructions = fields.optional_text("instructions")
@@ -73,12 +72,8 @@ def parse_input(fields: Fields) -> list[Message]:
     """Raises RequestError for items that cannot be rendered for the model."""
     if isinstance(fields.get("input"), str):
         return [Message("user", fields.text("input"))]
-    messages: list[Message] = []
-    for item in fields.objects("input"):
-        message = _parse_item(item)
-        if message is not None:
-            messages.append(message)
-    return messages
+    parsed = fields.each("input", _parse_item)
+    return [message for message in parsed if message is not None]
 
 
 def parse_tools(tools: list[Fields]) -> tuple[list[dict[str, Any]], dict[str, str]]:
