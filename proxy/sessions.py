@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import re
 import secrets
 import time
@@ -264,9 +265,11 @@ class Sessions:
         return live
 
     def _evict(self) -> None:
-        idle = [i for i, live in self._live.items() if not live.in_flight and not live.listeners]
-        for session_id in idle[: max(0, len(self._live) - self._config.cached)]:
-            del self._live[session_id]
+        excess = len(self._live) - self._config.cached
+        if excess > 0:
+            all_idle = (i for i, s in self._live.items() if not s.in_flight and not s.listeners)
+            for session_id in list(itertools.islice(all_idle, excess)):
+                del self._live[session_id]
 
 
 def check_id(session_id: str) -> str:

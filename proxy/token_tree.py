@@ -335,7 +335,7 @@ class TokenTree:
 
     def _is_quoted(self, messages: list[Message]) -> bool:
         recent = self.nodes[-QUOTED_TURNS:]
-        quotes = [node.quote for node in recent if len(node.quote) >= MIN_QUOTE_CHARS]
+        quotes = {node.quote for node in recent if len(node.quote) >= MIN_QUOTE_CHARS}
         texts = [message.text for message in messages if message.role != "assistant"]
         return any(quote in text for quote in quotes for text in texts)
 

@@ -67,7 +67,7 @@ def _turns(_: argparse.Namespace) -> None:
         targets.fake_vllm() as upstream,
         targets.ours(upstream, Path(scratch)) as target,
     ):
-        costs = asyncio.run(long_sessions.turn_costs(target, sessions=3))
+        costs = asyncio.run(long_sessions.turn_costs(target, sessions=2))
     print("| turn | prompt tokens | CPU ms | wall ms | its JSON alone, ms |\n|---|---|---|---|---|")
     for cost in costs:
         print(

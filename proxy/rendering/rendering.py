@@ -22,7 +22,7 @@ from proxy.conversation import Conversation, Message, ToolCall, parsed_arguments
 from proxy.errors import RequestError
 from proxy.records import Ids
 from proxy.rendering.selection import choose_renderer
-from proxy.rendering.tokenizer import Tokenizer
+from proxy.rendering.tokenizer import StandIns, Tokenizer
 
 CONTEXT_TOKENS = 1024
 """How much of the prompt's end a bridge is shown: it needs the last turn's opening, not the
@@ -32,6 +32,9 @@ _CALL_BEGINNINGS = {
     "qwen3": ('<tool_call>\n{"name": "', '<tool_call>\n{{"name": "{name}", "arguments":'),
 }
 """Per family: what begins a call of any tool, and (a format string) of the tool `name`."""
+
+STANDING_IN = frozenset({"qwen3", "qwen3.5"})
+"""Families whose renderers only put texts' ids behind one another: they can be told stand-ins."""
 
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
@@ -55,11 +58,13 @@ class Rendering:
         own = self._renderer.get_stop_token_ids()
         self.stop_token_ids = tuple(dict.fromkeys([*own, *tokenizer.stop_token_ids]))
         self.closes = frozenset(self.stop_token_ids)
+        self._stand_ins = tokenizer.stand_ins if self.name in STANDING_IN else StandIns()
 
     def full(self, conversation: Conversation) -> Ids:
         """The whole prompt, up to where the answer begins. Raises RequestError."""
-        ids = self._render(conversation.messages, conversation.tools, generate=True)
-        return np.array(ids, np.int32)
+        with self._stand_ins as stand_ins:
+            ids = self._render(conversation.messages, conversation.tools, generate=True)
+            return np.array(stand_ins.expand(ids), np.int32)
 
     def bridge(
         self,
@@ -76,18 +81,17 @@ class Rendering:
         """
         head = prompt_end[-CONTEXT_TOKENS:].tolist()
         tail = sampled.tolist()
-        try:
-            bridged = self._renderer.bridge_to_next_turn(
-                head, tail, _to_template(new, calls), tools=tools or None
-            )
-        except _REFUSED:
-            return None
-        if bridged is None:
-            return None
-        ids, known = bridged.token_ids, head + tail
-        if ids[: len(known)] != known:
-            return None
-        return np.array(ids[len(known) :], np.int32)
+        known = head + tail
+        with self._stand_ins as stand_ins:
+            try:
+                bridged = self._renderer.bridge_to_next_turn(
+                    head, tail, _to_template(new, calls), tools=tools or None
+                )
+            except _REFUSED:
+                return None
+            if bridged is None or bridged.token_ids[: len(known)] != known:
+                return None
+            return np.array(stand_ins.expand(bridged.token_ids[len(known) :]), np.int32)
 
     def suffix_after(self, conversation: Conversation, answered: int, last_id: int) -> Ids | None:
         """The tokens behind a recorded path that ends with message `answered`, or None.

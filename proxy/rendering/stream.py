@@ -115,6 +115,9 @@ class AnswerParser:
 
     def feed(self, ids: list[int]) -> list[Delta]:
         out: list[Delta] = []
+        if self._markers is None and not self._plain:
+            self._ids += ids
+            return out
         for token in ids:
             self._ids.append(token)
             if self._plain:

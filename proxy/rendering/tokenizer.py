@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
@@ -23,6 +23,8 @@ from proxy.rendering.chat_template import ChatTemplate
 BATCH_MIN_CHARS = 4096
 """From here on the batch form costs a fifth less: it alone does without offsets."""
 REMEMBERED_CHARS = 16 * 2**20
+STAND_IN_CHARS = 256
+"""Longer texts are messages; of headers and markers, which are shorter, renderers read the ids."""
 ENTRY_CHARS = 128
 """What an entry costs beside its text."""
 
@@ -60,6 +62,37 @@ class RecentTexts:
         return kept
 
 
+class StandIns(threading.local):
+    """Renderers handle every token by itself, in Python. While one is `active` in a thread, a long
+    text is one negative number to it, and `expand` puts the text's ids in its place afterwards."""
+
+    active = False
+
+    def __init__(self) -> None:
+        self._texts: list[array[int]] = []
+
+    def __enter__(self) -> Self:
+        self.active = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.active = False
+        self._texts = []
+
+    def add(self, ids: array[int]) -> int:
+        self._texts.append(ids)
+        return -len(self._texts)
+
+    def expand(self, ids: list[int]) -> array[int]:
+        out = array("i")
+        for token in ids:
+            if token < 0:
+                out.extend(self._texts[-token - 1])
+            else:
+                out.append(token)
+        return out
+
+
 @dataclass(slots=True)
 class Tokenizer:
     """What the `renderers` package asks of a tokenizer, and nothing that costs offsets."""
@@ -80,6 +113,7 @@ class Tokenizer:
     pairs: BytePairs | None = None
     """Encodes the same, and sooner; None for a tokenizer of which that cannot be shown."""
     remembered: RecentTexts = field(default_factory=lambda: RecentTexts(REMEMBERED_CHARS))
+    stand_ins: StandIns = field(default_factory=StandIns)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         if add_special_tokens:
@@ -87,6 +121,8 @@ class Tokenizer:
         ids = self.remembered.get(text)
         if ids is None:
             ids = self.remembered.put(text, self._encode(text, False))
+        if self.stand_ins.active and len(text) > STAND_IN_CHARS:
+            return [self.stand_ins.add(ids)]
         return ids.tolist()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -22,8 +22,8 @@ from proxy.errors import ConfigurationError, RequestError
 from proxy.records import ForkCause
 from proxy.rendering.deltas import Delta
 from proxy.rendering.prefix_stream import WHOLE_ONLY, PrefixParser
-from proxy.rendering.rendering import Rendering
-from proxy.rendering.tokenizer import RecentTexts, Tokenizer, load_tokenizer
+from proxy.rendering.rendering import STANDING_IN, Rendering
+from proxy.rendering.tokenizer import RecentTexts, StandIns, Tokenizer, load_tokenizer
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.rendering.test_stream import put_together, without_ids
 from tests.proxy.test_token_tree import Recorder
@@ -74,6 +74,7 @@ def _with_its_tokens(tokenizer: Tokenizer, name: str, checkpoint: Path) -> Rende
                 raise
             added = missing[1]
             tokenizer.fast.add_tokens([AddedToken(added, normalized=False, special=True)])
+            tokenizer.pairs = None  # made of the vocabulary as it was
             tokenizer.remembered = RecentTexts(0)  # of texts as they were encoded without it
 
 
@@ -138,3 +139,27 @@ def test_a_faithful_agent_extends_or_is_told_why_not(name: str, family_of: Any) 
         if turn.fork_cause is None and turn.parent is not None:
             assert turn.shared_tokens == recorder.turns[turn.parent].path_tokens
         asked = Conversation([*asked.messages, message, Message("user", "Go on.")], [TOOL])
+
+
+@pytest.mark.parametrize("name", sorted(STANDING_IN))
+def test_stand_ins_leave_no_trace(family_of: Any, name: str) -> None:
+    rendering = family_of(name).rendering
+    call = ToolCall("c", "shell", '{"command": "ls"}')
+    messages = [
+        Message("system", "Be brief. " * 40),
+        Message("user", "List.\n" * 60),
+        Message("assistant", "Let me look. " * 40, "I want to see.", [call]),
+        Message("tool", "3 files " * 50, tool_call_id="c"),
+    ]
+    sampled = np.array(
+        [*rendering.tokenizer.encode("</think>\n\nYes."), rendering.stop_token_ids[0]], np.int32
+    )
+    prompt = rendering.full(Conversation(messages[:2], [TOOL]))
+    found = []
+    for stand_ins in (rendering.tokenizer.stand_ins, StandIns()):
+        rendering._stand_ins = stand_ins
+        whole = [rendering.full(Conversation(messages[:n], [TOOL])).tolist() for n in (1, 2, 4)]
+        bridged = rendering.bridge(prompt, sampled, messages[3:], [TOOL], [call])
+        found.append((whole, None if bridged is None else bridged.tolist()))
+    assert found[0] == found[1]
+    assert found[0][1] is not None
