@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from proxy import serving
+from proxy import logs, serving
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError, EngineError
 from proxy.session_commands import add_commands
@@ -34,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format=serving.LOG_FORMAT)
     config = load_config(arguments.config, **_overrides(arguments))
+    logs.set_up(config.log)
     uvloop.run(serving.serve(config, _announce))
     return 0
 
@@ -64,12 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--host")
     add.add_argument("--port", type=int)
     add.add_argument("--workers", type=int, metavar="N", help="processes on the one port")
+    add.add_argument("--log", choices=["text", "json"], help="json: with a line per call")
     add.add_argument("--auto-create", action="store_true", default=None)
     add_commands(commands)
     return parser
 
 
-_PLAIN = ("model", "store", "host", "port", "workers")
+_PLAIN = ("model", "store", "host", "port", "workers", "log")
 """Flags that are keys of the same name."""
 
 

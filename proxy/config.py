@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from proxy.errors import ConfigurationError
+from proxy.logs import LogKind
 from proxy.profiles import AgentProfile
 
 
@@ -121,6 +122,8 @@ class ProxyConfig(BaseSettings):
     """The weights' version until an engine or the trainer says another."""
     workers: int = Field(default=1, ge=1)
     """Processes on the one port."""
+    log: LogKind = "text"
+    """What is said on standard error: `text`, or `json`, one object a line and one per call."""
     profiles: dict[str, AgentProfile] = Field(default_factory=dict)
     """Agent profiles beside those of proxy/profiles.yaml, or in place of them."""
     rendering: RenderingConfig = Field(default_factory=RenderingConfig)

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import re
+import time
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ from proxy.calls import Caller, Calls, check_limits
 from proxy.config import ProxyConfig
 from proxy.errors import ProxyError, RequestError
 from proxy.live_call import LiveCall
+from proxy.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.recent import Recent
 from proxy.rendering.rendering import Rendering
@@ -52,6 +54,7 @@ class DataPlane:
         self._dialects = dialects
         self._metrics = metrics
         self._recent = Recent()
+        self._log = CallLog()
         self._in_flight = 0
         self._process = os.urandom(8).hex()
         self._answers = itertools.count()
@@ -73,14 +76,17 @@ class DataPlane:
         elif dialect is None or request.method != "POST":
             raise web.HTTPNotFound(text=f"no route {request.method} {request.path}")
         live: LiveSession | None = None
+        begun = time.perf_counter()
         try:
             live = await self._sessions.authorise(api_key(request.headers), trial)
             if request.method == "GET":
                 return self._models(route.partition("/")[2])
             if route.endswith(COUNT):
                 return await self._count(request, dialect, live)
-            return await self._serve(request, dialect, live)
+            return await self._serve(request, dialect, live, begun)
         except ProxyError as error:
+            if self._log.wanted:
+                self._log_call(dialect, live, begun, error.status, **_logged(error))
             self._metrics.refused(dialect.name, error)
             if live is not None:
                 what = {"route": route, "status": error.status, "message": error.message}
@@ -88,7 +94,7 @@ class DataPlane:
             return error_response(dialect, error)
 
     async def _serve(
-        self, request: web.Request, dialect: Dialect, live: LiveSession
+        self, request: web.Request, dialect: Dialect, live: LiveSession, begun: float
     ) -> web.StreamResponse:
         self._admit()
         self._in_flight += 1
@@ -97,10 +103,32 @@ class DataPlane:
             call = await self._parse(request, dialect, live)
             check_limits(live, call, self._session_limits)
             running = await self._calls.open(live, call, _caller(dialect, live, request.headers))
-            return await self._answer(request, dialect, live, call, running)
+            response = await self._answer(request, dialect, live, call, running)
+            if self._log.wanted:
+                self._log_call(dialect, live, begun, response.status, running, stream=call.stream)
+            return response
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
+
+    def _log_call(
+        self,
+        dialect: Dialect,
+        live: LiveSession | None,
+        begun: float,
+        status: int,
+        running: LiveCall | None = None,
+        **more: Any,
+    ) -> None:
+        trial_id = None if live is None else live.session.session_id
+        fields: dict[str, Any] = {"trial_id": trial_id, "dialect": dialect.name, "status": status}
+        if live is not None and running is not None:
+            node = live.tree.nodes[running.turns[0]]
+            fields["call_id"] = f"{trial_id}#{node.index}"
+            fields["turn_status"] = node.status
+            fields["prompt_tokens"] = node.prompt_tokens
+            fields["sampled_tokens"] = len(node.sampled_ids)
+        self._log.write(**fields, duration_s=round(time.perf_counter() - begun, 6), **more)
 
     async def _parse(self, request: web.Request, dialect: Dialect, live: LiveSession) -> Call:
         """Raises RequestError."""
@@ -221,13 +249,15 @@ def api_key(headers: Headers) -> str | None:
 
 async def read_json(request: web.Request) -> dict[str, Any]:
     """Raises RequestError: 413 past `limits.body_bytes`, 400 for what is no JSON object."""
+    too_large = RequestError(
+        f"the body is larger than {request.client_max_size} bytes, limits.body_bytes", status=413
+    )
+    if (request.content_length or 0) > request.client_max_size:
+        raise too_large
     try:
         data = orjson.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
-        raise RequestError(
-            f"the body is larger than {request.client_max_size} bytes, limits.body_bytes",
-            status=413,
-        ) from error
+        raise too_large from error
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
@@ -267,6 +297,13 @@ def _no_websocket(request: web.Request) -> web.Response:
 
 def _json(data: dict[str, Any]) -> web.Response:
     return web.Response(body=orjson.dumps(data), content_type="application/json")
+
+
+def _logged(error: ProxyError) -> dict[str, Any]:
+    """A refusal quotes the agent, so of one only the field is told."""
+    if isinstance(error, RequestError):
+        return {"error": type(error).__name__, "param": error.param, "code": error.code}
+    return {"error": type(error).__name__, "reason": error.message}
 
 
 def _caller(dialect: Dialect, live: LiveSession, headers: Headers) -> Caller:

@@ -27,7 +27,6 @@ GC_THRESHOLDS = (50_000, 20, 100)
 """Calls make little that only the collector can free, and a full collection walks every session's
 tree: so rarely, and never what was there at the start."""
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _log = logging.getLogger(__name__)
 
 

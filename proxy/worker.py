@@ -6,21 +6,21 @@ Invariant: it says `listening` when it does, and ends when its standard input cl
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 import signal
 import sys
 
 import uvloop
 
+from proxy import logs
 from proxy.errors import ConfigurationError
-from proxy.serving import LOG_FORMAT, listen, withdraw
+from proxy.serving import listen, withdraw
 from proxy.workers import Part
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     part: Part = pickle.load(sys.stdin.buffer)
+    logs.set_up(part.config.log)
     try:
         uvloop.run(_serve(part))
     except ConfigurationError as error:

@@ -16,7 +16,7 @@ from benchmarks.proxy import long_sessions, small_calls, streams, targets
 
 CACHE = Path(".cache/bench-proxy")
 PARTS = ("small-calls", "turns", "streams", "memory")
-TARGETS = ("pass-through", "ours", "portkey", "litellm")
+TARGETS = ("pass-through", "ours", "ours-2-workers", "portkey", "litellm")
 
 
 def main() -> None:
@@ -45,6 +45,7 @@ def _small_calls(arguments: argparse.Namespace) -> None:
         starters: dict[str, Callable[[], AbstractContextManager[targets.Target]]] = {
             "pass-through": lambda: targets.pass_through(upstream),
             "ours": lambda: targets.ours(upstream, Path(scratch)),
+            "ours-2-workers": lambda: targets.ours(upstream, Path(scratch), "--workers", "2"),
             "portkey": lambda: targets.portkey(upstream, CACHE),
             "litellm": lambda: targets.litellm(upstream, CACHE),
         }
@@ -65,14 +66,16 @@ def _turns(_: argparse.Namespace) -> None:
     with (
         tempfile.TemporaryDirectory() as scratch,
         targets.fake_vllm() as upstream,
+        targets.pass_through(upstream) as plain,
         targets.ours(upstream, Path(scratch)) as target,
     ):
-        costs = asyncio.run(long_sessions.turn_costs(target, sessions=2))
-    print("| turn | prompt tokens | CPU ms | wall ms | its JSON alone, ms |\n|---|---|---|---|---|")
+        costs = asyncio.run(long_sessions.turn_costs(target, plain, sessions=3))
+    print("| turn | prompt tokens | CPU ms | wall ms | pass-through, CPU ms | its JSON, CPU ms |")
+    print("|---|---|---|---|---|---|")
     for cost in costs:
         print(
             f"| {cost.turn:.0f} | {cost.prompt_tokens:,.0f} | {cost.cpu_ms:.1f} "
-            f"| {cost.wall_ms:.1f} | {cost.json_ms:.1f} |"
+            f"| {cost.wall_ms:.1f} | {cost.plain_cpu_ms:.1f} | {cost.json_ms:.1f} |"
         )
 
 

@@ -16,6 +16,7 @@ from benchmarks.proxy.targets import Target
 WORDS = "The command printed a list of files; read each, then say what has changed and why. "
 TURNS = 100
 TOTAL_TOKENS = 128_000
+NEIGHBOURS = 5
 ANSWER_TOKENS = 200
 """What the fake vLLM says per turn."""
 
@@ -27,12 +28,14 @@ class TurnCost:
     cpu_ms: float
     """Processor time of the proxy for this turn."""
     wall_ms: float
+    plain_cpu_ms: float
+    """Of the pass-through for the same body."""
     json_ms: float
     """Of reading the agent's body and writing the engine's: what no proxy can do without."""
 
 
-async def turn_costs(target: Target, sessions: int) -> list[TurnCost]:
-    """Medians over the sessions, for turns 1, 10 and 100."""
+async def turn_costs(target: Target, plain: Target, sessions: int) -> list[TurnCost]:
+    """Medians over the sessions and NEIGHBOURS turns each, up to turns 10 and 100; turn 1."""
     costs: dict[int, list[TurnCost]] = {1: [], 10: [], TURNS: []}
     async with aiohttp.ClientSession() as http:
         for number in range(sessions):
@@ -41,15 +44,19 @@ async def turn_costs(target: Target, sessions: int) -> list[TurnCost]:
             for turn in range(1, TURNS + 1):
                 messages.append({"role": "user", "content": _text(number, turn)})
                 body = orjson.dumps({"model": "fake", "messages": messages})
+                plain_s = plain.cpu_s()
+                await _post(http, plain.url, body)
+                plain_s = plain.cpu_s() - plain_s
                 cpu_s, began = target.cpu_s(), time.perf_counter()
                 answer = await _post(http, url, body)
                 wall_s, cpu_s = time.perf_counter() - began, target.cpu_s() - cpu_s
                 messages.append(answer["choices"][0]["message"])
-                if turn in costs:
+                measured = next((t for t in costs if 0 <= t - turn < min(t, NEIGHBOURS)), None)
+                if measured is not None:
                     prompt_tokens = answer["usage"]["prompt_tokens"]
                     json_ms = _json_ms(body, prompt_tokens)
-                    cost = TurnCost(turn, prompt_tokens, cpu_s * 1e3, wall_s * 1e3, json_ms)
-                    costs[turn].append(cost)
+                    ms = (cpu_s * 1e3, wall_s * 1e3, plain_s * 1e3, json_ms)
+                    costs[measured].append(TurnCost(turn, prompt_tokens, *ms))
     return [_median(found) for found in costs.values()]
 
 
@@ -91,7 +98,7 @@ def _median(found: list[TurnCost]) -> TurnCost:
     def middle(name: str) -> Any:
         return statistics.median(getattr(cost, name) for cost in found)
 
-    names = ("turn", "prompt_tokens", "cpu_ms", "wall_ms", "json_ms")
+    names = ("turn", "prompt_tokens", "cpu_ms", "wall_ms", "plain_cpu_ms", "json_ms")
     return TurnCost(*(middle(name) for name in names))
 
 

@@ -23,7 +23,10 @@ from pathlib import Path
 from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
 
 CONTEXT_TOKENS = 200_000
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+"""LiteLLM imports for half a minute of processor time, which is minutes on a busy machine."""
+LITELLM = "litellm[proxy]==1.106.2"
+PORTKEY = "@portkey-ai/gateway@1.15.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,8 @@ def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
     argv += ["--auto-create", "--store", f"sqlite:///{store}", *arguments]
     with _python("proxy", *argv) as process:
         _until_healthy(f"http://127.0.0.1:{port}/health", process)
-        yield Target(
-            "ours, recording", f"http://127.0.0.1:{port}/s@S@/v1/chat/completions", process
-        )
+        name = "ours, 2 workers" if "--workers" in arguments else "ours, recording"
+        yield Target(name, f"http://127.0.0.1:{port}/s@S@/v1/chat/completions", process)
 
 
 @contextmanager
@@ -80,12 +82,15 @@ def litellm(upstream: str, cache: Path) -> Iterator[Target]:
     venv, port = cache / "litellm", _free_port()
     if not (venv / "bin" / "litellm").exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run([venv / "bin" / "pip", "install", "-q", "litellm[proxy]"], check=True)
+        subprocess.run([venv / "bin" / "pip", "install", "-q", LITELLM], check=True)
     model = {"model": "openai/fake", "api_base": f"{upstream}/v1", "api_key": "none"}
     config = cache / "litellm.yaml"
     config.write_text(json.dumps({"model_list": [{"model_name": "fake", "litellm_params": model}]}))
     argv = [str(venv / "bin" / "litellm"), "--config", str(config), "--port", str(port)]
-    with _process([*argv, "--host", "127.0.0.1"]) as process:
+    argv += ["--host", "127.0.0.1", "--telemetry", "False"]
+    # Without this it asks GitHub for prices when it is imported.
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    with _process(argv, **offline) as process:
         _until_healthy(f"http://127.0.0.1:{port}/health/liveliness", process)
         yield Target("LiteLLM", f"http://127.0.0.1:{port}/v1/chat/completions", process)
 
@@ -97,7 +102,7 @@ def portkey(upstream: str, cache: Path) -> Iterator[Target]:
     if not (folder / "node_modules").exists():
         folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(
-            ["npm", "install", "--silent", "--prefix", str(folder), "@portkey-ai/gateway"],
+            ["npm", "install", "--silent", "--prefix", str(folder), PORTKEY],
             check=True,
         )
     server = folder / "node_modules" / "@portkey-ai" / "gateway" / "build" / "start-server.js"
@@ -128,9 +133,10 @@ def _python(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def _process(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
+def _process(argv: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         argv,
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -1,0 +1,59 @@
+"""What the process says on standard error: lines of text, or one JSON object a line.
+
+With JSON there is one line per call, too: trial, call, dialect, status, durations. Invariant: no
+line holds a key, a token or what agents and models say; `tests/proxy/test_logs.py` looks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Literal
+
+import orjson
+
+LogKind = Literal["text", "json"]
+CALLS = "proxy.calls"
+"""The logger of calls."""
+_TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+def set_up(kind: LogKind) -> None:
+    """For the whole process; its program calls it once."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if kind == "json" else logging.Formatter(_TEXT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # A line per call is for machines: as text it would only hide the others.
+    logging.getLogger(CALLS).setLevel(logging.INFO if kind == "json" else logging.WARNING)
+
+
+class JsonLines(logging.Formatter):
+    """Example: {"at": 1.78e9, "level": "INFO", "logger": "proxy.calls", "message": "call",
+    "trial_id": "t-1", "call_id": "t-1#4", "dialect": "chat", "status": 200, …}"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "at": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()
+
+
+class CallLog:
+    """Costs a look at the level where calls are not logged."""
+
+    def __init__(self) -> None:
+        self._log = logging.getLogger(CALLS)
+
+    @property
+    def wanted(self) -> bool:
+        return self._log.isEnabledFor(logging.INFO)
+
+    def write(self, **fields: Any) -> None:
+        """`fields` become those of the line."""
+        self._log.info("call", extra={"fields": fields})
