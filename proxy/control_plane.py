@@ -15,13 +15,14 @@ from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
-from pydantic import SecretStr
 
 from proxy.config import EngineConfig, ProxyConfig
-from proxy.data_plane import api_key, read_json
+from proxy.control_schema import NewEngine, NewReward, NewSession, Version, parsed
+from proxy.data_plane import api_key, read_body
 from proxy.engines.protocol import Engine
 from proxy.errors import EngineError, ProxyError, RequestError, SessionError
 from proxy.metrics import Metrics
+from proxy.openapi import OPERATIONS, document
 from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.record_view import session_view, trajectories_view, turn_view
 from proxy.records import Reward, Session, SessionKind, SessionStatus
@@ -31,13 +32,11 @@ from proxy.sessions import CLOSING, LiveSession, Sessions
 from proxy.siblings import Siblings, told_by_sibling
 from proxy.store.protocol import SessionFilter, Store
 from proxy.wire.dialect import KEEP_ALIVE
-from proxy.wire.fields import Fields
 
 MAX_WAIT_S = 300.0
 """A long-poll is answered after this at the latest; the caller asks again."""
 QUEUED_EVENTS = 1000
 """Per listener; one that falls this far behind loses events and reads the record."""
-_LIMITS = ("max_turns", "max_tokens", "max_concurrent_calls")
 
 
 class ControlPlane:
@@ -69,7 +68,7 @@ class ControlPlane:
     async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
         """Runs the handler of a route in `ROUTES`."""
         try:
-            if name not in _OPEN_TO_ALL:
+            if not OPERATIONS[name].open_to_all:
                 self._check_admin(request)
             response: web.StreamResponse = await getattr(self, f"_{name}")(request)
             if name in _TOLD_TO_SIBLINGS:
@@ -88,22 +87,15 @@ class ControlPlane:
 
     async def _create(self, request: web.Request) -> web.Response:
         trial_id = request.match_info.get("trial_id")
-        fields = Fields(await read_json(request) if request.can_read_body else {})
-        kind = fields.text("kind", "train")
-        if kind not in (SessionKind.TRAIN, SessionKind.EVAL):
-            raise fields.refuse("kind", "train or eval")
-        limits = fields.child("limits")
-        unknown = set(limits.data) - set(_LIMITS)
-        if unknown:
-            raise limits.refuse(min(unknown), f"one of {', '.join(_LIMITS)}")
+        new = parsed(NewSession, await read_body(request))
         session, key = await self._sessions.create(
-            unquote(trial_id) if trial_id is not None else fields.optional_text("trial_id"),
-            kind=SessionKind(kind),
-            sampling=check_pinned(fields.child("sampling").data),
-            profile=fields.text("profile", "default"),
-            limits={name: limits.integer(name, 1, 2**53) for name in limits.data},
-            metadata=fields.child("metadata").data,
-            ttl_s=fields.number("ttl_s", 1, 10 * 365 * 86400),
+            unquote(trial_id) if trial_id is not None else new.trial_id,
+            kind=new.kind,
+            sampling=check_pinned(new.sampling),
+            profile=new.profile,
+            limits=new.limits.model_dump(exclude_none=True),
+            metadata=new.metadata,
+            ttl_s=new.ttl_s,
         )
         root = self._public_url(request)
         return _json(
@@ -143,7 +135,7 @@ class ControlPlane:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = await self._session(request)
-        reward = _parse_reward(Fields(await read_json(request)))
+        reward = Reward(**dict(parsed(NewReward, await read_body(request))))
         if reward.turn is not None:
             turns = await self._store.get_turns(session.session_id)
             if reward.turn >= len(turns):
@@ -225,20 +217,8 @@ class ControlPlane:
         return _json({"engines": engines, "paused": self._router.paused})
 
     async def _add_engine(self, request: web.Request) -> web.Response:
-        fields = Fields(await read_json(request))
-        kind = fields.text("kind", "vllm")
-        if kind not in ("vllm", "completions", "sglang"):
-            raise fields.refuse("kind", "vllm, completions or sglang")
-        key = fields.optional_text("api_key")
-        engine = self._make_engine(
-            EngineConfig(
-                url=fields.text("url"),
-                kind=kind,
-                name=fields.optional_text("name"),
-                model=fields.optional_text("model"),
-                api_key=None if key is None else SecretStr(key),
-            )
-        )
+        new = parsed(NewEngine, await read_body(request))
+        engine = self._make_engine(EngineConfig.model_validate(new.model_dump()))
         await self._router.add(engine)
         return _json({"name": engine.info.name}, status=201)
 
@@ -255,9 +235,7 @@ class ControlPlane:
         return _json({"paused": False})
 
     async def _set_version(self, request: web.Request) -> web.Response:
-        version = Fields(await read_json(request)).integer("version", 0, 2**31 - 1)
-        if version is None:
-            raise RequestError("version: an integer is wanted", param="version")
+        version = parsed(Version, await read_body(request)).version
         self._router.set_version(version)
         return _json({"version": version})
 
@@ -266,6 +244,9 @@ class ControlPlane:
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return _json(document(ROUTES))
 
     async def _ready(self, request: web.Request) -> web.Response:
         try:
@@ -293,6 +274,7 @@ _NAMED = r"/sessions/{trial_id:.+?}"
 ROUTES = (
     ("GET", "/health", "health"),
     ("GET", "/ready", "ready"),
+    ("GET", "/openapi.json", "openapi"),
     ("GET", "/metrics", "show_metrics"),
     ("GET", "/sessions", "list"),
     ("POST", "/sessions", "create"),
@@ -310,7 +292,6 @@ ROUTES = (
     ("DELETE", "/engines/{name}", "remove_engine"),
     ("PUT", "/policy_version", "set_version"),
 )
-_OPEN_TO_ALL = ("health", "ready")
 _TOLD_TO_SIBLINGS = frozenset(
     {"complete", "delete", "pause", "resume", "add_engine", "remove_engine", "set_version"}
 )
@@ -318,20 +299,6 @@ _TOLD_TO_SIBLINGS = frozenset(
 
 def _trial_id(request: web.Request) -> str:
     return unquote(request.match_info["trial_id"])
-
-
-def _parse_reward(fields: Fields) -> Reward:
-    value = fields.number("value", -math.inf, math.inf)
-    if value is None or not math.isfinite(value):
-        raise fields.refuse("value", "a finite number")
-    parts = fields.child("parts")
-    return Reward(
-        key=fields.text("key", "reward"),
-        value=value,
-        parts={name: parts.number(name, -1e300, 1e300) or 0.0 for name in parts.data},
-        turn=fields.integer("turn", 0, 2**31 - 1),
-        branch=fields.flag("branch"),
-    )
 
 
 def _choice(value: str | None, kind: Any, name: str) -> Any:

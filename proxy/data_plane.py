@@ -132,9 +132,9 @@ class DataPlane:
 
     async def _parse(self, request: web.Request, dialect: Dialect, live: LiveSession) -> Call:
         """Raises RequestError."""
-        data = await read_json(request)
-        size = request.content_length or 0
-        fields = Request(data, self._recent, live.session.session_id, size)
+        body = await read_body(request)
+        data, session_id = parse_json(body), live.session.session_id
+        fields = Request(data, self._recent, session_id, len(body))
         call = dialect.parse(fields, request.headers)
         call.conversation.known = fields.keys
         call.conversation = live.profile.scrubbed(call.conversation)
@@ -247,17 +247,23 @@ def api_key(headers: Headers) -> str | None:
     return headers.get("x-api-key") or None
 
 
-async def read_json(request: web.Request) -> dict[str, Any]:
-    """Raises RequestError: 413 past `limits.body_bytes`, 400 for what is no JSON object."""
+async def read_body(request: web.Request) -> bytes:
+    """Raises RequestError: 413 past `limits.body_bytes`, unread where it says its length."""
     too_large = RequestError(
         f"the body is larger than {request.client_max_size} bytes, limits.body_bytes", status=413
     )
     if (request.content_length or 0) > request.client_max_size:
         raise too_large
     try:
-        data = orjson.loads(await request.read())
+        return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise too_large from error
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Raises RequestError for what is no JSON object."""
+    try:
+        data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):

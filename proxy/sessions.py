@@ -146,8 +146,12 @@ class Sessions:
         if loading is None:
             loading = asyncio.ensure_future(self._load(session_id))
             self._loading[session_id] = loading
-            loading.add_done_callback(lambda _: self._loading.pop(session_id, None))
+            loading.add_done_callback(lambda _: self._loaded(session_id, loading))
         return await asyncio.shield(loading)
+
+    def _loaded(self, session_id: str, loading: asyncio.Future[LiveSession]) -> None:
+        if self._loading.get(session_id) is loading:
+            del self._loading[session_id]
 
     async def reload(self, live: LiveSession) -> None:
         """Reads the tree again: another proxy wrote to the session, or our write failed."""
@@ -224,6 +228,7 @@ class Sessions:
         except SessionError as error:
             if error.status != 409:  # 409: another call of the same agent was faster
                 raise
+        self._loading.pop(session_id, None)  # it may have begun before the session was there
         return await self.get(session_id)
 
     async def _by_key(self, key: str | None) -> LiveSession:
@@ -255,6 +260,8 @@ class Sessions:
         if session is None:
             raise SessionError(f"session {session_id!r} is unknown", status=404)
         turns = await self._store.get_turns(session_id)
+        if session_id in self._live:  # read twice at a time: there is one tree
+            return self._live[session_id]
         profile = self._profiles.get(session.profile)
         tree = TokenTree(turns, follows=profile.follows)
         live = LiveSession(session, profile, tree, len(turns))

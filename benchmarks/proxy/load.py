@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import cast
@@ -120,6 +121,8 @@ class _Client(asyncio.Protocol):
             self._load.latencies_s.append(now - self._sent_at)
         else:
             self._load.failures += 1
+            if self._load.failures == 1:
+                print(bytes(self._buffer[:400]), file=sys.stderr)
         if now < self._load.ends_at:
             self._send()
         else:

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,10 +89,13 @@ def litellm(upstream: str, cache: Path) -> Iterator[Target]:
     argv = [str(venv / "bin" / "litellm"), "--config", str(config), "--port", str(port)]
     argv += ["--host", "127.0.0.1", "--telemetry", "False"]
     # Without this it asks GitHub for prices when it is imported.
-    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    # Without a master key it does not start.
+    key = "sk-bench"
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     with _process(argv, **offline) as process:
         _until_healthy(f"http://127.0.0.1:{port}/health/liveliness", process)
-        yield Target("LiteLLM", f"http://127.0.0.1:{port}/v1/chat/completions", process)
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        yield Target("LiteLLM", url, process, {"Authorization": f"Bearer {key}"})
 
 
 @contextmanager
@@ -145,7 +148,8 @@ def _process(argv: list[str], **environment: str) -> Iterator[subprocess.Popen[s
         try:
             yield process
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
