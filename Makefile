@@ -87,11 +87,11 @@ train: starter
 
 # Harbor trials of mini-swe-agent on the same tasks, each in a sandbox of its own.
 train-harbor: $(AGENTS)/python/.ready harbor
-	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --out .cache/starter/mini_swe_agent
+	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out .cache/starter/mini_swe_agent
 	examples/harbor/train.sh $(ARGS)
 
 train-mini: $(AGENTS)/python/.ready
-	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --out .cache/starter/mini_swe_agent
+	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out .cache/starter/mini_swe_agent
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
 # Without Python 3.12 the tests that run real Harbor trials are skipped, without npm those of other
