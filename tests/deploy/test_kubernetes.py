@@ -7,14 +7,18 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from tests.deploy.manifests import KUSTOMIZE, OVERLAYS, pod_specs, render, source_resources
+from tests.deploy.manifests import (
+    OVERLAYS,
+    needs_kustomize,
+    pod_specs,
+    render,
+    source_resources,
+)
 
 API_VERSION = "1.33"
 """The oldest that the manifests are for: sidecars and their probes are stable there."""
 WITHOUT_SCHEMA = ("ServiceMonitor",)
 """A custom resource; the Kubernetes API's schemas do not have it."""
-
-needs_kustomize = pytest.mark.skipif(not KUSTOMIZE.exists(), reason="run `make tools` first")
 
 
 def check(resource: dict[str, Any]) -> None:

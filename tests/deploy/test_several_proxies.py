@@ -24,6 +24,7 @@ from proxy.client import ProxyClient, SessionHandle
 from proxy.engines.scripted import ScriptedEngine
 from proxy.records import Turn, TurnStatus
 from tests.deploy.manifests import ROOT
+from tests.needs import skip_or_fail
 from tests.postgres_server import empty_database
 from tests.proxy.checkpoint import write_checkpoint
 
@@ -113,7 +114,7 @@ class Fleet:
 async def fleet(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     nginx = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin")
     if nginx is None:
-        pytest.skip("nginx is not installed (apt-get install nginx-light)")
+        skip_or_fail("nginx is not installed: apt-get install nginx-light")
     tmp_path = tmp_path_factory.mktemp("fleet")
     model = write_checkpoint(tmp_path / "model")
     url = f"http://127.0.0.1:{free_port()}"

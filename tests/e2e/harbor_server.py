@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 
 from harbor_sdk.sandbox import SandboxError, require_privilege
+from tests.needs import needs
 
 HARBOR = Path(__file__).resolve().parents[2] / os.environ.get("HARBOR", ".harbor")
 """The environment that `make harbor` makes; another one to test another version of Harbor."""
 PROGRAM = HARBOR / "bin/harbor-server"
 
 
-def missing() -> str | None:
-    """Why real Harbor trials cannot run here."""
-    if not PROGRAM.exists():
-        return f"no {HARBOR}: make harbor (Python 3.12)"
+def refused() -> str | None:
+    """Why no sandbox can be made here, whatever is installed."""
     try:
         require_privilege()
     except SandboxError as error:
@@ -28,7 +27,10 @@ def missing() -> str | None:
     return None
 
 
-needs_harbor = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+needs_harbor = [
+    pytest.mark.skipif(refused() is not None, reason=refused() or ""),
+    needs(None if PROGRAM.exists() else f"no {HARBOR}: make harbor (Python 3.12)"),
+]
 
 
 class HarborServer:

@@ -17,6 +17,7 @@ from proxy.records import TurnStatus
 from proxy.token_tree import TokenTree
 from tests.e2e.harbor_server import HarborServer, harbor_server, needs_harbor
 from tests.harbor_sdk.harbor_tasks import write_task
+from tests.needs import needs
 from tests.proxy.conftest import (  # noqa: F401 (fixtures)
     RunningProxy,
     StartProxy,
@@ -28,7 +29,7 @@ from tests.proxy.conftest import (  # noqa: F401 (fixtures)
 
 pytestmark = needs_harbor
 AGENTS = Path(__file__).resolve().parents[2] / ".agents"
-needs_agents = pytest.mark.skipif(not (AGENTS / ".ready").exists(), reason="make agents")
+needs_agents = needs(None if (AGENTS / ".ready").exists() else f"no {AGENTS}: make agents")
 TERMINUS = '{{"analysis": "a", "plan": "p", "commands": {commands}, "task_complete": {complete}}}'
 
 

@@ -12,8 +12,9 @@ from tests.e2e.harbor_server import harbor_server, needs_harbor
 
 TASKS = Path(__file__).resolve().parents[2] / "examples/mini_swe_agent/heldout.jsonl"
 
+pytestmark = needs_harbor
 
-@needs_harbor
+
 async def test_the_oracle_does_every_kind_and_nothing_does_none(tmp_path: Path) -> None:
     tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
     folders = [write_task(tmp_path / "in", task) for task in {t["kind"]: t for t in tasks}.values()]

@@ -153,6 +153,17 @@ def test_a_weight_that_was_left_out_is_an_error(sync: WeightSync, tiny_model: Pa
     assert sync.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
 
 
+@pytest.mark.parametrize("part", ["mlp.up_proj", "self_attn.k_proj"])
+def test_a_part_of_a_fused_weight_that_was_left_out_is_an_error(
+    sync: WeightSync, tiny_model: Path, part: str
+) -> None:
+    policy = policy_of(tiny_model)
+    weights = [(n, w) for n, w in policy.named_hf_parameters() if f"layers.1.{part}" not in n]
+    with pytest.raises(WeightSyncError, match=r"only a part of these layers: \['model.layers.1"):
+        sync.push(weights, 35)
+    sync.control.resume()
+
+
 def test_an_exchanged_pair_of_weights_is_noticed(sync: WeightSync, tiny_model: Path) -> None:
     policy = policy_of(tiny_model)
     disturb(policy, 3)

@@ -13,6 +13,7 @@ import pytest
 from examples.mini_swe_agent.expert import SUBMIT, SYSTEM, TOOLS, instance, observation, transcript
 from examples.mini_swe_agent.shell_tasks import REQUESTS, WORKSPACE, command, is_done
 from tests.examples.openai_server import openai_server
+from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "mini_swe_agent"
@@ -54,7 +55,7 @@ def test_expert_is_right_sometimes_and_always_submits() -> None:
 
 
 @pytest.mark.agents
-@pytest.mark.skipif(not MINI.exists(), reason="needs make agents")
+@needs(None if MINI.exists() else f"no {MINI}: make agents")
 def test_real_agent_sends_what_the_expert_writes(tmp_path: Path) -> None:
     trial, work = tmp_path, tmp_path / "work"
     shutil.copytree(WORKSPACE, work)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from tests.trainer.rollouts import group
 from trainer.attention import attend_by_span
 from trainer.batch import Batch, build_batch
+from trainer.checkpoint import Checkpoints
 from trainer.errors import ConfigError, TrainingError
 from trainer.model import LoraSettings, ModelConfig
 from trainer.optimizer import OptimizerConfig, Stepper
@@ -241,11 +242,38 @@ def test_the_cuda_form_of_the_attention_sees_the_same(checkpoint: Path) -> None:
             torch.testing.assert_close(spans, flex, atol=1e-5, rtol=1e-5)
 
 
-def test_eight_bit_needs_its_library(checkpoint: Path) -> None:
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        pytest.skip("bitsandbytes is installed")
+def test_eight_bit_needs_its_library(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError, match=r"optimizer.name: adamw_8bit needs bitsandbytes"):
         Policy(ModelConfig(path=checkpoint), OptimizerConfig(name="adamw_8bit"))
+
+
+def test_eight_bit_moments_step_as_full_ones_do_and_are_saved(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    batch = make_batch(11)
+    weights = []
+    for name in ("adamw", "adamw_8bit"):
+        policy = Policy(ModelConfig(path=checkpoint), OptimizerConfig(name=name, lr=1e-3))
+        for _ in range(3):
+            backward(policy, batch, weighted_sum(batch))
+            policy.step()
+        weights.append(torch.cat([w.flatten() for _, w in policy.named_hf_parameters()]))
+    start = torch.cat([w.flatten() for _, w in make_policy(checkpoint).named_hf_parameters()])
+    moved = [(each - start).detach() for each in weights]
+    assert float(torch.cosine_similarity(*moved, dim=0)) > 0.95
+    again = Policy(ModelConfig(path=checkpoint), OptimizerConfig(name="adamw_8bit", lr=1e-3))
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    saved = checkpoints.save(1, policy.state_dict(), {}, iter(()), checkpoint)
+    again.load_state_dict(checkpoints.load_state(saved, again.state_dict()))
+    for each in (policy, again):
+        backward(each, batch, weighted_sum(batch))
+        each.step()
+    for (_, ours), (_, theirs) in zip(
+        policy.named_hf_parameters(), again.named_hf_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
 
 
 def test_schedules_warm_up_and_decay(checkpoint: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from proxy.records import Session, SessionKind, SessionStatus, Turn, TurnStatus
 from proxy.store import open_store
+from tests.needs import needs
 from trainer.report import write_report
 from trainer.report.transcript import longest_branch
 from trainer.run_folder import RunFolder
@@ -85,6 +89,23 @@ def test_report_has_curve_evaluation_and_trials(folder: RunFolder) -> None:
 def test_report_needs_no_network(folder: RunFolder) -> None:
     text = write_report(folder).read_text()
     assert not re.search(r"(src|href)=|<script|@import|url\(", text)
+
+
+CHROMIUM = shutil.which("chromium")
+
+
+@needs(None if CHROMIUM else "chromium is not installed: apt-get install chromium")
+def test_a_browser_draws_it_without_a_complaint(folder: RunFolder, tmp_path: Path) -> None:
+    page, picture = write_report(folder), tmp_path / "page.png"
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--incognito"]
+    command += [f"--user-data-dir={tmp_path}/browser", "--enable-logging=stderr"]
+    command += [f"--screenshot={picture}", "--window-size=1400,1000", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    pixels = np.asarray(Image.open(picture).convert("RGB"))
+    assert pixels.shape == (1000, 1400, 3)
+    assert (pixels == (0x25, 0x63, 0xEB)).all(-1).any()  # a curve
+    assert (pixels == (0xDC, 0xFC, 0xE7)).all(-1).any()  # what the policy sampled
 
 
 def test_report_of_a_run_that_has_only_begun(folder: RunFolder) -> None:

@@ -93,11 +93,15 @@ def _summary_table(summary: Mapping[str, Any]) -> str:
 def _evaluation(summary: Mapping[str, Any]) -> str:
     rows = []
     for when, result in summary.get("eval", {}).items():
-        numbers = [_shown(result.get(name)) for name in ("success", "reward", "trials", "failed")]
-        rows.append((when, *numbers))
+        numbers = [_shown(result.get(name)) for name in ("reward", "trials", "failed")]
+        rows.append((when, _shown(result.get("success")), _interval(result), *numbers))
     if not rows:
         return "<p>None was made.</p>"
-    return _table(("", "success", "mean reward", "trials", "failed"), rows)
+    return _table(("", "success", "95 %", "mean reward", "trials", "failed"), rows)
+
+
+def _interval(result: Mapping[str, Any]) -> str:
+    return " to ".join(f"{bound:.2f}" for bound in result.get("interval", ())) or "-"
 
 
 def _plots(steps: Sequence[Mapping[str, Any]]) -> str:

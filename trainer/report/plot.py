@@ -25,7 +25,9 @@ def line_plot(title: str, series: Mapping[str, Points], *, markers: bool = False
     x0, x1 = _span([x for x, _ in every])
     y0, y1 = _span([y for _, y in every])
     parts = [_frame(title), _axis_labels(x0, x1, y0, y1)]
-    for index, (name, points) in enumerate(shown.items()):
+    if len(shown) > 1:
+        parts.append(_legend(list(shown)))
+    for index, points in enumerate(shown.values()):
         colour = COLOURS[index % len(COLOURS)]
         places = [(_x(x, x0, x1), _y(y, y0, y1)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -34,8 +36,6 @@ def line_plot(title: str, series: Mapping[str, Points], *, markers: bool = False
             parts += [
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places
             ]
-        if len(shown) > 1:
-            parts.append(_legend(index, name, colour))
     return _svg(parts)
 
 
@@ -73,19 +73,23 @@ def _frame(title: str) -> str:
 
 def _axis_labels(x0: float | None, x1: float | None, y0: float, y1: float) -> str:
     parts = [
-        _text(LEFT - 6, HEIGHT - BOTTOM, _number(y0), "end"),
-        _text(LEFT - 6, TOP + 8, _number(y1), "end"),
+        _text(LEFT - 6, HEIGHT - BOTTOM, _number(y0, y1), "end"),
+        _text(LEFT - 6, TOP + 8, _number(y1, y0), "end"),
     ]
     if x0 is not None and x1 is not None:
-        parts.append(_text(LEFT, HEIGHT - 10, _number(x0), "start"))
-        parts.append(_text(WIDTH - RIGHT, HEIGHT - 10, f"step {_number(x1)}", "end"))
+        parts.append(_text(LEFT, HEIGHT - 10, f"{x0:g}", "start"))
+        parts.append(_text(WIDTH - RIGHT, HEIGHT - 10, f"step {x1:g}", "end"))
     return "".join(parts)
 
 
-def _legend(index: int, name: str, colour: str) -> str:
-    y = TOP + 14 + 14 * index
-    line = f'<rect x="{LEFT + 8}" y="{y - 5}" width="10" height="3" fill="{colour}"/>'
-    return line + _text(LEFT + 22, y, name, "start")
+def _legend(names: Sequence[str]) -> str:
+    """In the row below the frame, between the first and the last step's labels."""
+    parts, x = [], LEFT + 24.0
+    for name, colour in zip(names, COLOURS, strict=False):
+        parts.append(f'<rect x="{x}" y="{HEIGHT - 15}" width="10" height="3" fill="{colour}"/>')
+        parts.append(_text(x + 14, HEIGHT - 10, name, "start"))
+        x += 24 + 6.2 * len(name)  # 6.2: a character of 11 px, on average
+    return "".join(parts)
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
@@ -93,9 +97,11 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
+    """From 0, where all are equal."""
     low, high = min(values), max(values)
-    pad = 0.0 if high > low else max(abs(high), 1.0) * 0.5
-    return low - pad, high + pad
+    if high > low:
+        return low, high
+    return min(low, 0.0), max(high, 0.0) if high else 1.0
 
 
 def _x(value: float, low: float, high: float) -> float:
@@ -106,5 +112,9 @@ def _y(value: float, low: float, high: float) -> float:
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}"
+def _number(value: float, other: float) -> str:
+    """Short, but never the same for both ends of an axis."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.0f}k"
+    short = f"{value:.3g}"
+    return short if short != f"{other:.3g}" else f"{value:.7g}"

@@ -2,8 +2,8 @@
 
 Runs inside vLLM's worker processes. Invariant: an update is applied whole or fails: bytes whose
 digest differs from the trainer's, and an update that leaves one of the model's weights untouched,
-are errors, and the update's caller is told. (A missing part of a fused weight, such as one of
-`gate_proj` and `up_proj`, is not seen here; `WeightSync.verify` sees it.)
+or a part of one (of a fused weight, one of `gate_proj` and `up_proj`) are errors, and the update's
+caller is told.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from trainer.weight_sync import segment
 
@@ -74,11 +75,24 @@ class SharedMemoryEngine(
         missing = self._expected() - set(loaded or self._expected())
         if missing:
             raise ValueError(f"the update left these weights as they were: {sorted(missing)[:5]}")
+        if partial := self._partly_loaded():
+            raise ValueError(f"the update has only a part of these layers: {partial[:5]}")
 
     def _expected(self) -> set[str]:
         names = {name for name, _ in self.model.named_parameters()}
         tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
         return names - {"lm_head.weight"} if tied else names
+
+    def _partly_loaded(self) -> list[str]:
+        """Layers that still wait for some elements of their weights. An embedding's padding never
+        comes, and it is one weight, which is missing by name if it is."""
+        return [
+            name
+            for name, layer in self.model.named_modules()
+            if not isinstance(layer, VocabParallelEmbedding)
+            and (info := get_layerwise_info(layer)).can_load()
+            and 0 < info.load_numel < sum(p.numel() for p in layer.parameters(recurse=False))
+        ]
 
     def shutdown(self) -> None:
         pass

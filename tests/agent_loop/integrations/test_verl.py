@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import warnings
@@ -14,12 +15,14 @@ import pytest
 from agent_loop.errors import AgentLoopError
 from proxy.engines.scripted import scripted_logprob
 from proxy.errors import ConfigurationError
+from tests.needs import skip_or_fail
 from tests.proxy.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl's own
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("verl", reason="verl is installed by `make reference`")
+    if importlib.util.find_spec("verl") is None:
+        skip_or_fail("verl is not installed: make reference", at_import=True)
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
     from verl.experimental.agent_loop import AgentLoopWorker

@@ -22,6 +22,7 @@ from agent_loop.trajectory import flatten
 from proxy.engines.scripted import text_script
 from proxy.records import SessionKind
 from tests.e2e.agents.model import COMMANDS, play
+from tests.needs import needs
 from tests.proxy.conftest import RunningProxy, StartProxy
 
 ROOT = Path(__file__).parents[3]
@@ -32,10 +33,7 @@ PROMPT = "Run the shell command: echo hi > out.txt . Then read the file and fini
 
 pytestmark = [
     pytest.mark.agents,
-    pytest.mark.skipif(
-        not (AGENTS / ".ready").exists() and not os.environ.get("CI"),
-        reason="the agents are not installed: make agents",
-    ),
+    needs(None if (AGENTS / ".ready").exists() else f"no {AGENTS}: make agents"),
 ]
 
 

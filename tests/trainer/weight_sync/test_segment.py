@@ -48,10 +48,31 @@ def test_any_changed_bit_changes_the_digest(count: int, data: st.DataObject) -> 
     assert digest([("w", tensor)]) != before
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 20_000), st.data())
+def test_exchanged_words_change_the_digest(count: int, data: st.DataObject) -> None:
+    tensor = torch.arange(count)
+    before = digest([("w", tensor)])
+    places = st.integers(0, count - 1)
+    first, second = data.draw(st.lists(places, min_size=2, max_size=2, unique=True))
+    tensor[[first, second]] = tensor[[second, first]]
+    assert digest([("w", tensor)]) != before
+
+
 def test_a_name_or_shape_is_part_of_the_digest() -> None:
     tensor = torch.arange(6.0)
     assert digest([("a", tensor)]) != digest([("b", tensor)])
     assert digest([("a", tensor)]) != digest([("a", tensor.view(2, 3))])
+
+
+def test_a_weight_that_is_not_contiguous_is_written_as_it_reads() -> None:
+    writer = SegmentWriter()
+    tensor = torch.arange(12.0).view(3, 4).t()
+    written = writer.write([("w", tensor)])
+    ((_, got),) = read(open_segment(written.path, written.size_bytes))
+    assert torch.equal(got, tensor)
+    assert written.digest == digest([("w", tensor)])
+    writer.close()
 
 
 def test_a_growing_model_is_written_into_the_same_segment() -> None:
