@@ -21,6 +21,7 @@ from proxy.control_schema import NewEngine, NewReward, NewSession, Version, pars
 from proxy.data_plane import api_key, read_body
 from proxy.engines.protocol import Engine
 from proxy.errors import EngineError, ProxyError, RequestError, SessionError
+from proxy.event_stream import EventStream
 from proxy.metrics import Metrics
 from proxy.openapi import OPERATIONS, document
 from proxy.record_format import CONTENT_TYPE, encode_record
@@ -28,15 +29,12 @@ from proxy.record_view import session_view, trajectories_view, turn_view
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
-from proxy.sessions import CLOSING, LiveSession, Sessions
+from proxy.sessions import Sessions
 from proxy.siblings import Siblings, told_by_sibling
 from proxy.store.protocol import SessionFilter, Store
-from proxy.wire.dialect import KEEP_ALIVE
 
 MAX_WAIT_S = 300.0
 """A long-poll is answered after this at the latest; the caller asks again."""
-QUEUED_EVENTS = 1000
-"""Per listener; one that falls this far behind loses events and reads the record."""
 
 
 class ControlPlane:
@@ -172,33 +170,10 @@ class ControlPlane:
             return _json({"completed": True})
         since = int(_number(request.query.get("since", "0"), "since", 0, 2**53))
         if "text/event-stream" in request.headers.get("Accept", ""):
-            return await self._stream_events(request, live, since)
+            keep_alive_s = self._config.limits.keep_alive_s
+            stream = EventStream(live, self._store, self._siblings, keep_alive_s)
+            return await stream.answer(request, since)
         return _json({"events": await self._store.get_events(live.session.session_id, since)})
-
-    async def _stream_events(
-        self, request: web.Request, live: LiveSession, since: int
-    ) -> web.StreamResponse:
-        """Those that are stored, then those that come; turns are told only as they come."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUED_EVENTS)
-        live.listeners.add(queue)
-        try:
-            await response.prepare(request)
-            for event in await self._store.get_events(live.session.session_id, since):
-                since = event["seq"]
-                await response.write(_event(event))
-            while not (live.closed.is_set() and queue.empty()):
-                try:
-                    async with asyncio.timeout(self._config.limits.keep_alive_s):
-                        event = await queue.get()
-                except TimeoutError:
-                    await response.write(KEEP_ALIVE)
-                    continue
-                if event["kind"] != CLOSING and event.get("seq", since + 1) > since:
-                    await response.write(_event(event))
-        finally:
-            live.listeners.discard(queue)
-        return response
 
     async def _engines(self, request: web.Request) -> web.Response:
         engines = [
@@ -240,7 +215,8 @@ class ControlPlane:
         return _json({"version": version})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.exposition(), content_type="text/plain")
+        others = await self._siblings.ask(request)
+        return web.Response(body=self._metrics.exposition(others), content_type="text/plain")
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -333,7 +309,3 @@ def _refused(error: ProxyError) -> web.Response:
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return response
-
-
-def _event(event: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(event) + b"\n\n"

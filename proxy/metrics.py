@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from proxy.errors import ProxyError
 from proxy.records import Turn
@@ -44,6 +49,33 @@ class Metrics:
     def refused(self, dialect: str, error: ProxyError) -> None:
         self._refused.labels(dialect, str(error.status)).inc()
 
-    def exposition(self) -> bytes:
-        """The text format that Prometheus scrapes."""
-        return generate_latest(self._registry)
+    def exposition(self, others: Sequence[bytes] = ()) -> bytes:
+        """The text format that Prometheus scrapes; with `others` of its kind added up."""
+        own = generate_latest(self._registry)
+        return generate_latest(_Sum([own, *others])) if others else own
+
+
+class _Sum(Collector):
+    """Of several expositions, sample by sample."""
+
+    def __init__(self, expositions: Sequence[bytes]) -> None:
+        self._expositions = expositions
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for exposition in self._expositions:
+            for family in text_string_to_metric_families(exposition.decode()):
+                if family.name.endswith("_created"):  # when a process began counting
+                    continue
+                families.setdefault(family.name, family)
+                known = values.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = (sample.name, tuple(sorted(sample.labels.items())))
+                    known[key] = known.get(key, 0.0) + sample.value
+        for name, family in families.items():
+            family.samples = [
+                Sample(sample, dict(labels), value)
+                for (sample, labels), value in values[name].items()
+            ]
+        return families.values()

@@ -184,12 +184,12 @@ class Sessions:
         self._live.pop(session_id, None)
 
     def ended_elsewhere(self, session_id: str, kind: str) -> None:
-        """Another process of this proxy completed or deleted the session: ends its calls here."""
+        """Another process of this proxy completed or deleted the session, and tells the listeners
+        of it: ends its calls here."""
         live = self._live.pop(session_id, None)
         if live is not None:
             live.session.status = SessionStatus.COMPLETED
             self._ids_by_key.pop(live.session.key_hash, None)
-            live.publish(kind)
             self._close(live, kind)
 
     async def record_event(self, live: LiveSession, kind: str, **data: Any) -> None:

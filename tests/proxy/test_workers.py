@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import select
@@ -18,7 +19,7 @@ import orjson
 
 from proxy.client import ProxyClient, SessionHandle
 from proxy.engines.scripted import ScriptedEngine
-from proxy.records import TurnStatus
+from proxy.records import Reward, TurnStatus
 from proxy.rendering.rendering import Rendering
 from tests.proxy.conftest import ADMIN_KEY
 
@@ -78,6 +79,50 @@ async def test_sessions_are_right_whichever_process_is_reached(
     assert [turn.parent for turn in turns] == [None, *range(11)]
     assert all(turn.status is TurnStatus.DONE for turn in turns)
     assert refused == [409] * 6
+
+
+async def test_metrics_and_events_are_those_of_all_processes(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    async with ScriptedEngine(lambda _: [end]) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session()
+                heard = [asyncio.Event() for _ in range(4)]
+                listening = [asyncio.create_task(events_of(control, session, e)) for e in heard]
+                await control.add_reward(session.trial_id, Reward("first", 1.0))
+                await asyncio.gather(*(event.wait() for event in heard))
+                for number in range(12):
+                    messages = [{"role": "user", "content": f"Count {number}."}]
+                    assert (await ask(session, messages))[0] == 200
+                counted = []
+                for _ in range(6):
+                    async with (
+                        aiohttp.ClientSession(headers=headers) as http,
+                        http.get(f"{url}/metrics") as response,
+                    ):
+                        text = await response.text()
+                    counted.append(re.search(r'turns_total{status="done"} (\S+)', text))
+                await control.complete(session.trial_id)
+                seen = await asyncio.gather(*listening)
+    assert [float(found[1]) for found in counted if found] == [12.0] * 6
+    for events in seen:
+        assert sorted(e["index"] for e in events if e["kind"] == "turn") == list(range(12))
+        assert [e["kind"] for e in events].count("completed") == 1
+
+
+async def events_of(
+    control: ProxyClient, session: SessionHandle, heard: asyncio.Event
+) -> list[dict[str, Any]]:
+    """On a connection of its own, until the session has ended."""
+    events = []
+    async with ProxyClient(control.base_url, control.admin_key) as own:
+        async for event in own.events(session.trial_id):
+            heard.set()
+            events.append(event)
+    return events
 
 
 async def check_pause_everywhere(url: str) -> None:
