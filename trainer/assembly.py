@@ -43,7 +43,8 @@ from trainer.config import (
     TrainerConfig,
 )
 from trainer.errors import ConfigError
-from trainer.learner import Learner, build_learner
+from trainer.learner import Learner, build_learner, check_models
+from trainer.parallel import Ranks, Seat
 from trainer.probe import probe_ids
 from trainer.run_folder import RunFolder
 
@@ -54,7 +55,6 @@ _PROBE = 'The agents\' tasks are with the clients of the swarm. 0123456789, {"na
 class Parts:
     """What a run is made of before any process runs."""
 
-    learner: Learner
     tasks: TaskStream | None
     """None: a swarm's clients bring theirs."""
     held_out: list[Task]
@@ -89,28 +89,35 @@ def assemble(config: TrainerConfig) -> Parts:
     Raises:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
+    check_models(config.model, config.algorithm)
     launcher, rewards = _launcher(config), _rewards(config.remote_agent)
     tasks = None if config.swarm else _training_tasks(config.data)
     held_out = _held_out_tasks(config)
     probe = probe_ids(config.model.path, _probe_text(tasks, held_out))
-    return Parts(build_models(config), tasks, held_out, launcher, rewards, probe)
+    return Parts(tasks, held_out, launcher, rewards, probe)
 
 
-def build_models(config: TrainerConfig) -> Learner:
-    """The models, on the configured device.
+def build_models(config: TrainerConfig, seat: Seat | None = None) -> Learner:
+    """The models, on the configured device; with a `seat` this rank's part of them, once all ranks
+    have joined.
 
     Raises:
         ConfigError: a path is not a checkpoint of a causal model.
     """
-    device = config.trainer.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = config.trainer.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and seat is not None:
+        name = f"cuda:{seat.local_rank}"
+    device = torch.device(name)
+    ranks = Ranks() if seat is None else Ranks.join(seat, device)
     torch.manual_seed(config.trainer.seed)
     return build_learner(
         config.model,
         config.optimizer,
         config.algorithm,
         device=device,
+        ranks=ranks,
         batches=config.trainer.steps,
     )
 

@@ -17,11 +17,11 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,16 @@ class Saved:
     step: int
 
 
+class Saves(Protocol):
+    """What is saved. Implementation: `trainer.learner.Learner`."""
+
+    def save_state(self, folder: Path) -> None: ...
+
+    def load_state(self, folder: Path) -> None: ...
+
+    def weights(self) -> Generator[Named]: ...
+
+
 class Checkpoints:
     """Example: Checkpoints(folder.checkpoints, keep_last=2).latest()"""
 
@@ -57,14 +67,13 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: Mapping[str, Any],
+        learner: Saves,
         run: Mapping[str, Any],
-        weights: Iterator[Named],
         model: Path,
         *,
         best: bool = False,
     ) -> Saved:
-        """`state` for DCP, `run` for JSON, `weights` as in the checkpoint folder `model`.
+        """The learner's state, `run` as JSON, and the weights as in the checkpoint folder `model`.
 
         Raises:
             CheckpointError: it could not be written; the earlier ones are untouched.
@@ -74,9 +83,9 @@ class Checkpoints:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "model").mkdir(parents=True)
-            with _one_process_is_meant():
-                save_distributed(dict(state), checkpoint_id=partial / "state")
-            _export(weights, model, partial / "model")
+            learner.save_state(partial / "state")
+            with closing(learner.weights()) as weights:
+                _export(weights, model, partial / "model")
             (partial / "run.json").write_text(json.dumps({**run, "step": step}))
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)
@@ -107,21 +116,19 @@ class Checkpoints:
             raise CheckpointError(f"{saved.path}: is not a checkpoint ({error})") from error
         return run
 
-    def load_state(self, saved: Saved, state: dict[str, Any]) -> dict[str, Any]:
-        """Fills `state`, which has the present tensors, from the checkpoint.
+    def load(self, saved: Saved, learner: Saves) -> None:
+        """The checkpoint's state into the learner, which has the same models.
 
         Raises:
             CheckpointError: it is of another architecture or another kind of optimizer.
         """
         try:
-            with _one_process_is_meant():
-                load_distributed(state, checkpoint_id=saved.path / "state")
+            learner.load_state(saved.path / "state")
         except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
             raise CheckpointError(
                 f"{saved.path}: does not fit model.path and optimizer of this configuration "
                 f"({_why(error)})"
             ) from error
-        return state
 
     def _all(self) -> list[Saved]:
         return sorted(
@@ -138,6 +145,18 @@ class Checkpoints:
         for saved in self._all()[: -self._keep_last]:
             if saved.path.name not in kept:
                 shutil.rmtree(saved.path)
+
+
+def write_state(state: Mapping[str, Any], folder: Path) -> None:
+    """By all ranks together, each its shards (torch's DCP)."""
+    with _one_process_is_meant():
+        save_distributed(dict(state), checkpoint_id=folder)
+
+
+def read_state(state: dict[str, Any], folder: Path) -> None:
+    """Fills `state`, which has the present tensors, by all ranks together."""
+    with _one_process_is_meant():
+        load_distributed(state, checkpoint_id=folder)
 
 
 def random_state() -> dict[str, Any]:
@@ -171,31 +190,44 @@ def restore_generator(generator: torch.Generator, text: str) -> None:
     generator.set_state(_tensor(text))
 
 
-def _export(weights: Iterator[Named], model: Path, folder: Path) -> None:
-    """The weights in files of at most SHARD_BYTES, and what the folder `model` has beside them."""
+def _export(weights: Iterable[Named], model: Path, folder: Path) -> None:
+    """The weights in files of at most SHARD_BYTES, and what the folder `model` has beside them.
+
+    Of the weights, one file's are in memory at a time.
+    """
     for pattern in _COPIED:
         for file in model.glob(pattern):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, folder)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size, total = 0, 0
-    for name, tensor in weights:
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + tensor_bytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.detach().cpu().contiguous()
-        size += tensor_bytes
-        total += tensor_bytes
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
+    files: list[list[str]] = []
+    total = 0
+    for shard in _shards(weights):
+        save_file(shard, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(shard))
+        total += sum(tensor.numel() * tensor.element_size() for tensor in shard.values())
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    if len(files) == 1:
         names = ["model.safetensors"]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    for number, name in enumerate(names):
+        (folder / f"{number}.part").rename(folder / name)
+    if len(files) > 1:
+        where = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _shards(weights: Iterable[Named]) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if shard and size + tensor_bytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        size += tensor_bytes
+    if shard:
+        yield shard
 
 
 def _why(error: BaseException) -> str:

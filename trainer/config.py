@@ -96,6 +96,12 @@ class EngineConfig(Section):
     """Environment of vLLM's server, over our own."""
     start_timeout_s: float = Field(600.0, gt=0)
     """For a server to load the model and answer."""
+    sleep: bool = False
+    """Mode `colocated`, on GPUs: engines free their memory while the trainer uses it (vLLM's sleep
+    mode)."""
+    restarts: int = Field(3, ge=0)
+    """How often a server of our own that ended is replaced, each, over the run; only with our own
+    proxy. The new one gets the weights before it gets calls."""
     weight_transfer: Backend = "shm"
     """How weights travel: `shm` on one machine, `ipc` or `nccl` between GPUs."""
     verify: bool = True
@@ -226,12 +232,42 @@ class TrainerSection(Section):
     """Stop after the step that passes this."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto`: the first GPU where there is one."""
+    ranks: int = Field(1, ge=1)
+    """Processes that train together: weights sharded over them with FSDP2, micro-batches dealt.
+    Each has a GPU of its own where there are any. Under torchrun: as many as it starts."""
     save_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0: only at the end, at a stop, and at a best evaluation."""
     keep_last: int = Field(2, ge=1)
     """Checkpoints kept, besides the one with the best evaluation on schedule."""
     stop_at_success: float | None = Field(None, gt=0, le=1)
     """Stop when an evaluation on schedule reaches this."""
+
+
+class ClusterConfig(Section):
+    backend: Literal["local", "ray"] = "local"
+    """Where engines and ranks run: processes on this machine, or actors on a Ray cluster."""
+    address: str | None = None
+    """Of a Ray cluster that runs, as for `ray.init`; None: one of this run's own, on this machine
+    and loopback."""
+    namespace: str = "agentic-rl"
+    """Ray namespace in which the actors are found by name: `engine-0`, `rank-0`, `proxy`."""
+    strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    """Of the placement group. `STRICT_PACK`, one node, is what `engine.weight_transfer: shm`
+    needs."""
+    share_gpus: bool = False
+    """Engine i and rank i share a GPU, half of it each for Ray; else each has its own."""
+    engine_cpus: float = Field(1.0, ge=0)
+    """Reserved for each engine."""
+    engine_gpus: int | None = Field(None, ge=0)
+    """Reserved for each engine, which has them all; None: 1 where the cluster has GPUs. A rank has
+    one, where engines have any."""
+    rank_cpus: float = Field(1.0, ge=0)
+    """Reserved for each rank."""
+    proxy: Literal["driver", "actor"] = "driver"
+    """The proxy beside the driver and its agents, or beside engine 0 (its store is in
+    `trainer.run_dir`, which that node must see)."""
+    ready_timeout_s: float = Field(120.0, gt=0)
+    """For the cluster to have room."""
 
 
 class EvalConfig(Section):
@@ -274,6 +310,7 @@ class TrainerConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerSection = TrainerSection()
+    cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -293,6 +330,44 @@ class TrainerConfig(Section):
             raise ValueError(
                 "no agent: set remote_agent.command.argv to the program that starts it, or one of "
                 "remote_agent.python, http, agent_name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_device_each(self) -> Self:
+        if self.trainer.ranks > 1 and ":" in self.trainer.device:
+            raise ValueError(
+                f"trainer.device={self.trainer.device!r} is one device, and trainer.ranks="
+                f"{self.trainer.ranks} want one each; use cuda, cpu or auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_travel(self) -> Self:
+        cluster, transfer = self.cluster, self.engine.weight_transfer
+        if cluster.backend == "ray" and transfer == "shm" and cluster.strategy != "STRICT_PACK":
+            raise ValueError(
+                f"cluster.strategy={cluster.strategy}: engine.weight_transfer=shm is for one node; "
+                "use STRICT_PACK, or nccl"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sleepers_are_idle(self) -> Self:
+        if self.engine.sleep and self.trainer.mode == "separate":
+            raise ValueError(
+                "engine.sleep: engines sample while a `separate` trainer trains; use "
+                "trainer.mode=colocated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_share(self) -> Self:
+        ranks, replicas, gpus = self.trainer.ranks, self.engine.replicas, self.cluster.engine_gpus
+        if self.cluster.share_gpus and (ranks != replicas or gpus not in (None, 1)):
+            raise ValueError(
+                f"cluster.share_gpus: trainer.ranks={ranks} and engine.replicas={replicas} must be "
+                f"equal and cluster.engine_gpus={gpus} none or 1"
             )
         return self
 

@@ -12,8 +12,10 @@ the same probabilities; it stops the run where they do not.
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -32,7 +34,6 @@ from trainer.flops import training_flops, utilisation
 from trainer.learner import Learner
 from trainer.probe import score_ids
 from trainer.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
-from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync
 
 Metrics = dict[str, float]
@@ -87,6 +88,7 @@ class TrainController:
         ):
             metrics |= part(batch)
         metrics |= self._speed(batch, time.perf_counter() - started)
+        metrics["memory/peak_gib"] = _peak_gib()
         self.step += 1
         if metrics["actor/update_steps"]:
             self.version += 1
@@ -152,10 +154,11 @@ class TrainController:
         Raises:
             WeightSyncError: an engine refused them, or does not serve them.
         """
-        report = self.sync.push(self.policy.named_hf_parameters(), self.version)
+        with closing(self.learner.weights()) as weights:
+            report = self.sync.push(weights, self.version)
         metrics = {"sync/paused_s": report.paused_s, "sync/total_s": report.total_s}
         if self.config.engine.verify and len(self.probe) > 1:
-            ours = score_ids(self.policy, self.probe)
+            ours = score_ids(self.learner, self.probe)
             tolerance = self.config.mismatch_tolerance
             metrics["sync/probe_abs_mean"] = self.sync.verify(self.probe, ours, tolerance)
         return metrics
@@ -174,8 +177,12 @@ class TrainController:
         restore_generator(self.generator, state["generator"])
         restore_random_state(state["random"])
 
-    def weights(self) -> Iterator[Named]:
-        return self.policy.named_hf_parameters()
+
+def _peak_gib() -> float:
+    """Of this process, on the GPU where it trains on one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def check_tokens(groups: Sequence[Group], batch: Batch) -> None:

@@ -8,23 +8,20 @@ checkpoint holds exactly the steps that count, with the producer's state after t
 
 from __future__ import annotations
 
-import asyncio
-import resource
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from agent_loop.evaluator import EvalReport
 from agent_loop.records import Group
-from trainer.checkpoint import Checkpoints
-from trainer.controller import Metrics, TrainController
+from trainer.cluster.trainer import Trainer
+from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
 from trainer.run_control import RunControl, StopRequested
 from trainer.run_log import RunLog
+from trainer.token_loss import Metrics
 
 
 class Producer(Protocol):
@@ -60,13 +57,13 @@ class Evaluates(Protocol):
 
 @dataclass(slots=True)
 class Fit:
-    controller: TrainController
+    config: TrainerConfig
+    trainer: Trainer
     producer: Producer
     evaluator: Evaluates | None
     """None: there are no held-out tasks."""
     log: RunLog
     control: RunControl
-    checkpoints: Checkpoints
     best: float = -1.0
     """Success of the best evaluation that a checkpoint was made at."""
     produced: dict[str, Any] = field(default_factory=dict)
@@ -75,13 +72,13 @@ class Fit:
 
     async def run(self) -> str:
         """To the configured end: `done`; or `stopped`, when it was asked to stop."""
-        config, controller = self.controller.config, self.controller
+        config, trainer = self.config, self.trainer
         try:
-            self.log.progress.phase(controller.step, "sending weights")
-            await asyncio.to_thread(controller.sync_weights)
+            self.log.progress.phase(trainer.step, "sending weights")
+            await self.control.finish(trainer.sync_weights())
             if config.eval.before and "before" not in self.log.evaluations:
                 await self._evaluate("before")
-            self.producer.start(controller.version, self.produced or None)
+            self.producer.start(trainer.version, self.produced or None)
             self.produced = self.producer.state()
             while not self._over():
                 await self._step()
@@ -100,23 +97,23 @@ class Fit:
         return "done"
 
     async def _step(self) -> None:
-        controller, log = self.controller, self.log
+        trainer, log = self.trainer, self.log
         clock = _Clock()
-        log.progress.phase(controller.step + 1, "sampling")
-        groups = await self.control.wait_for(self.producer.next_batch(controller.version))
+        log.progress.phase(trainer.step + 1, "sampling")
+        groups = await self.control.wait_for(self.producer.next_batch(trainer.version))
         clock.lap("sample")
-        log.progress.phase(controller.step + 1, "training")
-        metrics = await asyncio.to_thread(controller.learn, groups)
+        log.progress.phase(trainer.step + 1, "training")
+        metrics = await self.control.finish(trainer.learn(groups))
         clock.lap("train")
         if metrics["actor/update_steps"]:
-            metrics |= await asyncio.to_thread(controller.sync_weights)
-            self.producer.set_version(controller.version)
+            metrics |= await self.control.finish(trainer.sync_weights())
+            self.producer.set_version(trainer.version)
         clock.lap("sync")
         metrics |= clock.metrics(metrics.get("rollout/sampled_tokens", 0.0))
         metrics |= {f"groups/{what}": float(n) for what, n in self._counted().items()}
-        metrics |= {"policy_version": float(controller.version), "memory/peak_gib": _peak_gib()}
+        metrics["policy_version"] = float(trainer.version)
         self.produced = self.producer.state()
-        log.step(controller.step, metrics, [r for group in groups for r in group.rollouts])
+        log.step(trainer.step, metrics, [r for group in groups for r in group.rollouts])
 
     def _counted(self) -> dict[str, int]:
         """What became of groups since the last step."""
@@ -125,7 +122,7 @@ class Fit:
 
     async def _scheduled_evaluation(self) -> float:
         """Its success; -1 when none is due."""
-        every, step = self.controller.config.eval.every, self.controller.step
+        every, step = self.config.eval.every, self.trainer.step
         if not every or step % every:
             return -1.0
         return await self._evaluate(str(step))
@@ -133,54 +130,39 @@ class Fit:
     async def _evaluate(self, name: str) -> float:
         if self.evaluator is None:
             return -1.0
-        step = self.controller.step
+        step = self.trainer.step
         self.log.progress.phase(step, f"evaluation {name}")
-        evaluation = self.evaluator.evaluate(self.controller.version)
+        evaluation = self.evaluator.evaluate(self.trainer.version)
         report = await self.control.wait_for(evaluation)
         self.log.evaluation(step, name, report)
         return report.overall.success
 
     async def _save(self, success: float, *, must: bool = False) -> None:
         """A failure is told, and ends the run only where it `must` be saved: at the end."""
-        controller = self.controller
-        if controller.step == self.log.saved_step:
+        trainer = self.trainer
+        if trainer.step == self.log.saved_step:
             return
-        self.log.progress.phase(controller.step, "saving")
-        run = controller.state() | {"producer": self.produced, "best": max(self.best, success)}
+        self.log.progress.phase(trainer.step, "saving")
+        run = {"producer": self.produced, "best": max(self.best, success)}
         try:
-            await asyncio.to_thread(
-                self.checkpoints.save,
-                controller.step,
-                controller.learner.state_dict(),
-                run,
-                controller.weights(),
-                controller.config.model.path,
-                best=success > self.best,
-            )
+            await self.control.finish(trainer.save(run, best=success > self.best))
         except CheckpointError as error:
             if must:
                 raise
             self.log.progress.say(f"warning: {error}")
             return
         self.best = max(self.best, success)
-        self.log.saved_step = controller.step
+        self.log.saved_step = trainer.step
         self.producer.acknowledge(self.produced)
 
     def _save_is_due(self) -> bool:
-        every = self.controller.config.trainer.save_every
-        return bool(every) and self.controller.step % every == 0
+        every = self.config.trainer.save_every
+        return bool(every) and self.trainer.step % every == 0
 
     def _over(self) -> bool:
-        limits = self.controller.config.trainer
+        limits = self.config.trainer
         late = limits.max_wall_s is not None and self.log.wall_s >= limits.max_wall_s
-        return late or self.controller.step >= limits.steps
-
-
-def _peak_gib() -> float:
-    """Of this process, on the GPU where it trains on one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return late or self.trainer.step >= limits.steps
 
 
 class _Clock:

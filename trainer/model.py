@@ -93,7 +93,7 @@ def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
     Raises ConfigError when the folder holds no checkpoint of a causal model, or one of an
     architecture whose forward pass could not be reproduced exactly.
     """
-    settings = _load_settings(config.path)
+    settings = load_settings(config.path)
     AttentionInterface.register(ATTENTION, packed_attention)
     model = AutoModelForCausalLM.from_pretrained(
         config.path,
@@ -147,45 +147,46 @@ def named_hf_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
 
 
+def load_settings(path: Path, key: str = "model.path") -> Any:
+    """The checkpoint's `config.json`. ConfigError, naming `key`, as `load_model`."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{key}: {path} holds no config.json; give the folder of a Hugging Face checkpoint"
+        )
+    try:
+        settings = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{key}: {path}: {_one_line(error)}") from error
+    text = settings.get_text_config()
+    _check_tokenizer(path, key, text.vocab_size)
+    kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
+    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if strange:
+        raise ConfigError(
+            f"{key}: {path}: layers of type {strange} cannot be packed exactly; "
+            "use a model whose layers are attention"
+        )
+    scaled = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+    for name in scaled:
+        if getattr(text, name, None) not in (None, 1, 1.0):
+            raise ConfigError(f"{key}: {path}: {name} is not supported; use another model")
+    return settings
+
+
 def _whole(tensor: Tensor) -> Tensor:
     """Gathered from all ranks, if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _load_settings(path: Path) -> Any:
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {path} holds no config.json; give the folder of a Hugging Face checkpoint"
-        )
-    try:
-        settings = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path: {path}: {_one_line(error)}") from error
-    text = settings.get_text_config()
-    _check_tokenizer(path, text.vocab_size)
-    kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
-    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if strange:
-        raise ConfigError(
-            f"model.path: {path}: layers of type {strange} cannot be packed exactly; "
-            "use a model whose layers are attention"
-        )
-    scaled = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
-    for name in scaled:
-        if getattr(text, name, None) not in (None, 1, 1.0):
-            raise ConfigError(f"model.path: {path}: {name} is not supported; use another model")
-    return settings
-
-
-def _check_tokenizer(path: Path, vocabulary: int) -> None:
+def _check_tokenizer(path: Path, key: str, vocabulary: int) -> None:
     """A model may have more embeddings than its tokenizer has tokens, never fewer."""
     file = path / "tokenizer.json"
     if file.is_file():
         tokens = Tokenizer.from_file(str(file)).get_vocab_size()
         if tokens > vocabulary:
             raise ConfigError(
-                f"model.path: {path}: its tokenizer has {tokens} tokens, its model only"
+                f"{key}: {path}: its tokenizer has {tokens} tokens, its model only"
                 f" {vocabulary}; the two are not of one checkpoint"
             )
 

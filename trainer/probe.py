@@ -12,7 +12,7 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from proxy.records import Ids
 from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError
-from trainer.policy import Policy
+from trainer.learner import Scorer
 
 PROBE_TOKENS = 256  # enough to pass through every layer at many positions; milliseconds to score
 
@@ -30,9 +30,9 @@ def probe_ids(model: Path, text: str) -> Ids:
     return np.array(ids if len(ids) > 1 else [0, 0], np.int32)
 
 
-def score_ids(policy: Policy, ids: Sequence[int] | Ids) -> list[float]:
+def score_ids(model: Scorer, ids: Sequence[int] | Ids) -> list[float]:
     """log p(ids[t] | ids[:t]) at temperature 1 for t = 1 … T-1."""
-    return policy.compute_logprobs(
+    return model.compute_logprobs(
         _as_batch(np.asarray(ids, np.int32)), temperature=1.0
     ).logprobs.tolist()
 

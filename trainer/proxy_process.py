@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from trainer.errors import ConfigError, TrainerError
 
 POLL_S = 0.1  # between looks at whether a starting proxy answers
 LOG_TAIL_BYTES = 2000
-MAX_RESTARTS = 5  # a proxy that keeps dying is a fault to be shown, not to be hidden
 
 STOP_GRACE_S = 10.0
 """For the proxy to cut the calls in flight and commit what they sampled."""
@@ -34,15 +33,22 @@ STOP_GRACE_S = 10.0
 class ProxyProcess:
     """Example: proxy = ProxyProcess(config.proxy_server, settings, folder.logs / "proxy.log")"""
 
-    def __init__(self, config: ProxyServerConfig, settings: dict[str, Any], folder: Path) -> None:
-        """`settings`: keys of `proxy.config.ProxyConfig` that the run decides."""
+    def __init__(
+        self,
+        config: ProxyServerConfig,
+        settings: dict[str, Any],
+        folder: Path,
+        admin_key: str | None = None,
+    ) -> None:
+        """`settings`: keys of `proxy.config.ProxyConfig` that the run decides. `admin_key`: None:
+        a new one."""
         self._config = config
         self._port = config.port or _free_port(config.host)
         self._settings = settings
         self._folder = folder
         self.log = folder / "proxy.log"
         self._process: asyncio.subprocess.Process | None = None
-        self.admin_key = secrets.token_urlsafe(32)
+        self.admin_key = admin_key or secrets.token_urlsafe(32)
         self.url = f"http://{config.host}:{self._port}"
 
     @property
@@ -80,25 +86,21 @@ class ProxyProcess:
             address["public_url"] = f"http://{reached_by}:{self._port}"
         return address
 
+    async def set_engines(self, engines: Sequence[dict[str, str]]) -> None:
+        """What it serves from its next start on: `proxy.config.EngineConfig` each."""
+        self._settings["engines"] = list(engines)
+
     async def stop(self) -> None:
         """Returns when it is gone."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await self._process.wait()
 
-    async def keep_running(self, tell: Callable[[str], None]) -> None:
-        """Starts it anew whenever it ends: its store has all that it knew, and agents call again.
-
-        Raises:
-            TrainerError: it ends for the MAX_RESTARTS-th time, or does not start.
-        """
-        for restart in range(1, MAX_RESTARTS + 1):
-            assert self._process is not None
-            code = await self._process.wait()
-            tell(f"warning: the proxy ended with code {code}: {self.tail()}; starting it again")
-            if restart < MAX_RESTARTS:
-                await self.start()
-        raise TrainerError(f"the proxy ended {MAX_RESTARTS} times; see {self.log}")
+    async def wait(self) -> str:
+        """Until it ends; how it did."""
+        assert self._process is not None
+        code = await self._process.wait()
+        return f"code {code}: {self.tail()} (log: {self.log})"
 
     def tail(self) -> str:
         text = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()

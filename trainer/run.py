@@ -6,22 +6,18 @@ Invariant: leaving `open_fit` ends the agents first, then the engines and the pr
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from trainer.assembly import Parts
-from trainer.checkpoint import Checkpoints, Saved
+from trainer.cluster import open_cluster
 from trainer.config import TrainerConfig
-from trainer.controller import TrainController
 from trainer.fit import Fit, Producer
 from trainer.run_control import RunControl
 from trainer.run_folder import RunFolder
 from trainer.run_log import RunLog
 from trainer.services import running_services
-from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.sync import WeightSync
 
 
 @dataclass(slots=True)
@@ -31,9 +27,6 @@ class Run:
     folder: RunFolder
     log: RunLog
     control: RunControl
-    checkpoints: Checkpoints
-    saved: Saved | None = None
-    """The checkpoint that it goes on from."""
 
 
 @asynccontextmanager
@@ -41,31 +34,22 @@ async def open_fit(
     run: Run, make_producer: Callable[[RemoteAgentLoop], Producer]
 ) -> AsyncIterator[Fit]:
     """Starts the processes, restores what was saved, and yields a `Fit` that can `run`."""
-    config, parts = run.config, run.parts
-    state = _restore_learner(run)
-    run.log.progress.phase(run.log.saved_step, "starting the engine and the proxy")
+    config, parts, folder, control = run.config, run.parts, run.folder, run.control
     tell = run.log.progress.say
-    async with running_services(config, run.folder, run.control, tell) as services:
-        loop = parts.loop(config, run.folder, services.proxy)
-        control = EngineControl(services.engine_urls)
-        with closing(WeightSync(control, config.engine.weight_transfer)) as sync:
-            controller = TrainController(config, parts.learner, sync, parts.probe.tolist())
+    async with (
+        open_cluster(config, folder, control) as cluster,
+        cluster.trainer(parts.probe.tolist()) as trainer,
+    ):
+        state = await control.wait_for(trainer.restore())
+        run.log.progress.phase(trainer.step, "starting the engine and the proxy")
+        async with running_services(config, folder, control, cluster, trainer, tell) as proxy:
+            loop = parts.loop(config, folder, proxy)
             producer, evaluator = make_producer(loop), parts.evaluator(config, loop)
-            fit = Fit(controller, producer, evaluator, run.log, run.control, run.checkpoints)
+            fit = Fit(config, trainer, producer, evaluator, run.log, control)
             if state:
-                controller.restore(state)
                 fit.best, fit.produced = state["best"], state["producer"]
             try:
                 yield fit
             finally:
                 await producer.close()
                 await loop.close()
-
-
-def _restore_learner(run: Run) -> dict[str, Any]:
-    """The run's part of the checkpoint; empty without one."""
-    if run.saved is None:
-        return {}
-    learner = run.parts.learner
-    learner.load_state_dict(run.checkpoints.load_state(run.saved, learner.state_dict()))
-    return run.checkpoints.read_run(run.saved)

@@ -1,18 +1,33 @@
-"""Ends of a run that come from outside: Ctrl-C, SIGTERM, a service that died.
+"""Ends of a run that come from outside: Ctrl-C, SIGTERM, a process of the run that died.
 
-Invariant: whatever a run waits for, it stops waiting when it is told to stop or when an engine or
-the proxy has ended; what it waited for is cancelled and has cleaned up before the wait ends.
+Invariant: whatever a run waits for, it stops waiting when it is told to stop or when an engine, the
+proxy or a rank of the trainer has ended for good; what it waited for is cancelled and has cleaned
+up before the wait ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def first_to_end(works: Iterable[Coroutine[Any, Any, T]]) -> T:
+    """The result, or the error, of the first that ends; the others are cancelled. None: never."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        if not tasks:
+            await asyncio.Event().wait()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await next(iter(done))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class StopRequested(Exception):
@@ -22,16 +37,25 @@ class StopRequested(Exception):
 class RunControl:
     def __init__(self) -> None:
         self._stop = asyncio.Event()
-        self._services: asyncio.Task[None] | None = None
+        self._watched: set[asyncio.Task[None]] = set()
         self.signal_number: int | None = None
 
     @property
     def stopping(self) -> bool:
         return self._stop.is_set()
 
-    def watch(self, services: asyncio.Task[None]) -> None:
-        """From now on the end of `services` is an error of whatever is waited for."""
-        self._services = services
+    def watch(self, needed: asyncio.Task[None]) -> None:
+        """From now on the end of `needed`, which raises why, is an error of whatever is waited for.
+
+        It is its owner who cancels it.
+        """
+        self._watched.add(needed)
+
+        def forget(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                self._watched.discard(task)
+
+        needed.add_done_callback(forget)
 
     def request_stop(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -41,22 +65,34 @@ class RunControl:
         """The result of `work`, unless the run has to end first.
 
         Raises:
-            StopRequested, or the services' TrainerError.
+            StopRequested, or the TrainerError of what ended.
         """
-        task = asyncio.ensure_future(work)
         stop = asyncio.create_task(self._stop.wait())
-        others: set[asyncio.Future[Any]] = {stop}
-        if self._services is not None:
-            others.add(self._services)
         try:
+            return await self._first(work, stop)
+        finally:
+            stop.cancel()
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, also when the run was asked to stop.
+
+        Raises:
+            The TrainerError of what ended.
+        """
+        return await self._first(work)
+
+    async def _first(self, work: Coroutine[Any, Any, T], *stop: asyncio.Task[Any]) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            others = {*stop, *self._watched}
             await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                if self._services is not None and self._services.done():
-                    self._services.result()
+                for watched in self._watched:
+                    if watched.done():
+                        watched.result()
                 raise StopRequested
             return task.result()
         finally:
-            stop.cancel()
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})

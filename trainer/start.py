@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer import main_colocated, main_separate, main_swarm
-from trainer.assembly import Parts, assemble
+from trainer.assembly import Parts, assemble, build_models
 from trainer.checkpoint import Checkpoints, Saved
+from trainer.cluster.follower import follow_rank_0
+from trainer.cluster.local import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump, load
 from trainer.report import write_report
@@ -26,12 +28,15 @@ def check_only(path: Path, overrides: Sequence[str], environment: Mapping[str, s
     """Checks everything that can be checked without starting a process; the configuration."""
     config = load(path, overrides, environment)
     assemble(config)
+    build_models(config)
     return dump(config)
 
 
 def begin(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> int:
     """A new run; its exit code."""
     config = load(path, overrides, environment)
+    if _follows(config, environment):
+        return 0
     parts = assemble(config)
     folder = RunFolder.create(config.trainer.run_dir)
     replace_file(folder.config, dump(config))
@@ -45,6 +50,8 @@ def resume(path: Path, overrides: Sequence[str], environment: Mapping[str, str])
     """
     folder = RunFolder.open(path)
     config = load(folder.config, overrides, environment)
+    if _follows(config, environment):
+        return 0
     parts = assemble(config)
     folder.lock()
     replace_file(folder.config, dump(config))
@@ -54,11 +61,20 @@ def resume(path: Path, overrides: Sequence[str], environment: Mapping[str, str])
     return _run(config, parts, folder, saved)
 
 
+def _follows(config: TrainerConfig, environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started us as another rank than 0; if so it has ended with rank 0."""
+    seat = torchrun_seat(environment)
+    if seat is None or seat.rank == 0:
+        return False
+    check_seat(config, seat)
+    follow_rank_0(config, seat)
+    return True
+
+
 def _run(config: TrainerConfig, parts: Parts, folder: RunFolder, saved: Saved | None) -> int:
     control = RunControl()
     log = RunLog(config, folder, saved_step=saved.step if saved else 0)
-    checkpoints = Checkpoints(folder.checkpoints, keep_last=config.trainer.keep_last)
-    run = Run(config, parts, folder, log, control, checkpoints, saved)
+    run = Run(config, parts, folder, log, control)
     log.progress.say(f"{dump(config)}run folder: {folder.path}")
     if saved is not None:
         log.progress.say(f"going on from {saved.path}")

@@ -92,7 +92,7 @@ class VllmServer:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__),
                 *(str(os.getpid()), str(options.stop_grace_s)),
-                *server_argv(options, self.port),
+                *self.command(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -104,6 +104,10 @@ class VllmServer:
         except BaseException:
             await self.stop()
             raise
+
+    def command(self) -> list[str]:
+        """What is started."""
+        return server_argv(self.options, self.port)
 
     async def wait(self) -> int:
         """Until it ends, by itself or by `stop`; its exit code."""

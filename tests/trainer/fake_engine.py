@@ -1,8 +1,12 @@
-"""vLLM's control routes without a model: takes any weights, and tells their version."""
+"""vLLM's control routes without a model: takes any weights, and tells their version.
+
+In this process, or as one of its own: `python fake_engine.py PORT`.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +29,18 @@ class FakeEngine:
 @contextmanager
 def fake_engine() -> Iterator[tuple[FakeEngine, str]]:
     engine = FakeEngine()
+    server = _server(engine, 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield engine, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
+
+def _server(engine: FakeEngine, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
@@ -41,12 +56,8 @@ def fake_engine() -> Iterator[tuple[FakeEngine, str]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield engine, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+if __name__ == "__main__":
+    _server(FakeEngine(), int(sys.argv[1])).serve_forever()

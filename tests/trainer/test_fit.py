@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
 from trainer.assembly import build_models
 from trainer.checkpoint import Checkpoints
+from trainer.cluster.local import local_trainer
 from trainer.config import TrainerConfig
 from trainer.controller import TrainController
 from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Fit
-from trainer.policy import Policy
+from trainer.learner import Learner
 from trainer.probe import score_ids
 from trainer.run_control import RunControl
 from trainer.run_folder import RunFolder, read_jsonl, truncate_jsonl
@@ -45,11 +46,21 @@ class Cut(Exception):
     pass
 
 
+Score = Callable[[Sequence[int]], Awaitable[list[float]]]
+
+
+def scored_by(learner: Learner) -> Score:
+    async def score(ids: Sequence[int]) -> list[float]:
+        return score_ids(learner, ids)
+
+    return score
+
+
 class ScriptedTrials:
     """Rollouts that are a function of the seed and the policy; `cut_at` ends the run unasked."""
 
-    def __init__(self, policy: Policy, cut_at: int | None, fail: bool = False) -> None:
-        self._policy = policy
+    def __init__(self, score: Score, cut_at: int | None, fail: bool = False) -> None:
+        self._score = score
         self._left = cut_at
         self._fail = fail
 
@@ -63,7 +74,7 @@ class ScriptedTrials:
         rng = np.random.default_rng(seed)
         ids = rng.integers(1, VOCABULARY, 12).astype(np.int32)
         mask = np.arange(12) >= 4
-        logprobs = np.array([0.0, *score_ids(self._policy, ids)], np.float32)
+        logprobs = np.array([0.0, *await self._score(ids)], np.float32)
         segment = Segment(
             -1,
             ids,
@@ -99,24 +110,22 @@ async def run_once(
     checkpoints = Checkpoints(folder.checkpoints, keep_last=config.trainer.keep_last)
     saved = checkpoints.latest()
     truncate_jsonl(folder.metrics, saved.step if saved else 0)
-    learner = build_models(config)
     log = RunLog(config, folder, saved_step=saved.step if saved else 0)
     tasks = [Task(f"task-{number}", {}) for number in range(5)]
-    producer = SyncProducer(
-        ScriptedTrials(learner.policy, cut_at, **script),
-        TaskStream([Source("s", tasks)], seed=1),
-        BatchSettings(groups=2, group_size=3),
-        seed=config.trainer.seed,
-    )
-    with closing(log), closing(WeightSync(EngineControl([url]))) as sync:
-        controller = TrainController(config, learner, sync)
-        fit = Fit(controller, producer, None, log, RunControl(), checkpoints)
-        if saved is not None:
-            learner.load_state_dict(checkpoints.load_state(saved, learner.state_dict()))
-            run = checkpoints.read_run(saved)
-            controller.restore(run)
-            fit.produced = run["producer"]
-        return await fit.run()
+    control = RunControl()
+    with closing(log):
+        async with local_trainer(config, folder, control, ()) as trainer:
+            producer = SyncProducer(
+                ScriptedTrials(trainer.score, cut_at, **script),
+                TaskStream([Source("s", tasks)], seed=1),
+                BatchSettings(groups=2, group_size=3),
+                seed=config.trainer.seed,
+            )
+            fit = Fit(config, trainer, producer, None, log, control)
+            if state := await trainer.restore():
+                fit.produced = state["producer"]
+            await trainer.connect([url])
+            return await fit.run()
 
 
 def lines(folder: RunFolder) -> list[dict[str, Any]]:
@@ -188,8 +197,7 @@ def test_the_export_is_the_policy(checkpoint: Path, engine: str, new_folder: Any
     saved = Checkpoints(folder.checkpoints, keep_last=2).latest()
     assert saved is not None
     learner = build_models(config)
-    Checkpoints(folder.checkpoints, keep_last=2).load_state(saved, state := learner.state_dict())
-    learner.load_state_dict(state)
+    Checkpoints(folder.checkpoints, keep_last=2).load(saved, learner)
     exported = build_models(config_of(saved.path / "model")).policy
     ids = list(range(1, 20))
     assert score_ids(exported, ids) == score_ids(learner.policy, ids)
@@ -208,8 +216,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(checkpoint: Path, tmp_p
     checkpoints = Checkpoints(tmp_path, keep_last=2)
 
     def save(step: int) -> None:
-        weights = learner.policy.named_hf_parameters()
-        checkpoints.save(step, learner.state_dict(), {}, weights, checkpoint)
+        checkpoints.save(step, learner, {}, checkpoint)
 
     save(1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -222,7 +229,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(checkpoint: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     saved = checkpoints.latest()
     assert saved is not None
-    checkpoints.load_state(saved, build_models(config_of(checkpoint)).state_dict())
+    checkpoints.load(saved, build_models(config_of(checkpoint)))
 
 
 def test_a_half_written_checkpoint_is_not_seen(checkpoint: Path, tmp_path: Path) -> None:
@@ -245,7 +252,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(
 
 def test_a_batch_without_a_trainable_rollout_names_why(checkpoint: Path) -> None:
     learner = build_models(config_of(checkpoint))
-    trials = ScriptedTrials(learner.policy, None, fail=True)
+    trials = ScriptedTrials(scored_by(learner), None, fail=True)
     rollout = asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=3))
     rollout.error = "the sandbox is gone"
     with fake_engine() as (_, url):
@@ -259,7 +266,7 @@ def test_a_batch_without_a_trainable_rollout_names_why(checkpoint: Path) -> None
 def test_engine_log_probabilities_that_are_off_stop_the_run(checkpoint: Path) -> None:
     config = config_of(checkpoint)
     learner = build_models(config)
-    trials = ScriptedTrials(learner.policy, None)
+    trials = ScriptedTrials(scored_by(learner), None)
     rollout = asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=3))
     segment = rollout.segments[0]
     segment.logprobs[segment.mask] = np.roll(segment.logprobs[segment.mask], 1)

@@ -49,6 +49,15 @@ class EngineControl:
     def resume(self) -> None:
         self._post_all("/resume")
 
+    def sleep(self) -> None:
+        """Frees the GPU: weights go to the host's memory, keys and values are dropped. Nothing is
+        in flight. Needs vLLM's `--enable-sleep-mode`, on a GPU."""
+        self._post_all("/sleep?level=1")
+
+    def wake_up(self) -> None:
+        """Undoes `sleep`."""
+        self._post_all("/wake_up")
+
     def reset_prefix_cache(self) -> None:
         """Also running requests' keys and values are computed anew, under the new weights."""
         answers = self._post_all("/reset_prefix_cache?reset_running_requests=true")

@@ -3,8 +3,9 @@
 The memory is a Linux memfd. A reader on the same machine opens it as `/proc/PID/fd/FD`, so nothing
 is written to disk, nothing has to be unlinked, and a killed trainer leaks nothing.
 
-Layout: 8 bytes little-endian header length, the header (JSON: one `{name, dtype, shape, offset}`
-per tensor), then each tensor at its 64-byte-aligned offset.
+Layout: where the index is and how long (8 bytes each, little-endian), each tensor at its
+64-byte-aligned offset, then the index (JSON: one `{name, dtype, shape, offset}` per tensor). The
+index comes last because tensors that are gathered from several ranks come one by one.
 
 Invariant: `digest` covers every byte of every tensor in its place, its name, dtype and shape; a
 reader that computes the same digest holds exactly what was written.
@@ -18,12 +19,13 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 
 ALIGN_BYTES = 64  # a cache line; also enough for any dtype's own alignment
-_LENGTH_BYTES = 8
+_HEAD_BYTES = 16
 _PIECE_BYTES = 1 << 18  # what was copied is hashed while it is still in the core's own cache
 
 Named = tuple[str, torch.Tensor]
@@ -47,20 +49,23 @@ class SegmentWriter:
         self._map: mmap.mmap | None = None
 
     def write(self, tensors: Iterable[Named]) -> Written:
-        """Copies the tensors in (from any device). Readers must not read meanwhile."""
-        named = [(name, tensor.detach()) for name, tensor in tensors]
-        header, offsets, end = _layout(named)
-        view = self._reserve(end)
-        view[:_LENGTH_BYTES] = len(header).to_bytes(_LENGTH_BYTES, "little")
-        view[_LENGTH_BYTES : _LENGTH_BYTES + len(header)] = header
-        total = xxhash.xxh3_128()
-        for (name, tensor), offset in zip(named, offsets, strict=True):
-            target = _view(view, tensor.dtype, tensor.shape, offset)
+        """Copies the tensors in, one by one (from any device). Readers must not read meanwhile."""
+        entries: list[dict[str, Any]] = []
+        end, total = _HEAD_BYTES, xxhash.xxh3_128()
+        for name, tensor in tensors:
+            offset = _aligned(end)
+            end = offset + tensor.numel() * tensor.element_size()
+            entries.append(_entry(name, tensor, offset))
+            target = _view(self._reserve(end), tensor.dtype, tensor.shape, offset)
             total.update(_title(name, target))
-            for piece in _copied(tensor, target):
+            for piece in _copied(tensor.detach(), target):
                 total.update(_bytes(piece))
+        index = json.dumps(entries).encode()
+        whole = self._reserve(end + len(index))
+        whole[end : end + len(index)] = index
+        whole[:_HEAD_BYTES] = end.to_bytes(8, "little") + len(index).to_bytes(8, "little")
         path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        return Written(path, end, total.hexdigest())
+        return Written(path, end + len(index), total.hexdigest())
 
     def close(self) -> None:
         self._map = None
@@ -68,9 +73,10 @@ class SegmentWriter:
 
     def _reserve(self, size_bytes: int) -> mmap.mmap:
         if self._map is None or size_bytes > self._size_bytes:
-            os.ftruncate(self._fd, size_bytes)
-            self._map = mmap.mmap(self._fd, size_bytes)
-            self._size_bytes = size_bytes
+            # Doubling: memory is taken when it is written to, and what was written stays.
+            self._size_bytes = max(size_bytes, 2 * self._size_bytes)
+            os.ftruncate(self._fd, self._size_bytes)
+            self._map = mmap.mmap(self._fd, self._size_bytes)
         return self._map
 
 
@@ -89,14 +95,13 @@ def open_segment(path: str, size_bytes: int) -> mmap.mmap:
 
 def read(view: mmap.mmap) -> list[Named]:
     """The tensors as views of the shared memory, in the order in which they were written."""
-    length = int.from_bytes(view[:_LENGTH_BYTES], "little")
-    header = json.loads(view[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    start, length = (int.from_bytes(view[at : at + 8], "little") for at in (0, 8))
     return [
         (
             entry["name"],
             _view(view, getattr(torch, entry["dtype"]), entry["shape"], entry["offset"]),
         )
-        for entry in header
+        for entry in json.loads(view[start : start + length])
     ]
 
 
@@ -133,30 +138,9 @@ def _copied(source: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor
         yield old[start : start + size].copy_(new[start : start + size])
 
 
-def _layout(named: list[Named]) -> tuple[bytes, list[int], int]:
-    """The header, each tensor's offset, and the segment's size."""
-    # The header's length depends on the offsets' digits: offsets count from behind it.
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor in named]
-    relative = [0]
-    for size in sizes:
-        relative.append(_aligned(relative[-1] + size))
-    room = _aligned(_LENGTH_BYTES + len(_header(named, [1 << 62] * len(named))))
-    offsets = [room + start for start in relative[:-1]]
-    return _header(named, offsets), offsets, max(room + relative[-1], 1)
-
-
-def _header(named: list[Named], offsets: list[int]) -> bytes:
-    return json.dumps(
-        [
-            {
-                "name": name,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "offset": offset,
-            }
-            for (name, tensor), offset in zip(named, offsets, strict=True)
-        ]
-    ).encode()
+def _entry(name: str, tensor: torch.Tensor, offset: int) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
 
 
 def _aligned(size_bytes: int) -> int:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 import torch
 
@@ -77,6 +78,14 @@ class VllmTransport:
         self._engine.shutdown()
 
 
+def address_towards(url: str) -> str:
+    """The address of this machine that the URL's host is reached from, and so reaches us by."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram that is not sent
+        probe.connect((parts.hostname or "", parts.port or 80))
+        return str(probe.getsockname()[0])
+
+
 def open_transport(backend: Backend, control: EngineControl) -> Transport:
     if backend == "shm":
         return SharedMemoryTransport(control)
@@ -105,12 +114,13 @@ def _trainer_init_info(control: EngineControl, backend: Literal["ipc", "nccl"]) 
         return IPCTrainerInitInfo(rank=0)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+    address = address_towards(control.urls[0])
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((address, 0))
         port = probe.getsockname()[1]
     return NCCLTrainerInitInfo(
         rank=0,
-        master_address=socket.gethostbyname(socket.gethostname()),
+        master_address=address,
         master_port=port,
         world_size=1 + sum(control.world_sizes()),
     )

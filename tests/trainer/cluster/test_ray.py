@@ -1,0 +1,181 @@
+"""A run on a Ray cluster (of one node, on loopback): what a run on this machine is, and what is
+lost of it is replaced or said."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agent_loop.producers.groups import BatchSettings
+from agent_loop.producers.sync import SyncProducer
+from agent_loop.records import Rollout, Task
+from agent_loop.tasks import Source, TaskStream
+from proxy.engines.vllm_server import VllmServer
+from proxy.records import SessionKind
+from tests.trainer import fake_engine as fake_engine_program
+from tests.trainer.fake_engine import fake_engine
+from tests.trainer.test_fit import ScriptedTrials, config_of, run_once
+from trainer.checkpoint import Checkpoints
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError, TrainerError
+from trainer.fit import Fit
+from trainer.run_control import RunControl
+from trainer.run_folder import RunFolder
+from trainer.run_log import RunLog
+from trainer.services import running_services
+from trainer.weight_sync.control import EngineControl
+
+ray = pytest.importorskip("ray")
+
+from trainer.cluster.ray_cluster import bundles, ray_cluster  # noqa: E402
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            object_store_memory=80 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+            # Of a process that imports Python's ray and our trainer, on a machine that is busy.
+            _system_config={"worker_register_timeout_seconds": 300},
+        )
+        yield
+        ray.shutdown()
+
+
+class FakeServer(VllmServer):
+    def command(self) -> list[str]:
+        return [sys.executable, str(fake_engine_program.__file__), str(self.port)]
+
+
+def config(model: Path, **sections: Any) -> TrainerConfig:
+    share = {"backend": "ray", "engine_cpus": 0.1, "rank_cpus": 0.1, "proxy": "actor"}
+    return config_of(
+        model,
+        model={"max_micro_batch_tokens": 24},
+        engine={"replicas": 2, "verify": False, "verify_tolerance": 1e-3},
+        # SGD-like: a large epsilon, as Adam would turn rounding noise into steps
+        optimizer={"lr": 1e-2, "eps": 1e-2, "schedule": "constant"},
+        trainer={"steps": STEPS, "ranks": 2, "save_every": 0},
+        cluster=share | sections.pop("cluster", {}),
+        **sections,
+    )
+
+
+async def kill_actor(name: str) -> None:
+    actor = ray.get_actor(name, namespace="agentic-rl")
+    os.kill(await actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+
+
+class LosesAReplica(ScriptedTrials):
+    trials = 0
+
+    async def run(
+        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+    ) -> Rollout:
+        self.trials += 1
+        if self.trials == 8:  # of the second step
+            await kill_actor("engine-1")
+        return await super().run(task, kind=kind, seed=seed, version=version)
+
+
+async def run_on_ray(settings: TrainerConfig, folder: RunFolder) -> list[str]:
+    """To the end; what the user was told, then each engine's version of the weights."""
+    told: list[str] = []
+    control = RunControl()
+    with closing(RunLog(settings, folder)) as log:
+        async with (
+            ray_cluster(settings, folder, control, FakeServer) as cluster,
+            cluster.trainer(()) as trainer,
+            running_services(settings, folder, control, cluster, trainer, told.append) as proxy,
+        ):
+            tasks = [Task(f"task-{number}", {}) for number in range(5)]
+            producer = SyncProducer(
+                LosesAReplica(trainer.score, None),
+                TaskStream([Source("s", tasks)], seed=1),
+                BatchSettings(groups=2, group_size=3),
+                seed=settings.trainer.seed,
+            )
+            await trainer.restore()
+            assert await Fit(settings, trainer, producer, None, log, control).run() == "done"
+            engines = {engine["name"]: engine["url"] for engine in await proxy.engines()}
+            assert sorted(engines) == ["engine-0", "engine-1"]
+            with closing(EngineControl(list(engines.values()))) as served:
+                return told + served.weight_versions()
+
+
+def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    saved = Checkpoints(folder.checkpoints, keep_last=2).latest()
+    assert saved is not None
+    return dict(AutoModelForCausalLM.from_pretrained(saved.path / "model").state_dict())
+
+
+def test_a_run_that_loses_a_replica_ends_as_one_on_this_machine(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    here, there = (RunFolder.create(tmp_path / name) for name in ("here", "there"))
+    warning, *versions = asyncio.run(run_on_ray(config(tiny_model), there))
+    assert warning.startswith("warning: engine-1 ended with the actor of engine-1 is gone")
+    assert versions == [str(STEPS)] * 2
+    with fake_engine() as (_, url):
+        alone = config(tiny_model, cluster={"backend": "local"})
+        alone = alone.model_copy(update={"trainer": alone.trainer.model_copy(update={"ranks": 1})})
+        asyncio.run(run_once(alone, here, url))
+    expected = weights(here)
+    for name, weight in weights(there).items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_a_killed_rank_ends_the_run_with_a_clear_message(tiny_model: Path, tmp_path: Path) -> None:
+    settings, folder = config(tiny_model), RunFolder.create(tmp_path / "a")
+
+    async def lose_a_rank() -> None:
+        control = RunControl()
+        async with (
+            ray_cluster(settings, folder, control, FakeServer) as cluster,
+            cluster.trainer(()) as trainer,
+        ):
+            await trainer.score([1, 2, 3])
+            await kill_actor("rank-1")
+            await control.finish(trainer.score([1, 2, 3]))
+
+    with pytest.raises(TrainerError, match=r"rank 1 of the trainer ended: .* is gone.*resume"):
+        asyncio.run(lose_a_rank())
+
+
+def test_a_cluster_without_room_is_said_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    settings = config(tiny_model, cluster={"engine_cpus": 50, "ready_timeout_s": 1})
+
+    async def connect() -> None:
+        folder = RunFolder.create(tmp_path / "a")
+        async with ray_cluster(settings, folder, RunControl()):
+            pass
+
+    with pytest.raises(ConfigError, match=r"no room for .*'CPU': 50.*the cluster has .*'CPU': 1"):
+        asyncio.run(connect())
+
+
+def test_gpus_are_each_ones_own_or_shared_in_pairs(tiny_model: Path) -> None:
+    own = config(tiny_model, cluster={"engine_gpus": 2})
+    assert [bundle["GPU"] for bundle in bundles(own, has_gpus=True)] == [2, 2, 1, 1]
+    shared = config(tiny_model, cluster={"share_gpus": True})
+    assert [bundle["GPU"] for bundle in bundles(shared, has_gpus=True)] == [1, 1]
+    assert all("GPU" not in bundle for bundle in bundles(shared, has_gpus=False))
