@@ -58,6 +58,8 @@ class LoopSettings(BaseModel):
     (a queue, a sandbox's set-up), its reward and its collection."""
     max_retries: int = Field(1, ge=0)
     """New trials for one that failed on our side."""
+    retry_base_delay_s: float = Field(0.0, ge=0)
+    """Before the first of them, doubled for each further one."""
     sampling: Mapping[str, Any] = Field(default_factory=dict)
     """Pinned over the agent's own in TRAIN sessions. Example: {"temperature": 1.0}"""
     seeded: bool = False
@@ -105,6 +107,7 @@ class RemoteAgentLoop:
             if rollout.status is not RolloutStatus.FAILED or failures == self.settings.max_retries:
                 rollout.metrics = {**rollout.metrics, "failed_attempts": failures}
                 return rollout
+            await asyncio.sleep(self.settings.retry_base_delay_s * 2**failures)
             failures += 1
 
     async def close(self) -> None:

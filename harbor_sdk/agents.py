@@ -15,6 +15,10 @@ _ANTHROPIC_AGENTS = frozenset({"claude-code"})
 _LITELLM_AGENTS = frozenset({"terminus", "terminus-1", "terminus-2"})
 
 
+# SWE-agent ends at once where LiteLLM knows no price and no context of the model; 0: no limit.
+_SWE_AGENT_LIMITS = ("per_instance_cost_limit", "total_cost_limit", "max_input_tokens")
+
+
 def connect(agent: AgentSpec, base_url: str, api_key: str | None) -> AgentSpec:
     """`agent` with `base_url` (which ends in `/v1`) and `api_key` in the way that it reads them.
 
@@ -45,6 +49,8 @@ def connect(agent: AgentSpec, base_url: str, api_key: str | None) -> AgentSpec:
         kwargs.setdefault("api_base", base_url)
         call = {"api_key": key, **(kwargs.get("llm_call_kwargs") or {})}
         kwargs["llm_call_kwargs"] = call
+    if name == "swe-agent":
+        kwargs = {**dict.fromkeys(_SWE_AGENT_LIMITS, 0), **kwargs}
     if model and "/" not in model:
         model = f"{provider}/{model}"
     return agent.model_copy(

@@ -1,18 +1,29 @@
 """A task folder as tar.gz and back.
 
-Invariant: unpacking never writes outside its folder and never more than the bound, whatever the
-archive says (tarfile's `data` filter: no absolute paths, no `..`, no devices, no links outside).
+Invariant: unpacking never writes, and no link ever points, outside its folder, and it takes no more
+disk or memory than its bounds, whatever the archive says. Packing the same files gives the same
+bytes, so that a submission sent again by another process is the same submission.
+
+tarfile's `data` filter (no absolute links, no devices, no set-uid) is not enough: before Python
+3.12.11 a long chain of links leads out of it (CVE-2025-4517). So no member may lie below a link,
+and a link may only go up from its own real folder and then down.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
-from pathlib import Path
+import zlib
+from itertools import dropwhile
+from pathlib import Path, PurePosixPath
 
 from harbor_sdk.errors import AgentRunError
 
 TASK_FILE = "task.toml"
+MAX_MEMBERS = 100_000
+MAX_HEADER_BYTES = 2**20
+"""Of one extended header: tarfile reads it whole."""
 
 
 def pack_task(folder: Path) -> bytes:
@@ -20,7 +31,10 @@ def pack_task(folder: Path) -> bytes:
     if not (folder / TASK_FILE).is_file():
         raise AgentRunError(f"{folder} has no {TASK_FILE}: not a Harbor task", code="invalid")
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as tar:
+    with (
+        gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w") as tar,
+    ):
         tar.add(folder.resolve(), arcname=folder.resolve().name)
     return buffer.getvalue()
 
@@ -28,19 +42,10 @@ def pack_task(folder: Path) -> bytes:
 def unpack_task(archive: Path, target: Path, *, max_bytes: int) -> Path:
     """Unpacks into `target`; returns the folder in it that has a task.toml."""
     try:
-        with tarfile.open(archive, "r:gz") as tar:
-            unpacked_bytes = 0
-            for member in tar:
-                unpacked_bytes += member.size
-                if unpacked_bytes > max_bytes:
-                    raise AgentRunError(
-                        f"task_archive unpacks to more than {max_bytes} bytes: make the task "
-                        "smaller, or raise the server's --max-task-mb",
-                        code="too_large",
-                        status=413,
-                    )
-                tar.extract(member, target, filter="data")
-    except (tarfile.TarError, EOFError, OSError) as error:
+        with gzip.open(archive) as content, tarfile.open(fileobj=_Bounded(content)) as tar:
+            _extract(tar, target, max_bytes)
+            _read_to_the_end(content)
+    except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError) as error:
         raise AgentRunError(
             f"task_archive is not a sound tar.gz: {error}", code="invalid"
         ) from None
@@ -50,3 +55,72 @@ def unpack_task(archive: Path, target: Path, *, max_bytes: int) -> Path:
     raise AgentRunError(
         f"task_archive has no {TASK_FILE}, neither at its top nor one folder below", code="invalid"
     )
+
+
+def _extract(tar: tarfile.TarFile, target: Path, max_bytes: int) -> None:
+    unpacked_bytes = 0
+    for number, member in enumerate(tar, 1):
+        unpacked_bytes += member.size
+        if unpacked_bytes > max_bytes or number > MAX_MEMBERS:
+            raise AgentRunError(
+                f"task_archive unpacks to more than {max_bytes} bytes, or to more than "
+                f"{MAX_MEMBERS} files: make the task smaller, or raise the server's --max-task-mb",
+                code="too_large",
+                status=413,
+            )
+        tar.extract(member, target, filter=_inside)
+
+
+def _read_to_the_end(content: gzip.GzipFile) -> None:
+    """Behind the last member comes padding, and then the checksum of all."""
+    rest = content.read(MAX_HEADER_BYTES)
+    if len(rest) == MAX_HEADER_BYTES or content.read(1):
+        raise ValueError(f"more than {MAX_HEADER_BYTES} bytes follow the last file")
+
+
+def _inside(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
+    """Raises ValueError for what could lead out of `target`."""
+    kept = tarfile.data_filter(member, target)
+    path = PurePosixPath(kept.name)
+    if _goes_through_a_link(path.parent, Path(target)):
+        raise ValueError(f"{member.name!r} lies below a link")
+    if kept.issym():
+        down = [*dropwhile(lambda part: part == "..", PurePosixPath(kept.linkname).parts)]
+        ups = len(PurePosixPath(kept.linkname).parts) - len(down)
+        if ".." in down or ups > len(path.parent.parts):
+            raise ValueError(f"{member.name!r} links to {member.linkname!r}")
+    if kept.islnk() and _goes_through_a_link(PurePosixPath(kept.linkname), Path(target)):
+        raise ValueError(f"{member.name!r} links to {member.linkname!r}, through a link")
+    return kept
+
+
+def _goes_through_a_link(path: PurePosixPath, target: Path) -> bool:
+    if ".." in path.parts:
+        return True
+    steps = [target / part for part in (path, *path.parents) if part.parts]
+    return any(step.is_symlink() for step in steps)
+
+
+class _Bounded(io.RawIOBase):
+    """A file of which no one read takes more than `MAX_HEADER_BYTES`: a header that says it has a
+    gigabyte gets none of it."""
+
+    def __init__(self, file: gzip.GzipFile) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes, the bound is {MAX_HEADER_BYTES}")
+        return self._file.read(size)

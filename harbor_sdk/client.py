@@ -7,6 +7,7 @@ are, and submitting carries an idempotency key that names the run however often 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import secrets
 import socket
@@ -95,7 +96,10 @@ class AgentRunClient:
             data.add_field("metadata", metadata, content_type="application/json")
             if archive is not None:
                 data.add_field(
-                    "task_archive", archive, filename="task.tar.gz", content_type="application/gzip"
+                    "task_archive",
+                    io.BytesIO(archive),
+                    filename="task.tar.gz",
+                    content_type="application/gzip",
                 )
             return data
 

@@ -169,6 +169,8 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         target = Path(target_path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        with await asyncio.to_thread(target.open, "wb") as file:
+            await self._checked(f"cat -- {shlex.quote(source_path)}", stdout=file)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         target = Path(target_dir)

@@ -214,6 +214,7 @@ def loop_settings(config: TrainerConfig, folder: RunFolder) -> LoopSettings:
         timeout_s=agent.timeout_s,
         session_margin_s=max(margin_s, agent.await_reward_s),
         max_retries=agent.max_retries,
+        retry_base_delay_s=agent.retry_base_delay,
         sampling=sampling,
         seeded=rollout.seeded,
         profile=config.proxy_server.profile,

@@ -162,6 +162,8 @@ class RemoteAgentConfig(HarborSettings):
     """An agent's time."""
     max_retries: int = Field(1, ge=0)
     """New trials for one that failed on our side."""
+    retry_base_delay: float = Field(0.0, ge=0)
+    """Seconds before the first of them, doubled for each further one."""
     keep_workspaces: bool = False
     """Keep each trial's working directory; its logs stay in any case."""
 

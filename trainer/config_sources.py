@@ -33,6 +33,7 @@ VERL_NAMES: Mapping[str, str] = {
     "REMOTE_AGENT_IMPORT_PATH": "remote_agent.agent_import_path",
     "REMOTE_AGENT_KWARGS": "remote_agent.agent_kwargs",
     "REMOTE_AGENT_MAX_RETRIES": "remote_agent.max_retries",
+    "REMOTE_AGENT_RETRY_BASE_DELAY": "remote_agent.retry_base_delay",
     "REMOTE_AGENT_TASK_PATH_TEMPLATE": "remote_agent.task_path_template",
     "REMOTE_AGENT_ENVIRONMENT_OVERRIDES": "remote_agent.environment_overrides",
     "REMOTE_AGENT_ENVIRONMENT_KWARGS": "remote_agent.environment_kwargs",

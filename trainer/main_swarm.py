@@ -32,7 +32,7 @@ async def train(run: Run) -> str:
             profile=settings.profile,
             run_dir=str(run.folder.path.absolute()),
         )
-        return SwarmProducer(url, key, hello)
+        return SwarmProducer(url, key, hello, settings.credit)
 
     async with open_fit(run, producer) as fit:
         return await fit.run()

@@ -9,14 +9,17 @@ swarm.end_episode(episode, reward=1.0)
 
 from agent_loop.swarm.client import AsyncSwarmClient
 from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.joint_client import AsyncJointClient, JointClient
 from agent_loop.swarm.sync_client import SwarmClient
 from agent_loop.swarm.wire import Claimed, EngineState, EpisodeState, Status
 
 __all__ = [
+    "AsyncJointClient",
     "AsyncSwarmClient",
     "Claimed",
     "EngineState",
     "EpisodeState",
+    "JointClient",
     "Status",
     "SwarmClient",
     "SwarmError",

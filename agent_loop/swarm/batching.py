@@ -32,8 +32,9 @@ class SwarmSettings(BaseModel):
     group_size: int = Field(8, ge=1)
     left_over: Literal["carry", "drop", "train"] = "carry"
     """Ended episodes that the batch does not hold: kept for the next, dropped and counted, or
-    trained as they are. With `carry` claimed episodes go on while the batch is trained; else they
-    may end until `drain_timeout_s`, and are aborted then."""
+    trained as they are. With `tasks_with_signal` a full group of equal rewards is never in a
+    batch: but for `train` it is dropped and counted. With `carry` claimed episodes go on while the
+    batch is trained; else they may end until `drain_timeout_s`, and are aborted then."""
     drain_timeout_s: float = Field(60.0, ge=0)
     lease_s: float = Field(60.0, gt=0)
     max_life_s: float = Field(3600.0, gt=0)
@@ -68,6 +69,15 @@ def select(
     if settings.left_over == "train":
         return Selection(_with_left(chosen, left), [])
     return Selection(chosen, left)
+
+
+def without_signal(ended: Sequence[EpisodeView], settings: SwarmSettings) -> Sequence[EpisodeView]:
+    """Full groups that `tasks_with_signal` will never take; kept, they would fill every quota."""
+    if settings.stop_rule != "tasks_with_signal" or settings.left_over == "train":
+        return ()
+    groups = _by_task(ended).values()
+    full = [group for group in groups if len(group) >= settings.group_size]
+    return [episode for group in full if len(set(map(_signal, group))) == 1 for episode in group]
 
 
 def groups_ready(ended: Sequence[EpisodeView], settings: SwarmSettings) -> int:
@@ -134,14 +144,19 @@ def _full_groups(ended: Sequence[EpisodeView], settings: SwarmSettings) -> list[
         if len(group) < settings.group_size:
             continue
         if settings.stop_rule == "tasks_with_signal":
-            other = [episode for episode in episodes if episode.reward != group[0].reward]
+            other = [episode for episode in episodes if _signal(episode) != _signal(group[0])]
             if not other:
                 continue
-            if all(episode.reward == group[0].reward for episode in group):
+            if all(_signal(episode) == _signal(group[0]) for episode in group):
                 group[-1] = other[0]
         groups.append(group)
     order = {episode.episode_id: place for place, episode in enumerate(ended)}
     return sorted(groups, key=lambda group: order[group[-1].episode_id])
+
+
+def _signal(episode: EpisodeView) -> tuple[object, ...]:
+    """What must differ within a group for it to teach anything."""
+    return (episode.reward, *sorted(episode.turn_rewards.items()))
 
 
 def _by_task(episodes: Sequence[EpisodeView]) -> Mapping[str, list[EpisodeView]]:

@@ -20,17 +20,20 @@ from typing import Any, Self
 
 import aiohttp
 import orjson
+from pydantic import ValidationError
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.wire import (
     Claim,
     Claimed,
+    Decider,
     End,
     EngineState,
     EpisodeKind,
     EpisodeState,
     EpisodeView,
+    Prepare,
     Status,
 )
 
@@ -132,25 +135,41 @@ class AsyncSwarmClient:
         reward: float,
         task_id: str | None = None,
         reward_parts: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> EpisodeView:
-        """Durable when it returns. `task_id` is needed unless the claim had it.
+        """Durable when it returns. `task_id` is needed unless the claim had it. `turn_rewards`:
+        further rewards of single model calls, by their number from 0.
 
-        Raises `late` when the episode was reclaimed, `conflict` when it ended differently.
+        Raises `late` when the episode was reclaimed, `conflict` when it ended differently, and
+        `invalid` for a number that no answered call has; it may then be ended again.
         """
-        wanted = task_id or episode.task_id
-        if wanted is None:
-            raise SwarmError("end_episode needs task_id: the claim had none", "invalid")
-        end = End(
-            task_id=wanted,
+        end = ending(
+            episode,
             reward=reward,
-            reward_parts=dict(reward_parts or {}),
-            metadata=dict(metadata or {}),
+            task_id=task_id,
+            reward_parts=reward_parts,
+            turn_rewards=turn_rewards,
+            metadata=metadata,
         )
+        return await self.commit_episode(episode, end)
+
+    async def prepare_episode(
+        self, episode: Claimed, end: End, decider: Decider | None
+    ) -> EpisodeView:
+        """All of its end that can fail; it counts once it is committed. See `JointClient`."""
+        wanted = Prepare(end=end, decider=decider).model_dump(mode="json")
+        return EpisodeView.model_validate(await self._of(episode, "prepare", wanted))
+
+    async def commit_episode(self, episode: Claimed, end: End) -> EpisodeView:
         try:
-            return EpisodeView.model_validate(await self._of(episode, "end", end.model_dump()))
-        finally:
-            self._release(episode)
+            body = await self._of(episode, "end", end.model_dump(mode="json"))
+        except SwarmError as error:
+            if error.code != "invalid":  # else it may be ended again
+                self._release(episode)
+            raise
+        self._release(episode)
+        return EpisodeView.model_validate(body)
 
     async def abort_episode(self, episode: Claimed, reason: str = "") -> EpisodeView:
         """Nothing of it is trained. Again is no error."""
@@ -164,6 +183,10 @@ class AsyncSwarmClient:
         view = EpisodeView.model_validate(await self._of(episode, "heartbeat", None))
         return view.state is EpisodeState.CLAIMED
 
+    def holds(self, episode: Claimed) -> bool:
+        """It was neither ended nor aborted here."""
+        return episode.episode_id in self._held
+
     @asynccontextmanager
     async def episode(self, **claim: Any) -> AsyncIterator[Claimed]:
         """A claimed episode; aborted when the block leaves without having ended it."""
@@ -171,7 +194,7 @@ class AsyncSwarmClient:
         try:
             yield claimed
         finally:
-            if claimed.episode_id in self._held:
+            if self.holds(claimed):
                 await self.abort_episode(claimed, "its block was left without an end")
 
     async def get_episode_buffer(self, limit: int = 1000) -> list[EpisodeView]:
@@ -246,7 +269,7 @@ class AsyncSwarmClient:
         raise SwarmError(f"the engine is not up after {timeout_s} s", "state")
 
     async def _beat(self, claimed: Claimed) -> None:
-        """Three heartbeats per lease, to its end."""
+        """Three heartbeats per lease, to its end; an unanswered one does not stop the next."""
         while True:
             await asyncio.sleep(claimed.lease_s / 3)
             with contextlib.suppress(SwarmError):
@@ -256,9 +279,10 @@ class AsyncSwarmClient:
                         f"/v1/episodes/{claimed.episode_id}/heartbeat",
                         None,
                         episode_key=claimed.key,
+                        timeout_s=claimed.lease_s / 3,
                     )
                 )
-                if view.state is not EpisodeState.CLAIMED:
+                if view.state not in (EpisodeState.CLAIMED, EpisodeState.PREPARED):
                     return
 
     def _release(self, episode: Claimed) -> None:
@@ -283,31 +307,72 @@ class AsyncSwarmClient:
         return answer
 
     async def _call(
-        self, method: str, path: str, body: Any = None, *, episode_key: str = ""
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        episode_key: str = "",
+        timeout_s: float = REQUEST_TIMEOUT_S + POLL_S,
     ) -> Any:
         headers = {"X-Episode-Key": episode_key} if episode_key else {}
         data = body if isinstance(body, str | None) else orjson.dumps(body)
         try:
             async with self._session().request(
-                method, self.url.rstrip("/") + path, data=data, headers=headers
+                method,
+                self.url.rstrip("/") + path,
+                data=data,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
             ) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise SwarmError(
                 f"the swarm server {self.url} cannot be reached: {error!r}", "unreachable"
             ) from error
-        answer = orjson.loads(content) if content else {}
-        if response.status >= 400:
-            told = answer["error"]
-            raise SwarmError(told["message"], told["code"])
+        try:
+            answer = orjson.loads(content) if content else {}
+            if response.status >= 400:
+                raise SwarmError(answer["error"]["message"], answer["error"]["code"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            away = response.status in (502, 503, 504)
+            raise SwarmError(
+                f"{method} {self.url}{path}: HTTP {response.status}, not a swarm server's answer: "
+                f"{content[:200].decode(errors='replace')!r}",
+                "unavailable" if away else "protocol",
+            ) from None
         return answer
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-            timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S + POLL_S, sock_connect=10.0)
             connector = aiohttp.TCPConnector(limit=0)
-            self._http = aiohttp.ClientSession(
-                headers=headers, timeout=timeout, connector=connector
-            )
+            self._http = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._http
+
+
+def ending(
+    episode: Claimed,
+    *,
+    reward: float,
+    task_id: str | None = None,
+    reward_parts: Mapping[str, float] | None = None,
+    turn_rewards: Mapping[int, float] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> End:
+    """Raises `invalid`: no task, or a reward that is no number."""
+    wanted = task_id or episode.task_id
+    if wanted is None:
+        raise SwarmError("end_episode needs task_id: the claim had none", "invalid")
+    try:
+        return End(
+            task_id=wanted,
+            reward=reward,
+            reward_parts=dict(reward_parts or {}),
+            turn_rewards=dict(turn_rewards or {}),
+            metadata=dict(metadata or {}),
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SwarmError(f"{where}: {first['msg']}", "invalid") from None

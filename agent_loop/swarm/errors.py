@@ -2,7 +2,7 @@
 
 Codes: `unreachable`, `unauthorized`, `not_found`, `not_yours`, `invalid`, `state` (not in this
 engine state), `late` (the episode was reclaimed), `conflict` (ended before, differently),
-`throttled`, `unavailable` (ask again).
+`throttled`, `unavailable` (ask again), `protocol` (no swarm server answered).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Invariant: off loopback there is a token, or there is no server.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import ipaddress
 import os
 import signal
@@ -58,6 +59,14 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
         )
     state = options.state_dir
     (state / "records").mkdir(parents=True, exist_ok=True)
+    lock = (state / "lock").open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError:
+        lock.close()
+        raise ConfigurationError(
+            f"--state-dir {state}: another swarm server has it; stop it, or give another folder"
+        ) from None
     config = state / "trainer.yaml"
     if options.config is not None:
         config.write_text(options.config.read_text())
@@ -80,6 +89,7 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
         raise ConfigurationError(f"--swarm-server {options.address}: {error.strerror}") from error
     finally:
         await runner.cleanup()
+        lock.close()
 
 
 async def _until_told_to_end() -> None:

@@ -8,8 +8,9 @@
     POST   /v1/agree          {client_id}
     POST   /v1/episodes       claim → 201; 429 throttled, 409 not rolling (after wait_s)
     GET    /v1/episodes       the buffer
-    POST   /v1/episodes/{id}/heartbeat | end | abort     header X-Episode-Key: the claim's key
-    POST   /trainer/hello | next_batch    GET /trainer/records/{id}     the trainer's own key
+    POST   /v1/episodes/{id}/heartbeat | prepare | end | abort     header X-Episode-Key: the claim's
+    GET    /v1/episodes/{id}/outcome   for another swarm's server, which has that key and no token
+    POST   /trainer/hello | next_batch | trained    GET /trainer/records/{id}     the trainer's key
 
 Invariant: every route wants the swarm's token (the trainer's routes the trainer's), an episode's
 routes its claim's key beside it; errors are `{"error": {"code", "message"}}`.
@@ -18,6 +19,7 @@ routes its claim's key beside it; errors are `{"error": {"code", "message"}}`.
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -30,12 +32,16 @@ from pydantic import BaseModel, ValidationError
 
 from agent_loop.swarm.batching import SwarmSettings
 from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.joint import EPISODE_KEY
 from agent_loop.swarm.swarm import Swarm
 from agent_loop.swarm.wire import (
     Agree,
     Claim,
     End,
     EngineState,
+    Outcome,
+    Prepare,
+    Trained,
     TrainerHello,
     TrainerReady,
     Welcome,
@@ -45,7 +51,7 @@ from proxy.client import ProxyClient
 MAX_WAIT_S = 60.0
 KEEP_ALIVE_S = 15.0
 MAX_BODY_BYTES = 4 * 2**20
-EPISODE_KEY = "X-Episode-Key"
+MAX_LISTED = 10_000
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Model = TypeVar("Model", bound=BaseModel)
@@ -93,10 +99,13 @@ class SwarmServer:
                 web.post("/v1/episodes", self._claim),
                 web.get("/v1/episodes", self._episodes),
                 web.post(f"{episode}/heartbeat", self._heartbeat),
+                web.post(f"{episode}/prepare", self._prepare),
+                web.get(f"{episode}/outcome", self._outcome),
                 web.post(f"{episode}/end", self._end),
                 web.post(f"{episode}/abort", self._abort),
                 web.post("/trainer/hello", self._hello),
                 web.post("/trainer/next_batch", self._next_batch),
+                web.post("/trainer/trained", self._trained),
                 web.get("/trainer/records/{episode_id}", self._record),
             ]
         )
@@ -112,23 +121,26 @@ class SwarmServer:
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        trainer = request.path.startswith("/trainer/")
-        wanted = self.trainer_key if trainer else self.token
+        wanted = self.token
+        if request.path.startswith("/trainer/"):
+            wanted = self.trainer_key
+        elif request.method == "GET" and request.path.endswith("/outcome"):
+            wanted = None  # the episode's key is asked for, and tells no more than its state
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
             raise SwarmError("wrong or no token", "unauthorized")
         return await handler(request)
 
     async def _status(self, request: web.Request) -> web.Response:
-        since = request.query.get("since")
-        wait_s = min(MAX_WAIT_S, float(request.query.get("wait_s", 0)))
-        status = await self.swarm.status(since=int(since) if since else None, wait_s=wait_s)
-        return _answer(status)
+        since = int(_number(request, "since", -1)) if "since" in request.query else None
+        wait_s = min(MAX_WAIT_S, max(0.0, _number(request, "wait_s", 0)))
+        return _answer(await self.swarm.status(since=since, wait_s=wait_s))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        last = int(request.headers.get("Last-Event-ID", -1))
+        told = request.headers.get("Last-Event-ID", "")
+        last = int(told) if told.isdigit() else -1
         while True:
             status = await self.swarm.status(since=last, wait_s=KEEP_ALIVE_S)
             if status.change == last:
@@ -175,11 +187,18 @@ class SwarmServer:
         return _answer(await self.swarm.claim(await _body(request, Claim)), status=201)
 
     async def _episodes(self, request: web.Request) -> web.Response:
-        views = self.swarm.buffer(int(request.query.get("limit", 1000)))
+        views = self.swarm.buffer(int(max(0, min(MAX_LISTED, _number(request, "limit", 1000)))))
         return web.json_response({"episodes": [view.model_dump(mode="json") for view in views]})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         return _answer(await self.swarm.heartbeat(*_claimed(request)))
+
+    async def _prepare(self, request: web.Request) -> web.Response:
+        wanted = await _body(request, Prepare)
+        return _answer(await self.swarm.episodes.prepare(*_claimed(request), wanted))
+
+    async def _outcome(self, request: web.Request) -> web.Response:
+        return _answer(Outcome(state=await self.swarm.episodes.outcome(*_claimed(request))))
 
     async def _end(self, request: web.Request) -> web.Response:
         return _answer(await self.swarm.episodes.end(*_claimed(request), await _body(request, End)))
@@ -201,6 +220,10 @@ class SwarmServer:
         ready = await _body(request, TrainerReady)
         batch = await self.swarm.next_batch(ready.version, ready.wait_s)
         return web.Response(status=204) if batch is None else _answer(batch)
+
+    async def _trained(self, request: web.Request) -> web.Response:
+        await self.swarm.trained((await _body(request, Trained)).batch)
+        return web.json_response({})
 
     async def _record(self, request: web.Request) -> web.StreamResponse:
         path = self.swarm.episodes.record_file(Path(request.match_info["episode_id"]).name)
@@ -248,6 +271,17 @@ async def _body(request: web.Request, kind: type[Model]) -> Model:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise SwarmError(f"{where}: {first['msg']}", "invalid") from None
+
+
+def _number(request: web.Request, name: str, default: float) -> float:
+    text = request.query.get(name)
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise SwarmError(f"{name}={text!r}: give a number", "invalid")
+    return value
 
 
 def _claimed(request: web.Request) -> tuple[str, str]:

@@ -1,19 +1,28 @@
 """The swarm: the engine's state, who may claim, and what becomes a batch.
 
-Invariant: a batch is handed over once it is marked on disk, and trained when the trainer asks for
-the next one; where the trainer ends before that, its episodes wait for the next batch again.
+Invariant: a batch is handed over once it is marked on disk, to the trainer that is there now, and
+trained when that one asks for the next or says so; where it ends before that, the batch's episodes
+wait for the next batch again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from agent_loop.swarm.batching import Selection, SwarmSettings, groups_ready, refusal, select
+from agent_loop.swarm.batching import (
+    Selection,
+    SwarmSettings,
+    groups_ready,
+    refusal,
+    select,
+    without_signal,
+)
 from agent_loop.swarm.changes import Changes
 from agent_loop.swarm.episodes import Episodes
 from agent_loop.swarm.errors import SwarmError
@@ -30,6 +39,10 @@ from agent_loop.swarm.wire import (
 
 CLIENT_MEMORY_S = 600.0
 """A client that did nothing for so long is not waited for by `all_clients`."""
+DISK_RETRY_S = 5.0
+"""Until leases are looked at again after the disk refused a write."""
+
+_log = logging.getLogger(__name__)
 
 
 class Swarm:
@@ -44,16 +57,20 @@ class Swarm:
         self._status = Status(state=EngineState.OFFLINE)
         self._drain_until: float | None = None
         self._reaper: asyncio.Task[None] | None = None
+        self._asking: object | None = None
+        """The call that the next batch is for."""
+        self._batching = asyncio.Lock()
 
     async def open(self) -> None:
         """Takes up what is on disk. Claims of the last server are over: their proxy is."""
         claimed = await self._table.in_state(EpisodeState.CLAIMED)
-        for view in claimed:
-            view.state, view.reason = EpisodeState.ABORTED, "the swarm server was restarted"
+        reason = "the swarm server was restarted"
+        await self._table.change(claimed, state=EpisodeState.ABORTED, reason=reason)
         again = await self._table.in_state(EpisodeState.BATCHED)
-        for view in again:  # the trainer never said that it trained on them
-            view.state, view.batch = EpisodeState.ENDED, None
-        await self._table.update([*claimed, *again])
+        # The trainer never said that it trained on them.
+        await self._table.change(again, state=EpisodeState.ENDED, batch=None)
+        for view in await self._table.in_state(EpisodeState.PREPARED):
+            await self.episodes.take_up(view)
         self.episodes.ended = await self._table.in_state(EpisodeState.ENDED)
         self._status.batch = int(await self._table.recall("batch") or 0)
         self.episodes.generation = int(await self._table.recall("generation") or 0)
@@ -63,7 +80,7 @@ class Swarm:
         if self._reaper is not None:
             self._reaper.cancel()
             await asyncio.wait([self._reaper])
-        await self.episodes.abandon("the swarm server ends")
+        await self.episodes.close()
         await self._table.close()
 
     @property
@@ -99,8 +116,8 @@ class Swarm:
 
     def buffer(self, limit: int) -> list[EpisodeView]:
         """Episodes that are open, ended or in the present batch."""
-        live = [*self.episodes.open_views, *self.episodes.ended, *self._batched]
-        return live[:limit]
+        waiting = [*self.episodes.open_views, *self.episodes.prepared_views]
+        return [*waiting, *self.episodes.ended, *self._batched][:limit]
 
     # Clients.
 
@@ -133,32 +150,48 @@ class Swarm:
     # The trainer.
 
     async def next_batch(self, version: int, wait_s: float) -> BatchView | None:
-        """The last batch is trained; the next one, or None after `wait_s`."""
-        if self._batched:
-            await self._mark(self._batched, EpisodeState.TRAINED)
-            self._batched = []
+        """The last batch is trained; the next one, or None after `wait_s`. Raises `state` when the
+        trainer that asked is gone, or asks again."""
+        asking = self._asking = object()
+        await self.trained(self._status.batch)
         self._status.version = version
         if self.state in (EngineState.BOOTING, EngineState.SYNCING):
             self.set_state(EngineState.ROLLING)
         self._changes.notify()
         try:
             async with asyncio.timeout(wait_s):
-                while (selection := self._selection()) is None:
+                while self._selection() is None:
                     await self._changes.wait()
+                    self._still(asking)
         except TimeoutError:
             return None
-        return await self._hand_over(selection)
+        async with self._batching:
+            self._still(asking)
+            selection = self._selection()
+            return await self._hand_over(selection) if selection else None
+
+    async def trained(self, batch: int) -> None:
+        """The trainer's checkpoint, or its weights, have this batch in them."""
+        async with self._batching:
+            if self._batched and batch == self._status.batch:
+                await self._table.change(self._batched, state=EpisodeState.TRAINED)
+                self._remove_records(self._batched)
+                self._batched = []
 
     async def trainer_ended(self, state: EngineState, detail: str) -> None:
         """Its proxy and engine are gone: so are the open episodes. What ended is kept."""
-        await self.episodes.abandon(
-            f"the trainer ended: {detail}" if detail else "the engine was stopped"
-        )
-        for view in self._batched:
-            view.batch = None
-        await self._mark(self._batched, EpisodeState.ENDED)
-        self.episodes.ended = [*self._batched, *self.episodes.ended]
-        self._batched = []
+        self._asking = None
+        async with self._batching:
+            again, self._batched = self._batched, []
+            for view in again:
+                view.state, view.batch = EpisodeState.ENDED, None
+            self.episodes.ended = [*again, *self.episodes.ended]
+        try:
+            await self._table.update(again)
+            why = f"the trainer ended: {detail}" if detail else "the engine was stopped"
+            await self.episodes.abandon(why)
+        except SwarmError as error:  # what is on disk means the same: `open` takes it up so
+            _log.error("the trainer's end is not on disk: %s", error.message)
         self.episodes.connect(None, None)
         self.set_state(state, detail)
 
@@ -167,17 +200,27 @@ class Swarm:
     async def _reap(self) -> None:
         """Reclaims and drains, woken by changes and deadlines."""
         while True:
-            self._drain()
-            if self._drain_until is not None and self._drain_until <= time.time():
-                self._drain_until = None
-                reason = "its batch was full, and it took too long to end"
-                await self.episodes.abandon(reason, kind="train")
-            next_look = await self.episodes.expire()
-            deadlines = [at for at in (next_look, self._drain_until) if at is not None]
-            delay_s = min(deadlines, default=time.time() + 3600) - time.time()
+            try:
+                next_look = await self._look()
+            except SwarmError as error:
+                _log.error("leases are not looked at: %s", error.message)
+                next_look = time.monotonic() + DISK_RETRY_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, delay_s)):
+                async with asyncio.timeout(max(0.0, next_look - time.monotonic())):
                     await self._changes.wait()
+
+    async def _look(self) -> float:
+        """When to look again, by the monotonic clock."""
+        if hopeless := without_signal(self.episodes.ended, self.settings):
+            await self._drop(hopeless, "the rewards of its whole group are equal")
+            self._changes.notify()
+        self._drain()
+        if self._drain_until is not None and self._drain_until <= time.monotonic():
+            self._drain_until = None
+            reason = "its batch was full, and it took too long to end"
+            await self.episodes.abandon(reason, kind="train")
+        deadlines = [await self.episodes.expire(), self._drain_until]
+        return min((at for at in deadlines if at is not None), default=time.monotonic() + 3600)
 
     def _refusal(self, wanted: Claim) -> str | None:
         if self.state is not EngineState.ROLLING or not self.episodes.have_proxy:
@@ -191,7 +234,7 @@ class Swarm:
         return refusal(
             task_id=wanted.task_id,
             source=wanted.source,
-            open_=open_,
+            open_=[*open_, *self.episodes.prepared_views],
             ended=self.episodes.ended,
             settings=self.settings,
         )
@@ -223,45 +266,47 @@ class Swarm:
         """Begins to drain where the batch is full and open episodes are waited for."""
         full = self._status_selection() is not None
         if self.state is EngineState.ROLLING and full and self.settings.left_over != "carry":
-            self._drain_until = time.time() + self.settings.drain_timeout_s
+            self._drain_until = time.monotonic() + self.settings.drain_timeout_s
             self.set_state(EngineState.DRAINING)
 
     async def _hand_over(self, selection: Selection) -> BatchView:
         number = self._status.batch + 1
         batch = [view for group in selection.groups for view in group]
-        for view in batch:
-            view.state, view.batch = EpisodeState.BATCHED, number
-        left = selection.left if self.settings.left_over == "drop" else []
-        for view in left:
-            view.state, view.reason = EpisodeState.DROPPED, f"left over from batch {number}"
-        await self._table.update([*batch, *left])
-        self._remove_records(left)
         await self._table.remember("batch", str(number))
-        gone = {view.episode_id for view in (*batch, *left)}
-        self.episodes.ended = [view for view in self.episodes.ended if view.episode_id not in gone]
+        await self._table.change(batch, state=EpisodeState.BATCHED, batch=number)
+        self._forget(batch)
         self._batched, self._drain_until = batch, None
+        if self.settings.left_over == "drop":
+            await self._drop(selection.left, f"left over from batch {number}")
         self._agreed.clear()
         self._status.batch = number
         self._status.mean_reward = fmean(view.reward or 0.0 for view in batch)
         self.set_state(EngineState.SYNCING)
         return BatchView(number=number, groups=selection.groups)
 
-    async def _mark(self, views: Sequence[EpisodeView], state: EpisodeState) -> None:
-        for view in views:
-            view.state = state
-        await self._table.update(views)
-        if state is EpisodeState.TRAINED:
-            self._remove_records(views)
+    def _still(self, asking: object) -> None:
+        if self._asking is not asking:
+            raise SwarmError("this trainer has ended, or asked again", "state")
+
+    async def _drop(self, views: Sequence[EpisodeView], reason: str) -> None:
+        await self._table.change(views, state=EpisodeState.DROPPED, reason=reason)
+        self._forget(views)
+        self._remove_records(views)
+
+    def _forget(self, views: Sequence[EpisodeView]) -> None:
+        """They do not wait for a batch any more."""
+        gone = {view.episode_id for view in views}
+        self.episodes.ended = [view for view in self.episodes.ended if view.episode_id not in gone]
 
     def _remove_records(self, views: Sequence[EpisodeView]) -> None:
         for view in views:
             self.episodes.record_file(view.episode_id).unlink(missing_ok=True)
 
     def _seen(self, client_id: str) -> None:
-        self._clients[client_id] = time.time()
+        self._clients[client_id] = time.monotonic()
 
     def _present(self) -> frozenset[str]:
-        oldest = time.time() - CLIENT_MEMORY_S
+        oldest = time.monotonic() - CLIENT_MEMORY_S
         self._clients = {client: at for client, at in self._clients.items() if at >= oldest}
         return frozenset(self._clients)
 

@@ -63,6 +63,7 @@ class SwarmClient:
         reward: float,
         task_id: str | None = None,
         reward_parts: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> EpisodeView:
         return self._run(
@@ -71,6 +72,7 @@ class SwarmClient:
                 reward=reward,
                 task_id=task_id,
                 reward_parts=reward_parts,
+                turn_rewards=turn_rewards,
                 metadata=metadata,
             )
         )

@@ -1,19 +1,21 @@
 """The episodes on disk: SQLite, one thread. What was acknowledged is here, whoever is killed.
 
-Invariant: an episode's reward, its recording's file name and its state change in one transaction,
-and a batch's number is on all of its episodes or on none.
+Invariant: an episode's reward and its state change in one transaction, and a batch's number is on
+all of its episodes or on none. A failed write is `unavailable`, and leaves what was.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from agent_loop.swarm.wire import EpisodeState, EpisodeView
+from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.wire import Decider, EpisodeState, EpisodeView
 
 T = TypeVar("T")
 
@@ -27,6 +29,9 @@ CREATE TABLE IF NOT EXISTS episodes (
     view TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state);
+CREATE TABLE IF NOT EXISTS deciders (
+    episode_id TEXT PRIMARY KEY, decider TEXT NOT NULL
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 
@@ -51,6 +56,29 @@ class EpisodeTable:
             for v in views
         ]
         await self._do(lambda db: _update(db, rows))
+
+    async def prepare(self, view: EpisodeView, decider: Decider | None) -> None:
+        """The prepared episode, and whom to ask what becomes of it."""
+        row = (view.state.value, view.model_dump_json(), False, view.episode_id)
+        whom = decider.model_dump_json() if decider else None
+        await self._do(lambda db: _update(db, [row], decider=whom))
+
+    async def decider(self, episode_id: str) -> Decider | None:
+        row = await self._do(
+            lambda db: db.execute(
+                "SELECT decider FROM deciders WHERE episode_id = ?", (episode_id,)
+            ).fetchone()
+        )
+        return None if row is None else Decider.model_validate_json(row[0])
+
+    async def change(self, views: Sequence[EpisodeView], **changes: Any) -> None:
+        """On disk, and only then in `views` themselves."""
+        if not views:
+            return
+        await self.update([view.model_copy(update=changes) for view in views])
+        for view in views:
+            for name, value in changes.items():
+                setattr(view, name, value)
 
     async def get(self, episode_id: str) -> tuple[EpisodeView, bytes] | None:
         """The episode and its key's hash."""
@@ -96,7 +124,10 @@ class EpisodeTable:
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, self._database)
+        try:
+            return await loop.run_in_executor(self._thread, work, self._database)
+        except sqlite3.Error as error:
+            raise SwarmError(f"the swarm's disk: {error}", "unavailable") from error
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -108,8 +139,34 @@ def _open(path: Path) -> sqlite3.Connection:
     return database
 
 
-def _update(database: sqlite3.Connection, rows: Sequence[tuple[str, str, bool, str]]) -> None:
+def _update(
+    database: sqlite3.Connection,
+    rows: Sequence[tuple[str, str, bool, str]],
+    *,
+    decider: str | None = None,
+) -> None:
+    with _transaction(database):
+        _update_rows(database, rows)
+        for *_, episode_id in rows:
+            database.execute("DELETE FROM deciders WHERE episode_id = ?", (episode_id,))
+            if decider is not None:
+                database.execute("INSERT INTO deciders VALUES (?, ?)", (episode_id, decider))
+
+
+@contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """A failed one (disk full) is rolled back: the next one can begin."""
     database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+def _update_rows(database: sqlite3.Connection, rows: Sequence[tuple[str, str, bool, str]]) -> None:
     for state, view, ended, episode_id in rows:
         database.execute(
             "UPDATE episodes SET state = ?1, view = ?2, ended_number = CASE WHEN ?3 AND "
@@ -117,4 +174,3 @@ def _update(database: sqlite3.Connection, rows: Sequence[tuple[str, str, bool, s
             "ELSE ended_number END WHERE episode_id = ?4",
             (state, view, ended, episode_id),
         )
-    database.execute("COMMIT")

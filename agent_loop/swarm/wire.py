@@ -1,7 +1,7 @@
 """What goes between swarm clients, the server and the trainer. Times are Unix seconds.
 
 engine    offline → booting → rolling → (draining →) syncing → rolling …; error from any
-episode   claimed → ended → batched → trained; or aborted, expired, dropped, evaluated
+episode   claimed → (prepared →) ended → batched → trained; or aborted, expired, dropped, evaluated
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 EpisodeKind = Literal["train", "eval"]
 
@@ -29,6 +29,8 @@ class EngineState(StrEnum):
 
 class EpisodeState(StrEnum):
     CLAIMED = "claimed"
+    PREPARED = "prepared"
+    """Its end is on disk, and counts once the episodes that it is one with end too."""
     ENDED = "ended"
     """Rewarded and on disk."""
     BATCHED = "batched"
@@ -84,7 +86,29 @@ class End(_Request):
     """Episodes of one task share a baseline."""
     reward: FiniteFloat
     reward_parts: dict[str, FiniteFloat] = Field(default_factory=dict)
+    turn_rewards: dict[NonNegativeInt, FiniteFloat] = Field(default_factory=dict)
+    """Beside the reward: number of a model call, from 0 → a reward of its own."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class Decider(_Request):
+    """The episode, on another server, that a prepared one ends with."""
+
+    url: str = Field(pattern=r"^https?://", max_length=2000)
+    episode_id: str = Field(min_length=1, max_length=200)
+    key: str = Field(min_length=1, max_length=200)
+    """Its claim's key: allows to ask what became of it."""
+
+
+class Prepare(_Request):
+    """An end that is not to count yet; without `decider` this is the episode that decides."""
+
+    end: End
+    decider: Decider | None = None
+
+
+class Outcome(BaseModel):
+    state: EpisodeState
 
 
 class Agree(_Request):
@@ -102,6 +126,7 @@ class EpisodeView(BaseModel):
     source: str = "default"
     reward: float | None = None
     reward_parts: dict[str, float] = Field(default_factory=dict)
+    turn_rewards: dict[int, float] = Field(default_factory=dict)
     metadata: dict[str, Any] = Field(default_factory=dict)
     reason: str | None = None
     """Why it was aborted, expired or dropped."""
@@ -157,6 +182,12 @@ class TrainerReady(_Request):
 
     version: int
     wait_s: float = Field(30.0, ge=0, le=300)
+
+
+class Trained(_Request):
+    """A checkpoint has this batch in it, and the trainer ends."""
+
+    batch: int
 
 
 class BatchView(BaseModel):

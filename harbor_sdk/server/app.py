@@ -221,7 +221,10 @@ async def _accept(
         environment=wanted.environment.label or "",
         created_at=time.time(),
     )
-    return await runs.submit(Submission(run, wanted, task_dir, key, fingerprint))
+    accepted = await runs.submit(Submission(run, wanted, task_dir, key, fingerprint))
+    if accepted.run_id != run_id and upload is not None:  # the same submission came twice at once
+        await asyncio.to_thread(shutil.rmtree, config.state_dir / "tasks" / run_id)
+    return accepted
 
 
 def _with_defaults(wanted: AgentRunRequest, config: ServerConfig) -> AgentRunRequest:

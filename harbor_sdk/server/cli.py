@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import IO
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -37,10 +39,32 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValidationError, ValueError) as error:
         print(f"harbor-server: {error}", file=sys.stderr)
         return 2
+    lock = locked(config.state_dir)
+    if lock is None:
+        print(
+            f"harbor-server: another one has {config.state_dir}: stop it, or give another "
+            "--state-dir",
+            file=sys.stderr,
+        )
+        return 2
     _log_to_stderr()
     # Harbor would send usage statistics of every trial.
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
-    return asyncio.run(_serve(config, build_app(config, run_trial)))
+    with lock:
+        return asyncio.run(_serve(config, build_app(config, run_trial)))
+
+
+def locked(state_dir: Path) -> IO[bytes] | None:
+    """Held while the file is open, and by one process only: a second server would run what waits
+    again, and call lost what runs. None: another one has it."""
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = (state_dir / "lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
 
 
 async def _serve(config: ServerConfig, app: web.Application) -> int:

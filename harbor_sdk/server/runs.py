@@ -70,7 +70,9 @@ class Runs:
         return len(self._live) - self.queued
 
     async def open(self) -> None:
-        """Takes up what the last server left: queued runs wait again, running ones are lost."""
+        """Takes up what the last server left: queued runs wait again, running ones are lost. Files
+        of submissions that it had not accepted are removed."""
+        await asyncio.to_thread(self._remove_orphans, await self._table.run_ids())
         for submission in await self._table.unfinished():
             run = submission.run
             self._live[run.run_id] = run
@@ -235,6 +237,14 @@ class Runs:
 
     def _change(self, run_id: str) -> asyncio.Event:
         return self._changed.setdefault(run_id, asyncio.Event())
+
+    def _remove_orphans(self, known: set[str]) -> None:
+        for folder in ("uploads", "tasks"):
+            for path in (self._config.state_dir / folder).iterdir():
+                if folder == "uploads":
+                    path.unlink()
+                elif path.name not in known:
+                    shutil.rmtree(path)
 
     async def _remove_old_runs(self) -> None:
         while True:

@@ -133,8 +133,7 @@ class RunTable:
         """In the order of their submission."""
         rows = await self._do(
             lambda db: db.execute(
-                "SELECT run, request, task_dir FROM runs WHERE status IN (?, ?) "
-                "ORDER BY created_at",
+                "SELECT run, request, task_dir FROM runs WHERE status IN (?, ?) ORDER BY rowid",
                 (RunStatus.QUEUED.value, RunStatus.RUNNING.value),
             ).fetchall()
         )
@@ -146,6 +145,10 @@ class RunTable:
             )
             for run, request, task_dir in rows
         ]
+
+    async def run_ids(self) -> set[str]:
+        rows = await self._do(lambda db: db.execute("SELECT run_id FROM runs").fetchall())
+        return {row[0] for row in rows}
 
     async def remove_finished_before(self, time: float) -> list[str]:
         """Returns the ids of the runs whose folders are to be removed."""

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,93 @@ def test_a_bomb_is_refused_at_the_bound(tmp_path: Path) -> None:
     with pytest.raises(AgentRunError, match="more than 1000 bytes") as caught:
         unpack_task(archive, tmp_path / "out", max_bytes=1000)
     assert caught.value.code == "too_large"
+
+
+def test_the_same_files_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = write_task(tmp_path, "one")
+    first = pack_task(task)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert pack_task(task) == first
+
+
+def _links(path: Path, *members: tuple[str, str, bytes]) -> Path:
+    """`(name, link's goal or "", type)`, in that order, and a task.toml."""
+    with tarfile.open(path, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("task.toml"))
+        for name, goal, kind in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, goal
+            tar.addfile(member)
+    return path
+
+
+FILE, LINK, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("up", "..", LINK)],
+        [("a", ".", LINK), ("d/b", "../a/../x", LINK)],  # inside by its letters, outside in truth
+        [("a", "d", LINK), ("a/file", "", FILE)],
+        [("a", "task.toml", LINK), ("b", "a", HARD)],
+        [("b", "../task.toml", HARD)],
+        [("p", "", tarfile.FIFOTYPE)],
+        [("n", "", tarfile.CHRTYPE)],
+    ],
+)
+def test_what_could_lead_out_is_refused(
+    tmp_path: Path, members: list[tuple[str, str, bytes]]
+) -> None:
+    archive = _links(tmp_path / "a.tar.gz", *members)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AgentRunError, match="sound"):
+        unpack_task(archive, tmp_path / "out", max_bytes=1000)
+
+
+def test_links_inside_come_along(tmp_path: Path) -> None:
+    archive = _links(tmp_path / "a.tar.gz", ("d/b", "../task.toml", LINK), ("c", "d/b", LINK))
+    (tmp_path / "out").mkdir()
+    unpack_task(archive, tmp_path / "out", max_bytes=1000)
+    assert (tmp_path / "out/c").resolve() == (tmp_path / "out/task.toml").resolve()
+
+
+def test_a_header_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+    """Its gzip has a megabyte: what is checked is that no gigabyte is taken to find that out."""
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, 2**30
+    archive = tmp_path / "a.tar.gz"
+    with gzip.open(archive, "wb", 1) as file:
+        file.write(header.tobuf())
+        for _ in range(64):
+            file.write(bytes(2**20))
+    (tmp_path / "out").mkdir()
+    tracemalloc.start()
+    try:
+        with pytest.raises(AgentRunError, match="sound"):
+            unpack_task(archive, tmp_path / "out", max_bytes=2**40)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harbor_sdk.archive.MAX_MEMBERS", 10)
+    archive = _links(tmp_path / "a.tar.gz", *((f"f{n}", "", FILE) for n in range(20)))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AgentRunError, match="more than 10 files"):
+        unpack_task(archive, tmp_path / "out", max_bytes=1000)
+
+
+def test_a_torn_archive_is_refused(tmp_path: Path) -> None:
+    whole = pack_task(write_task(tmp_path / "in", "one"))
+    archive = tmp_path / "a.tar.gz"
+    for end in (10, len(whole) // 2, len(whole) - 9):
+        archive.write_bytes(whole[:end])
+        out = tmp_path / f"out{end}"
+        out.mkdir()
+        with pytest.raises(AgentRunError, match="sound"):
+            unpack_task(archive, out, max_bytes=10**6)
 
 
 def test_not_an_archive_and_not_a_task(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from harbor_sdk import (
     EnvironmentSpec,
     RunStatus,
 )
+from harbor_sdk.server.cli import locked
 from harbor_sdk.server.config import ServerConfig
 from tests.harbor_sdk.harbor_tasks import write_task
 from tests.harbor_sdk.scripted_server import ScriptedTrials, serving
@@ -317,3 +318,67 @@ async def test_a_server_that_is_not_there_is_named(unused_tcp_port: int) -> None
         with pytest.raises(AgentRunError, match=f"{unused_tcp_port} cannot be reached") as caught:
             await client._json("GET", "/health")
     assert caught.value.code == "unreachable"
+
+
+async def test_files_of_submissions_that_a_killed_server_did_not_accept_are_removed(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    async with serving(tmp_path, trials) as url, AgentRunClient(url) as client:
+        task = write_task(tmp_path, "one")
+        run = await client.submit(AgentRunRequest(agent=AgentSpec(name="oracle")), task=task)
+        await client.wait(run.run_id, timeout_s=5)
+    state = tmp_path / "state"
+    (state / "uploads/run-half").write_bytes(b"half an archive")
+    (state / "tasks/run-unknown").mkdir()
+    async with serving(tmp_path, trials):
+        assert list((state / "uploads").iterdir()) == []
+        assert [path.name for path in (state / "tasks").iterdir()] == [run.run_id]
+
+
+async def test_the_same_submission_twice_at_once_leaves_one_task(
+    client: AgentRunClient, tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    task = write_task(tmp_path / "in", "one")
+    request = AgentRunRequest(agent=AgentSpec(name="oracle"))
+    runs = await asyncio.gather(
+        *(client.submit(request, task=task, idempotency_key="same") for _ in range(4))
+    )
+    assert len({run.run_id for run in runs}) == len(trials.started) == 1
+    assert [path.name for path in (tmp_path / "state/tasks").iterdir()] == [runs[0].run_id]
+
+
+async def test_the_same_key_with_another_archive_is_refused(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
+    request = AgentRunRequest(agent=AgentSpec(name="oracle"))
+    one, two = (write_task(tmp_path / "in", name) for name in ("one", "two"))
+    run = await client.submit(request, task=one, idempotency_key="k")
+    with pytest.raises(AgentRunError) as caught:
+        await client.submit(request, task=two, idempotency_key="k")
+    assert caught.value.code == "conflict"
+    assert run.run_id in caught.value.message
+
+
+async def test_an_archive_past_the_bound_is_refused_and_leaves_nothing(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    async with (
+        serving(tmp_path, trials, max_archive_mb=1) as url,
+        AgentRunClient(url) as client,
+    ):
+        with pytest.raises(AgentRunError) as caught:
+            await client.submit(wanted(task_name=None), task=bytes(3 * 2**20))
+    assert caught.value.code == "too_large"
+    assert trials.started == []
+    assert not list((tmp_path / "state/uploads").iterdir())
+    assert not list((tmp_path / "state/tasks").iterdir())
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = locked(tmp_path)
+    assert first is not None
+    assert locked(tmp_path) is None
+    first.close()
+    second = locked(tmp_path)
+    assert second is not None
+    second.close()

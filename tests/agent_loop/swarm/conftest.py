@@ -112,16 +112,19 @@ StartSwarm = Callable[..., Awaitable[RunningSwarm]]
 
 @pytest.fixture
 async def start_swarm(proxy: RunningProxy, tmp_path: Path) -> AsyncIterator[StartSwarm]:  # noqa: F811
-    """`start_swarm(**settings)`: rolling; again in the same test: the next server of that disk."""
+    """`start_swarm(**settings)`: rolling; again in the same test: the next server of that disk, or,
+    with another `name`, of another."""
     async with AsyncExitStack() as stack:
 
-        async def start(*, rolling: bool = True, **settings: Any) -> RunningSwarm:
-            records = tmp_path / "records"
+        async def start(
+            *, rolling: bool = True, name: str = "swarm", **settings: Any
+        ) -> RunningSwarm:
+            records = tmp_path / f"{name}-records"
             records.mkdir(exist_ok=True)
-            table = EpisodeTable(tmp_path / "swarm.sqlite")
+            table = EpisodeTable(tmp_path / f"{name}.sqlite")
             swarm = Swarm(SwarmSettings.model_validate(settings), table, records)
             trainer = ScriptedTrainer(swarm, proxy.url)
-            server = SwarmServer(swarm, trainer, TOKEN, tmp_path / "trainer.yaml")
+            server = SwarmServer(swarm, trainer, TOKEN, tmp_path / f"{name}.yaml")
             http_server = TestServer(server.build_app())
             await http_server.start_server()
             stack.push_async_callback(http_server.close)

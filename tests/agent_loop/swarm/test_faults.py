@@ -1,0 +1,188 @@
+"""What must not be lost or done twice: ends at once, a dead trainer's call, full disks, clocks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from agent_loop.swarm import EngineState, SwarmError
+from agent_loop.swarm.client import AsyncSwarmClient
+from agent_loop.swarm.producer import SwarmProducer
+from agent_loop.swarm.table import EpisodeTable
+from agent_loop.swarm.wire import TrainerHello
+from tests.agent_loop.swarm.conftest import ADMIN_KEY, TOKEN, RunningSwarm, StartSwarm
+
+ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
+
+
+def producer_of(swarm: RunningSwarm) -> SwarmProducer:
+    hello = TrainerHello(proxy_url=swarm.trainer.proxy_url, proxy_admin_key=ADMIN_KEY, sampling={})
+    return SwarmProducer(swarm.url, swarm.trainer.key, hello)
+
+
+async def test_of_two_ends_at_once_one_counts(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    assert await swarm.call(episode) == 200
+    async with AsyncSwarmClient(swarm.url, TOKEN) as other:
+        both = await asyncio.gather(
+            swarm.client.end_episode(episode, reward=1.0),
+            other.end_episode(episode, reward=0.0),
+            return_exceptions=True,
+        )
+    refused = [one for one in both if isinstance(one, SwarmError)]
+    assert [error.code for error in refused] == ["conflict"]
+    assert len(swarm.swarm.episodes.ended) == 1
+
+
+async def test_an_end_and_an_abort_at_once_are_one_of_them(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(groups=8)
+    for _ in range(8):
+        episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+        assert await swarm.call(episode) == 200
+        ended, aborted = await asyncio.gather(
+            swarm.client.end_episode(episode, reward=1.0),
+            swarm.client.abort_episode(episode),
+            return_exceptions=True,
+        )
+        late = isinstance(ended, SwarmError) and ended.code == "late"
+        assert not isinstance(aborted, BaseException)
+        assert aborted.state.value == ("aborted" if late else "ended")
+
+
+async def test_turns_have_rewards_of_their_own(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(**ONE)
+    for turn_rewards in ({}, {1: 0.5}):
+        episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+        assert await swarm.call(episode) == 200
+        assert await swarm.call(episode) == 200
+        with pytest.raises(SwarmError, match=r"calls \[2\]: answered are the calls \[0, 1\]"):
+            await swarm.client.end_episode(episode, reward=1.0, turn_rewards={2: 1.0})
+        await swarm.client.end_episode(episode, reward=1.0, turn_rewards=turn_rewards)
+    producer = producer_of(swarm)
+
+    (group,) = await producer.next_batch(0)
+
+    await producer.close()
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+    assert [dict(rollout.turn_returns) for rollout in group.rollouts] == [
+        {0: 1.0, 1: 1.0},
+        {0: 1.0, 1: 1.5},
+    ]
+
+
+async def test_a_dead_trainers_call_takes_no_batch(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(**ONE)
+    stale = asyncio.create_task(swarm.swarm.next_batch(0, wait_s=60))
+    await asyncio.sleep(0)
+    await swarm.swarm.trainer_ended(EngineState.ERROR, "killed")
+    await swarm.client.start_engine(timeout_s=5)
+    with pytest.raises(SwarmError, match="this trainer has ended"):
+        await stale
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    batch = await swarm.trainer.next_batch()
+    assert batch is not None
+    assert (await swarm.client.status()).counts == {"batched": 2}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+async def test_a_batch_is_trained_if_the_last_checkpoint_has_it(
+    start_swarm: StartSwarm, saved: bool
+) -> None:
+    swarm = await start_swarm(**ONE)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    producer = producer_of(swarm)
+    before = producer.state()
+    await producer.next_batch(0)
+    producer.acknowledge(producer.state() if saved else before)
+
+    await producer.close()
+    await swarm.client.stop_engine()
+
+    counts = (await swarm.client.status()).counts
+    assert counts == ({"trained": 2} if saved else {"ended": 2})
+
+
+async def test_full_groups_of_equal_rewards_block_nobody(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(**ONE, stop_rule="tasks_with_signal", mix={"x": 1.0})
+    for task in ("a", "b", "c"):
+        await swarm.play(task, 0.0, source="x")
+        await swarm.play(task, 0.0, source="x")
+    await swarm.play("d", 0.0, source="x")
+    await swarm.play("d", 1.0, source="x")
+    batch = await swarm.trainer.next_batch()
+    assert batch is not None
+    assert {episode.task_id for group in batch.groups for episode in group} == {"d"}
+    assert (await swarm.client.status()).counts == {"batched": 2, "dropped": 6}
+
+
+async def test_an_engine_that_is_off_refuses_at_once(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(rolling=False)
+    async with asyncio.timeout(10):
+        with pytest.raises(SwarmError, match="offline"):
+            await swarm.client.begin_episode()
+
+
+async def test_a_clock_that_jumps_reclaims_nothing(
+    start_swarm: StartSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    now = time.time()
+    for jump_s in (1e7, -1e7):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now + jump_s)
+        await swarm.swarm.episodes.expire()
+        assert await swarm.client.can_continue_episode(episode)
+
+
+async def test_a_full_disk_refuses_an_end_and_takes_it_later(
+    start_swarm: StartSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = await start_swarm(groups=8)
+    episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    assert await swarm.call(episode) == 200
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("agent_loop.swarm.episodes.write_durably", full)
+        with pytest.raises(SwarmError, match="No space left") as caught:
+            await swarm.client.end_episode(episode, reward=1.0)
+        assert caught.value.code == "unavailable"
+        assert swarm.swarm.episodes.ended == []
+
+    async def no_write(*_: object) -> None:
+        raise SwarmError("the swarm's disk: full", "unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EpisodeTable, "update", no_write)
+        with pytest.raises(SwarmError, match="disk"):
+            await swarm.client.end_episode(episode, reward=1.0)
+        assert swarm.swarm.episodes.ended == []
+    assert (await swarm.client.end_episode(episode, reward=1.0)).state.value == "ended"
+
+
+@pytest.mark.parametrize(
+    "path", ["status?since=x", "status?wait_s=nan", "episodes?limit=many", "status?wait_s=inf"]
+)
+async def test_a_parameter_that_is_no_number_is_named(start_swarm: StartSwarm, path: str) -> None:
+    swarm = await start_swarm(rolling=False)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with swarm.http.get(f"{swarm.url}/v1/{path}", headers=headers) as response:
+        body = await response.json()
+    assert response.status == 400
+    assert path.split("?")[1].split("=")[0] in body["error"]["message"]
+
+
+async def test_an_answer_that_is_not_a_swarm_servers_is_told(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(rolling=False)
+    async with AsyncSwarmClient(swarm.trainer.proxy_url, TOKEN, patience_s=0.1) as lost:
+        with pytest.raises(SwarmError) as caught:
+            await lost.status()
+    assert caught.value.code in ("protocol", "not_found")
