@@ -28,7 +28,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python python3.12; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train bench-algorithms bench-scale clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train bench-algorithms bench-scale fuzz clean
 
 setup: $(VENV)/.ready
 
@@ -149,6 +149,13 @@ bench-proxy: setup
 # Every algorithm learns the quickstart, one run after the other.
 bench-algorithms: starter
 	$(BIN)/python -m benchmarks.algorithms $(ARGS)
+
+# Coverage-guided bytes through the dialects' parsers, for SECONDS.
+SECONDS ?= 60
+fuzz: setup
+	$(BIN)/uv pip install -q --python $(BIN)/python atheris==3.0.0
+	mkdir -p .cache/fuzz
+	$(BIN)/python -m tests.proxy.wire.fuzz -max_total_time=$(SECONDS) .cache/fuzz
 
 bench-train: reference
 	$(BIN)/python -m benchmarks.train $(ARGS)

@@ -228,25 +228,45 @@ class Calls:
         begun: list[tuple[Turn, Sampling | None]] = []
         conflicts = 0
         while len(begun) < call.n:
-            if begun:
-                placement = live.tree.sibling(live.tree.nodes[begun[0][0].index])
-            else:
-                placement = await self._place(live, call, keys, request_key)
-            sampling = resolve(
-                live.session,
-                call.options,
-                prompt_tokens=placement.shared_tokens + len(placement.prompt_ids),
-                context_tokens=self._room(),
-                stop_token_ids=self._rendering.stop_token_ids,
-                sibling=len(begun),
-            )
-            turn = _intended(live, caller, request_key, placement, sampling)
-            if await self._record_intent(live, turn):
-                live.tree.nodes[turn.index].streamed = call.stream
-                begun.append((turn, sampling))
+            # One at a time in a session: who conflicts with another proxy reads the tree anew, and
+            # no turn may hang on one that was to have the index which the other took.
+            async with live.placing:
+                first = begun[0][0] if begun else None
+                turn = await self._intend(live, call, caller, keys, request_key, first, len(begun))
+            if turn is not None:
+                begun.append(turn)
             elif (conflicts := conflicts + 1) > MAX_CONFLICTS:
                 raise StoreError("other proxies keep writing to this session; try again")
         return begun
+
+    async def _intend(
+        self,
+        live: LiveSession,
+        call: Call,
+        caller: Caller,
+        keys: list[bytes],
+        request_key: bytes,
+        first: Turn | None,
+        sibling: int,
+    ) -> tuple[Turn, Sampling] | None:
+        """One turn, its intent on disk; None when another proxy was faster."""
+        if first is not None:
+            placement = live.tree.sibling(live.tree.nodes[first.index])
+        else:
+            placement = await self._place(live, call, keys, request_key)
+        sampling = resolve(
+            live.session,
+            call.options,
+            prompt_tokens=placement.shared_tokens + len(placement.prompt_ids),
+            context_tokens=self._room(),
+            stop_token_ids=self._rendering.stop_token_ids,
+            sibling=sibling,
+        )
+        turn = _intended(live, caller, request_key, placement, sampling)
+        if not await self._record_intent(live, turn):
+            return None
+        live.tree.nodes[turn.index].streamed = call.stream
+        return turn, sampling
 
     def _opening(self, call: Call) -> Ids:
         forced = call.options.forced

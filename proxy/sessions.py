@@ -25,7 +25,7 @@ import shortuuid
 from proxy.config import SessionsConfig
 from proxy.errors import RequestError, SessionError, StoreError
 from proxy.profiles import AgentProfile, Profiles
-from proxy.records import Session, SessionKind, SessionStatus
+from proxy.records import Session, SessionKind, SessionStatus, TurnStatus
 from proxy.store.protocol import Store
 from proxy.token_tree import TokenTree
 
@@ -61,6 +61,8 @@ class LiveSession:
     """Answered turns whose answer did not reach the agent, by request key."""
     replayed: set[int] = field(default_factory=set)
     """Recorded answers that were given again: not a second time."""
+    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a turn is placed and its intent recorded."""
     in_flight: int = 0
     refusals: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -155,7 +157,10 @@ class Sessions:
 
     async def reload(self, live: LiveSession) -> None:
         """Reads the tree again: another proxy wrote to the session, or our write failed."""
-        turns = await self._store.get_turns(live.session.session_id)
+        stale = True
+        while stale:
+            turns = await self._store.get_turns(live.session.session_id)
+            stale = any(turn.status is TurnStatus.OPEN and live.tree.knows(turn) for turn in turns)
         live.tree = TokenTree(turns, follows=live.profile.follows)
         live.loaded_turns = len(turns)
 

@@ -122,8 +122,16 @@ class TokenTree:
         if turn.parent is not None:
             self.nodes[turn.parent].children += 1
 
+    def knows(self, turn: Turn) -> bool:
+        """Whether this very turn was committed here."""
+        node = self.nodes[turn.index] if turn.index < len(self.nodes) else None
+        if node is None or node.request_key != turn.request_key:
+            return False
+        return node.status is not TurnStatus.OPEN
+
     def commit(self, turn: Turn) -> None:
         node = self.nodes[turn.index]
+        self.sampled_tokens -= len(node.sampled_ids)  # of a tree that was read when it was stored
         node.status = turn.status
         node.sampled_ids = turn.sampled_ids
         node.answer_key = turn.answer_key
