@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from proxy.errors import EngineError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
 from proxy.records import FinishReason, Ids, Turn, TurnStatus, VersionSpan
-from proxy.rendering.prefix_stream import WHOLE_ONLY, PrefixParser
+from proxy.rendering.deltas import Delta, TextDelta
+from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
 from proxy.rendering.stream import AnswerParser, Markers
 from proxy.routing import Router
@@ -41,8 +42,6 @@ class Answering:
     prompt: Ids
     answered_from: bytes
     """The key that the answer's is chained to: the conversation's, without what was forced."""
-    opening: list[int]
-    """A forced call's beginning, the prompt's last tokens."""
     rendering: Rendering
     markers: Markers | None
     router: Router
@@ -52,10 +51,13 @@ class Answering:
     _logprobs: list[float] = field(default_factory=list)
     _tokens: list[SampledToken] = field(default_factory=list)
     _versions: tuple[VersionSpan, ...] = ()
+    _hidden_chars: int = 0
+    """Of the text to come: what the agent had begun it with itself."""
 
     async def run(self) -> Outcome:
         """Raises EngineError when it could not be sampled to its end: the turn is then CUT."""
         parser = self._parser()
+        self._hidden_chars = self._begun_chars
         begun = time.perf_counter()
         try:
             finish = await self._sample(parser, begun)
@@ -66,10 +68,11 @@ class Answering:
         if finish is FinishReason.STOP and message.tool_calls:
             finish = FinishReason.TOOL_CALLS
         await self._record(message, finish, begun)
+        rest = self._visible(rest)
         if rest:
             self.running.push(Piece(self.choice, rest))
         return Outcome(
-            message=message,
+            message=self._said(message),
             finish_reason=finish,
             prompt_tokens=self.turn.prompt_tokens,
             cached_tokens=self.turn.shared_tokens,
@@ -87,7 +90,7 @@ class Answering:
             self.sampling,
             request_id=f"{self.turn.session_id}#{self.turn.index}",
             session_id=self.turn.session_id,
-            stream=self.call.stream or bool(self.sampling.stop),
+            stream=self._streamed,
         )
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -99,7 +102,7 @@ class Answering:
                 if chunk.finish_reason is not None:
                     self._versions = chunk.versions
                     return chunk.finish_reason
-                if parser.stop_string is not None:
+                if parser.ended:
                     return FinishReason.STOP
         raise EngineError("the engine ended without a finish reason", status=502)
 
@@ -114,7 +117,7 @@ class Answering:
         self._logprobs += chunk.logprobs
         tokens = self._shown(chunk) if self.call.options.logprobs else []
         self._tokens += tokens
-        deltas = parser.feed(chunk.ids)
+        deltas = self._visible(parser.feed(chunk.ids))
         if deltas or tokens:
             self.running.push(Piece(self.choice, deltas, tokens))
 
@@ -128,7 +131,7 @@ class Answering:
         turn.status = TurnStatus.CUT if cut else TurnStatus.DONE
         turn.duration_s = time.perf_counter() - begun
         if size:
-            turn.answer = dump_answer(message)
+            turn.answer = dump_answer(self._said(message))
             turn.answer_key = self._answer_key(message)
         await self.store.commit_turn(turn)
         self.live.tree.commit(turn)
@@ -137,20 +140,49 @@ class Answering:
 
     def _parser(self) -> AnswerParser | PrefixParser:
         """Whole answers are read at their end; streams as their family allows."""
-        streamed = self.call.stream or bool(self.sampling.stop)
+        streamed, opening = self._streamed, self.call.opening.tolist()
         plain = self.call.conversation.raw is not None
-        before = self.prompt[-CONTEXT_TOKENS - len(self.opening) : -len(self.opening) or None]
+        before = self.prompt[-CONTEXT_TOKENS - len(opening) : -len(opening) or None]
         common: dict[str, Any] = {
             "stop": self.sampling.stop,
             "calls": self.call.options.tool_calls,
-            "opening": self.opening,
+            "one_call": not self.call.options.parallel_calls,
+            "opening": opening,
         }
         tools = self.call.conversation.tools
-        by_prefix = self.markers is None and self.rendering.name not in WHOLE_ONLY
-        if streamed and not plain and by_prefix:
+        if streamed and not plain and self.markers is None:
             return PrefixParser(self.rendering, before, tools, **common)
         markers = self.markers if streamed else None
         return AnswerParser(self.rendering, before, tools, markers=markers, plain=plain, **common)
+
+    @property
+    def _streamed(self) -> bool:
+        """Whether the answer is read as it comes: somebody watches, or it may end before the
+        engine does."""
+        options = self.call.options
+        return self.call.stream or bool(self.sampling.stop) or not options.parallel_calls
+
+    @property
+    def _begun_chars(self) -> int:
+        return len((self.call.conversation.prefill or "").lstrip())
+
+    def _said(self, message: Message) -> Message:
+        """What the agent is told of the message; what it began itself is left out."""
+        begun = self._begun_chars
+        return replace(message, text=message.text[begun:]) if begun else message
+
+    def _visible(self, deltas: list[Delta]) -> list[Delta]:
+        """Without the text that the agent had begun the answer with."""
+        out: list[Delta] = []
+        for delta in deltas:
+            if self._hidden_chars and isinstance(delta, TextDelta):
+                text, size = delta.text, min(self._hidden_chars, len(delta.text))
+                self._hidden_chars -= size
+                if size == len(text):
+                    continue
+                delta = TextDelta(text[size:])
+            out.append(delta)
+        return out
 
     def _answer_key(self, message: Message) -> bytes:
         raw = self.call.conversation.raw

@@ -7,6 +7,7 @@ configuration. Invariant: what it opens it closes, in reverse order, when the ap
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -17,6 +18,7 @@ from proxy.data_plane import DataPlane
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Engine
 from proxy.engines.sglang import SglangEngine
+from proxy.engines.text import TextEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError
 from proxy.metrics import Metrics
@@ -25,7 +27,7 @@ from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import PATH as RELAY_PATH
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.tokenizer import load_tokenizer
+from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.routing import Router
 from proxy.sessions import Sessions
 from proxy.siblings import Siblings
@@ -72,12 +74,13 @@ def build_app(
     return app
 
 
-def make_engine(config: EngineConfig) -> Engine:
+def make_engine(config: EngineConfig, tokenizer: Tokenizer) -> Engine:
     """A client of the replica; nothing is connected yet."""
     kinds: dict[str, Callable[..., Engine]] = {
         "vllm": VllmEngine,
         "completions": CompletionsEngine,
         "sglang": SglangEngine,
+        "text": partial(TextEngine, tokenizer=tokenizer),
     }
     key = config.api_key.get_secret_value() if config.api_key else None
     return kinds[config.kind](config.url, name=config.name, api_key=key, model=config.model)
@@ -93,7 +96,8 @@ def _parts(
 ) -> Callable[[web.Application], AsyncGenerator[None, None]]:
     async def run(app: web.Application) -> AsyncGenerator[None, None]:
         store = given_store or await open_store(config.store, durability=config.durability)
-        replicas = [make_engine(e) for e in config.engines] if engines is None else list(engines)
+        make = partial(make_engine, tokenizer=rendering.tokenizer)
+        replicas = [make(e) for e in config.engines] if engines is None else list(engines)
         router = Router(replicas, version=config.policy_version)
         await router.start()
         sessions, metrics = Sessions(store, config.sessions, Profiles(config.profiles)), Metrics()
@@ -109,9 +113,7 @@ def _parts(
         if config.relay.token is not None:
             app[RELAY] = _open_relay(config, router)
         app[DATA_PLANE] = DataPlane(config, sessions, calls, rendering, dialects, metrics)
-        app[CONTROL_PLANE] = ControlPlane(
-            config, sessions, store, router, metrics, make_engine, siblings
-        )
+        app[CONTROL_PLANE] = ControlPlane(config, sessions, store, router, metrics, make, siblings)
         yield
         await router.close()
         if given_store is None:

@@ -21,8 +21,8 @@ from proxy.conversation import (
     Conversation,
     continued,
     conversation_keys,
-    forced_key,
     load_answer,
+    opened_key,
     raw_key,
 )
 from proxy.engines.protocol import Sampling
@@ -30,7 +30,7 @@ from proxy.errors import EngineError, RequestError, SessionError, StoreError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
 from proxy.records import EMPTY_IDS, FinishReason, Ids, Turn, TurnStatus
-from proxy.rendering.deltas import ReasoningDelta, TextDelta, ToolCallDelta
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, tell_calls
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stream import find_markers
 from proxy.routing import Router
@@ -84,6 +84,7 @@ class Calls:
 
         Raises RequestError, SessionError or StoreError, and then nothing was sampled.
         """
+        call.opening = self._opening(call)
         keys, request_key = await self._keys(live, call)
         running = live.calls.get(request_key)
         if running is not None and caller.is_retry and not running.abandoned:
@@ -101,14 +102,14 @@ class Calls:
 
     async def _keys(self, live: LiveSession, call: Call) -> tuple[list[bytes], bytes]:
         """The conversation's keys, and the key of this very request."""
-        conversation, forced = call.conversation, call.options.forced
+        conversation = call.conversation
         if conversation.raw is not None:
             keys = [raw_key(conversation.raw)]
         elif conversation.continues is not None:
             keys = await self._continued(live, conversation, conversation.continues)
         else:
             keys = conversation_keys(conversation, with_reasoning=live.tree.follows)
-        return keys, keys[-1] if forced is None else forced_key(keys[-1], forced.name)
+        return keys, _request_key(keys[-1], call)
 
     async def _continued(
         self, live: LiveSession, conversation: Conversation, index: int
@@ -194,14 +195,13 @@ class Calls:
         answered_from: bytes,
     ) -> list[Outcome]:
         answers = []
-        opening = self._opening(call).tolist()
         for choice, (turn, sampling) in enumerate(turns):
             if sampling is None:
                 answers.append(_replayed(running, choice, turn))
                 continue
             prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
             answering = Answering(
-                live, call, running, choice, turn, sampling, prompt, answered_from, opening,
+                live, call, running, choice, turn, sampling, prompt, answered_from,
                 self._rendering, self._markers, self._router, self._store, self._metrics,
             )  # fmt: skip
             answers.append(answering.run())
@@ -269,8 +269,24 @@ class Calls:
         return turn, sampling
 
     def _opening(self, call: Call) -> Ids:
-        forced = call.options.forced
-        return EMPTY_IDS if forced is None else self._rendering.opening(forced.name)
+        """Raises RequestError."""
+        forced, prefill = call.options.forced, call.conversation.prefill
+        if forced is None:
+            return EMPTY_IDS if prefill is None else self._rendering.prefill(prefill)
+        offered = [tool["function"]["name"] for tool in call.conversation.tools]
+        if not offered or forced.name not in (None, *offered):
+            raise RequestError(
+                f"tool_choice: {forced.name or 'a call'!r} is forced, tools offers "
+                f"{', '.join(offered)[:200] or 'none'}",
+                param="tool_choice",
+            )
+        if prefill is not None:
+            raise RequestError(
+                "tool_choice: a call cannot be forced where the last message is the assistant's",
+                param="tool_choice",
+            )
+        only = offered[0] if len(offered) == 1 else None
+        return self._rendering.opening(forced.name or only)
 
     async def _place(
         self, live: LiveSession, call: Call, keys: list[bytes], request_key: bytes
@@ -284,9 +300,8 @@ class Calls:
             placement = await asyncio.to_thread(tree.place, conversation, keys, rendering)
         else:
             placement = tree.place(conversation, keys, rendering)
-        opening = self._opening(call)
-        if len(opening):
-            ids = np.concatenate([placement.prompt_ids, opening])
+        if len(call.opening):
+            ids = np.concatenate([placement.prompt_ids, call.opening])
             return replace(placement, prompt_ids=ids)
         return placement
 
@@ -322,11 +337,14 @@ class Calls:
     async def _supersede(
         self, live: LiveSession, call: Call, caller: Caller, request_key: bytes
     ) -> None:
-        """The agent asks again for what it was answered, and never went on from the answer."""
+        """The agent asks again for what it was answered, and never went on from the answer: by a
+        retry, in another form, or with more room than the answer had."""
+        room = call.options.max_tokens
         for node in live.tree.same_requests(request_key):
             other_form = node.streamed is not None and node.streamed != call.stream
             taken = node.status is not TurnStatus.DONE or node.children
-            if taken or not (other_form or caller.is_retry):
+            longer = room is not None and (node.truncated_at or room) < room
+            if taken or not (other_form or longer or caller.is_retry):
                 continue
             await self._store.set_turn_status(
                 live.session.session_id, node.index, TurnStatus.SUPERSEDED
@@ -354,6 +372,13 @@ def check_limits(live: LiveSession, call: Call, defaults: dict[str, int]) -> Non
             )
 
 
+def _request_key(asked: bytes, call: Call) -> bytes:
+    forced, prefill = call.options.forced, call.conversation.prefill
+    if forced is not None:
+        return opened_key(asked, b"forced", forced.name or "")
+    return asked if prefill is None else opened_key(asked, b"prefill", prefill)
+
+
 def _intended(
     live: LiveSession, caller: Caller, request_key: bytes, placement: Placement, sampling: Sampling
 ) -> Turn:
@@ -375,17 +400,11 @@ def _intended(
 async def _replayed(running: LiveCall, choice: int, turn: Turn) -> Outcome:
     """A recorded answer, given again."""
     message = load_answer(turn.answer)
-    deltas = [ReasoningDelta(message.reasoning)] if message.reasoning else []
-    running.push(
-        Piece(
-            choice,
-            [
-                *deltas,
-                *([TextDelta(message.text)] if message.text else []),
-                *(ToolCallDelta(i, call) for i, call in enumerate(message.tool_calls)),
-            ],
-        )
-    )
+    deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    if message.text:
+        deltas.append(TextDelta(message.text))
+    tell_calls([], message.tool_calls, deltas)
+    running.push(Piece(choice, deltas))
     return Outcome(
         message=message,
         finish_reason=turn.finish_reason or FinishReason.STOP,

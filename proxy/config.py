@@ -33,8 +33,9 @@ class EngineConfig(_Section):
     """One replica that samples."""
 
     url: str
-    kind: Literal["vllm", "completions", "sglang"] = "vllm"
-    """How it is spoken to; `vllm` is the token-in/token-out route."""
+    kind: Literal["vllm", "completions", "sglang", "text"] = "vllm"
+    """How it is spoken to; `vllm` is the token-in/token-out route. `text` is a completions route
+    that tells no tokens: for eval sessions only, never trained."""
     name: str | None = None
     """How `/engines` and the metrics call it; default: the URL's host and port."""
     api_key: SecretStr | None = None

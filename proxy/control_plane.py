@@ -185,6 +185,7 @@ class ControlPlane:
                 "version": info.version,
                 "model": info.model,
                 "max_context_tokens": info.max_context_tokens,
+                "text_only": info.text_only,
                 "details": info.details,
             }
             for info in self._router.infos

@@ -49,7 +49,7 @@ class NewReward(Schema):
 
 class NewEngine(Schema):
     url: str
-    kind: Literal["vllm", "completions", "sglang"] = "vllm"
+    kind: Literal["vllm", "completions", "sglang", "text"] = "vllm"
     name: str | None = None
     model: str | None = None
     api_key: str | None = None
@@ -147,6 +147,7 @@ class EngineView(Schema):
     version: int
     model: str | None
     max_context_tokens: int | None
+    text_only: bool
     details: dict[str, Any]
 
 

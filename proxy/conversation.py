@@ -66,6 +66,8 @@ class Conversation:
     """As in Chat Completions: `{"type": "function", "function": {"name", "parameters", …}}`."""
     continues: int | None = None
     """The turn that `messages` come after, where the agent names it instead of repeating it."""
+    prefill: str | None = None
+    """Text that the answer begins with: the agent wrote it, and the model goes on from it."""
     raw: str | list[int] | None = None
     """A prompt without messages, as text or ids (Completions)."""
     known: KnownKeys | None = None
@@ -155,9 +157,9 @@ def raw_key(prompt: str | list[int]) -> bytes:
     return _key(chain, len(prompt).to_bytes(8, "little"), RAW, bytes(16))
 
 
-def forced_key(request_key: bytes, name: str | None) -> bytes:
-    """The same conversation with a call that is forced is another request."""
-    chain = _digest(request_key[CHAIN] + b"forced" + (name or "").encode(), 16)
+def opened_key(request_key: bytes, kind: bytes, text: str) -> bytes:
+    """The same conversation with an answer that was begun for the model is another request."""
+    chain = _digest(request_key[CHAIN] + kind + text.encode(), 16)
     return chain + request_key[16:]
 
 
@@ -194,7 +196,7 @@ def _canonical_answer(message: Message, with_reasoning: bool) -> bytes:
     text = b"assistant " + message.text.strip().encode()
     if not message.tool_calls and not with_reasoning:
         return text
-    calls = [[call.name, parsed_arguments(call.arguments)] for call in message.tool_calls]
+    calls = [[call.name, arguments_object(call)] for call in message.tool_calls]
     reasoning = (message.reasoning or "").strip() if with_reasoning else ""
     return b"\0".join((text, _dump(calls), reasoning.encode()))
 
@@ -204,9 +206,22 @@ def parsed_arguments(text: str) -> Any:
     if not text.strip():
         return {}
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        value = orjson.loads(text)
+        if text.count("{") + text.count("[") > SAFE_BRACKETS:
+            orjson.dumps(value)  # it writes less deep than it reads
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return text
+    return value
+
+
+SAFE_BRACKETS = 200
+"""Values with no more can be written as they were read."""
+
+
+def arguments_object(call: ToolCall) -> dict[str, Any]:
+    """As some dialects want them; anything else that the model wrote is shown inside an object."""
+    arguments = parsed_arguments(call.arguments)
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def merged(messages: Iterable[Message]) -> list[Message]:

@@ -146,7 +146,9 @@ class DataPlane:
         """The tokens that a prompt would have; nothing is sampled or recorded."""
         call = await self._parse(request, dialect, live)
         ids = await asyncio.to_thread(self._rendering.full, call.conversation)
-        return _json({"input_tokens": len(ids)})
+        prefill = call.conversation.prefill
+        begun = 0 if prefill is None else len(self._rendering.prefill(prefill))
+        return _json({"input_tokens": len(ids) + begun})
 
     def _models(self, wanted: str) -> web.Response:
         """In OpenAI's form and Anthropic's at once. Any name is served; one is listed."""

@@ -82,7 +82,7 @@ class Router:
         await self._until_running()
         failure: EngineError | None = None
         tried: set[str] = set()
-        while (engine := self._choose(session_id, tried)) is not None:
+        while (engine := self._choose(session_id, tried, sampling.trained)) is not None:
             tried.add(engine.info.name)
             chunks = engine.generate(prompt_ids, sampling, request_id=request_id, stream=stream)
             try:
@@ -97,6 +97,11 @@ class Router:
                 failure = error
             finally:
                 await self._close_if_removed(engine)
+        if failure is None and self._engines:
+            raise RequestError(
+                "this session trains, and no engine here tells tokens (all are text-only); create "
+                "it as kind eval, or add an engine that does"
+            )
         raise failure or EngineError("there is no engine; try again later")
 
     def set_version(self, version: int) -> None:
@@ -155,8 +160,12 @@ class Router:
         except TimeoutError as error:
             raise EngineError(f"engines were paused for {self._pause_timeout_s:.0f} s") from error
 
-    def _choose(self, session_id: str, tried: set[str]) -> Engine | None:
-        left = [engine for name, engine in self._engines.items() if name not in tried]
+    def _choose(self, session_id: str, tried: set[str], trained: bool) -> Engine | None:
+        left = [
+            engine
+            for name, engine in self._engines.items()
+            if name not in tried and not (trained and engine.info.text_only)
+        ]
         if not left:
             return None
         # Where none is known to be well, one that is out is asked: it may be back, or only slow.

@@ -55,6 +55,7 @@ def resolve(
         stop_token_ids=stop_token_ids,
         top_logprobs=options.top_logprobs,
         structured=options.structured,
+        trained=session.kind is SessionKind.TRAIN,
         **values,
     )
 

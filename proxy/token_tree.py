@@ -29,7 +29,7 @@ from proxy.conversation import (
     raw_key,
 )
 from proxy.errors import RequestError
-from proxy.records import EMPTY_IDS, ForkCause, Ids, Turn, TurnStatus
+from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 
 QUOTED_TURNS = 64
@@ -54,6 +54,9 @@ class Node:
     answer_key: bytes = b""
     quote: str = ""
     children: int = 0
+    """Turns that go on from its answer; siblings share its prompt only."""
+    truncated_at: int | None = None
+    """The `max_tokens` that its answer ran into."""
     streamed: bool | None = None
     """Whether the agent asked for a stream; not known of a turn that another process began."""
 
@@ -120,7 +123,8 @@ class TokenTree:
         self._by_request.setdefault(turn.request_key[CHAIN], []).append(turn.index)
         self._by_body[turn.request_key[BODY]] = turn.index
         if turn.parent is not None:
-            self.nodes[turn.parent].children += 1
+            parent = self.nodes[turn.parent]
+            parent.children += turn.shared_tokens > parent.prompt_tokens
 
     def knows(self, turn: Turn) -> bool:
         """Whether this very turn was committed here."""
@@ -135,6 +139,8 @@ class TokenTree:
         node.status = turn.status
         node.sampled_ids = turn.sampled_ids
         node.answer_key = turn.answer_key
+        if turn.finish_reason is FinishReason.LENGTH:
+            node.truncated_at = turn.sampling.get("max_tokens")
         self.sampled_tokens += len(turn.sampled_ids)
         if turn.answer_key:
             self._by_answer[turn.answer_key[CHAIN]] = turn.index

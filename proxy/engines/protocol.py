@@ -35,6 +35,8 @@ class Sampling:
     """Alternatives per token, for agents that ask for them."""
     structured: dict[str, Any] | None = None
     """The engine's guided-decoding request, passed through."""
+    trained: bool = False
+    """What is sampled may be trained: no text-only engine may answer."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class EngineInfo:
     version: int = 0
     model: str | None = None
     max_context_tokens: int | None = None
+    text_only: bool = False
+    """It tells no tokens: its answers are recorded as text, and never trained."""
     details: dict[str, Any] = field(default_factory=dict)
 
 

@@ -8,19 +8,16 @@ of the distribution after temperature, before top-p and top-k.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import orjson
 
-from proxy.engines.generation import checked, version_number, watched
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
-from proxy.engines.upstream import Upstream
-from proxy.engines.vllm import CONTROL_TIMEOUT_S
+from proxy.engines.generation import version_number
+from proxy.engines.http_engine import CONTROL_TIMEOUT_S, HttpEngine
+from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import RequestError
 from proxy.records import FinishReason, Ids, VersionSpan
 
@@ -60,37 +57,31 @@ class _Answer(msgspec.Struct, gc=False):
     error: _Error | None = None
 
 
-class SglangEngine:
+class SglangEngine(HttpEngine):
     """Implements `proxy.engines.protocol.Engine`."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        name: str | None = None,
-        api_key: str | None = None,
-        model: str | None = None,
-        stall_timeout_s: float = 600.0,
-    ) -> None:
-        self._upstream = Upstream(url, api_key=api_key, stall_timeout_s=stall_timeout_s)
-        self._decoder = msgspec.json.Decoder(_Answer)
-        self._info = EngineInfo(
-            name=name or urlsplit(self._upstream.url).netloc, url=self._upstream.url, model=model
+    route = GENERATE
+    _decoder = msgspec.json.Decoder(_Answer)
+
+    async def abort(self, request_id: str) -> None:
+        await self._upstream.post(
+            ABORT, orjson.dumps({"rid": request_id}), timeout_s=CONTROL_TIMEOUT_S
         )
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
+    async def _learn(self) -> None:
+        await super()._learn()
+        model = await self._upstream.get("/get_model_info", timeout_s=CONTROL_TIMEOUT_S)
+        label = (model or {}).get("weight_version")
+        self._info.version = version_number(label, self._info.version)
 
-    def generate(
+    def _body(
         self,
         prompt_ids: Ids,
         sampling: Sampling,
-        *,
         request_id: str,
-        cache_salt: str | None = None,
-        stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+        cache_salt: str | None,
+        stream: bool,
+    ) -> bytes:
         body = {
             "rid": request_id,
             "input_ids": np.ascontiguousarray(prompt_ids),
@@ -102,46 +93,16 @@ class SglangEngine:
         }
         if cache_salt is not None:
             body["extra_key"] = cache_salt
-        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        chunks = self._stream(data) if stream else self._whole(data)
-        return watched(chunks, self._info, lambda: self.abort(request_id))
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    async def abort(self, request_id: str) -> None:
-        await self._upstream.post(
-            ABORT, orjson.dumps({"rid": request_id}), timeout_s=CONTROL_TIMEOUT_S
-        )
+    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
+        for payload in payloads:
+            chunk = self._chunk(payload, given)
+            given += len(chunk.ids)
+            yield chunk
 
-    async def check(self) -> None:
-        await checked(self._info, self._learn())
-
-    async def close(self) -> None:
-        await self._upstream.close()
-
-    async def _learn(self) -> None:
-        await self._upstream.get("/health", timeout_s=CONTROL_TIMEOUT_S)
-        listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
-        served: dict[str, Any] = next(iter((listing or {}).get("data", [])), {})
-        self._info.model = self._info.model or served.get("id")
-        self._info.max_context_tokens = served.get("max_model_len")
-        model = await self._upstream.get("/get_model_info", timeout_s=CONTROL_TIMEOUT_S)
-        label = (model or {}).get("weight_version")
-        self._info.version = version_number(label, self._info.version)
-
-    async def _stream(self, body: bytes) -> AsyncGenerator[Chunk, None]:
-        given = 0
-        async with aclosing(self._upstream.events(GENERATE, body)) as events:
-            async for payloads in events:
-                for payload in payloads:
-                    if payload != b"[DONE]":
-                        chunk, given = self._chunk(payload, given)
-                        yield chunk
-
-    async def _whole(self, body: bytes) -> AsyncGenerator[Chunk, None]:
-        chunk, _ = self._chunk(await self._upstream.post(GENERATE, body), 0)
-        yield chunk
-
-    def _chunk(self, payload: bytes, given: int) -> tuple[Chunk, int]:
-        """What is new behind `given` tokens, and how many were given then."""
+    def _chunk(self, payload: bytes, given: int) -> Chunk:
+        """What is new behind `given` tokens."""
         meta = self._decode(payload)
         new = meta.completion_tokens - given
         entries = meta.output_token_logprobs[-new:] if new > 0 else []
@@ -158,7 +119,7 @@ class SglangEngine:
             ]
         if meta.finish_reason is not None:
             self._finish(chunk, meta, meta.finish_reason)
-        return chunk, meta.completion_tokens
+        return chunk
 
     def _finish(self, chunk: Chunk, meta: _Meta, finish: _Finish) -> None:
         if finish.type == "abort" and finish.status_code is not None:

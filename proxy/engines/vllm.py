@@ -6,19 +6,17 @@ server runs with `--logprobs-mode processed_logprobs`); a missing one is an erro
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import orjson
 
-from proxy.engines.generation import checked, version_number, watched
+from proxy.engines.generation import version_number
+from proxy.engines.http_engine import CONTROL_TIMEOUT_S, HttpEngine
 from proxy.engines.prompt_json import PromptJson
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
-from proxy.engines.upstream import Upstream
+from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids, Logprobs, VersionSpan
 
@@ -28,8 +26,6 @@ REQUEST_PREFIX = "generate-tokens-"
 """vLLM knows a request of this route by its id behind this."""
 MISSING_LOGPROB = -9999.0
 """What vLLM sends for NaN, minus infinity, or a token that is not in its own table."""
-CONTROL_TIMEOUT_S = 30.0
-"""A server that compiles, or whose machine is overloaded, answers late and is not dead."""
 _FINISH = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -81,42 +77,15 @@ class _Answer(msgspec.Struct, gc=False):
     error: _Error | None = None
 
 
-class VllmEngine:
+class VllmEngine(HttpEngine):
     """Implements `proxy.engines.protocol.Engine`."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        name: str | None = None,
-        api_key: str | None = None,
-        model: str | None = None,
-        stall_timeout_s: float = 600.0,
-    ) -> None:
-        self._upstream = Upstream(url, api_key=api_key, stall_timeout_s=stall_timeout_s)
-        self._decoder = msgspec.json.Decoder(_Answer)
+    route = GENERATE
+    _decoder = msgspec.json.Decoder(_Answer)
+
+    def __init__(self, url: str, **more: Any) -> None:
+        super().__init__(url, **more)
         self._prompts = PromptJson()
-        self._info = EngineInfo(
-            name=name or urlsplit(self._upstream.url).netloc, url=self._upstream.url, model=model
-        )
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    def generate(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        *,
-        request_id: str,
-        cache_salt: str | None = None,
-        stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
-        ids = self._prompts.dump(prompt_ids, request_id.rpartition("#")[0])
-        body = request_body(ids, sampling, request_id, self._info.model, cache_salt, stream)
-        chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
-        return watched(chunks, self._info, lambda: self.abort(request_id))
 
     async def score(self, ids: Ids) -> Logprobs:
         """`[T]`, each id's log-probability after those before it, at temperature 1; 0 for the
@@ -143,43 +112,45 @@ class VllmEngine:
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
         await self._upstream.post(ABORT, body, timeout_s=CONTROL_TIMEOUT_S)
 
-    async def check(self) -> None:
-        await checked(self._info, self._learn())
-
-    async def close(self) -> None:
-        await self._upstream.close()
-
     async def _learn(self) -> None:
-        info = self._info
-        await self._upstream.get("/health", timeout_s=CONTROL_TIMEOUT_S)
-        if info.max_context_tokens is None:
-            listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
-            served: dict[str, Any] = next(iter((listing or {}).get("data", [])), {})
-            info.model = info.model or served.get("id")
-            info.max_context_tokens = served.get("max_model_len")
+        await super()._learn()
         weights = await self._upstream.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
-        info.version = version_number((weights or {}).get("weight_version"), info.version)
+        label = (weights or {}).get("weight_version")
+        self._info.version = version_number(label, self._info.version)
 
-    async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(self._upstream.events(GENERATE, body)) as events:
-            async for payloads in events:
-                choices, failure = self._choices(payloads)
-                if choices:
-                    yield self._chunk(choices, sampling)
-                if failure is not None:
-                    raise failure
+    def _body(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        request_id: str,
+        cache_salt: str | None,
+        stream: bool,
+    ) -> bytes:
+        body = {
+            "request_id": request_id,
+            "sampling_params": sampling_params(sampling),
+            "stream": stream,
+        }
+        if self._info.model is not None:
+            body["model"] = self._info.model
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        ids = self._prompts.dump(prompt_ids, request_id.rpartition("#")[0])
+        return b'{"token_ids":%b,%b' % (ids, orjson.dumps(body)[1:])
 
-    async def _whole(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        answer = self._decode(await self._upstream.post(GENERATE, body))
-        yield self._chunk(answer.choices, sampling)
+    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
+        choices, failure = self._choices(payloads)
+        if choices:
+            yield self._chunk(choices, sampling)
+        if failure is not None:
+            raise failure
 
     def _choices(self, payloads: list[bytes]) -> tuple[list[_Choice], ProxyError | None]:
         """What was sampled before the failure, if there is one, is still given out."""
         choices: list[_Choice] = []
         try:
             for payload in payloads:
-                if payload != b"[DONE]":
-                    choices += self._decode(payload).choices
+                choices += self._decode(payload).choices
         except ProxyError as failure:
             return choices, failure
         return choices, None
@@ -233,27 +204,6 @@ class VllmEngine:
             )
         if chunk.logprobs and min(chunk.logprobs) <= MISSING_LOGPROB:
             raise self._upstream.fault("sent a token without its log-probability")
-
-
-def request_body(
-    ids: bytes,
-    sampling: Sampling,
-    request_id: str,
-    model: str | None,
-    cache_salt: str | None,
-    stream: bool,
-) -> bytes:
-    """`ids` is the prompt as JSON."""
-    body = {
-        "request_id": request_id,
-        "sampling_params": sampling_params(sampling),
-        "stream": stream,
-    }
-    if model is not None:
-        body["model"] = model
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
-    return b'{"token_ids":%b,%b' % (ids, orjson.dumps(body)[1:])
 
 
 def sampling_params(s: Sampling) -> dict[str, Any]:

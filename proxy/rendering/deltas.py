@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proxy.conversation import ToolCall
@@ -18,10 +19,30 @@ class ReasoningDelta:
 
 
 @dataclass(slots=True)
-class ToolCallDelta:
+class ToolCallStart:
     index: int
-    call: ToolCall
-    """Whole: a call leaves when it has ended."""
+    id: str
+    name: str
 
 
-Delta = TextDelta | ReasoningDelta | ToolCallDelta
+@dataclass(slots=True)
+class ArgumentsDelta:
+    index: int
+    """Of a call that has started."""
+    text: str
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
+
+
+def tell_calls(sent: list[ToolCall], calls: Sequence[ToolCall], out: list[Delta]) -> None:
+    """Tells what `calls` have beyond `sent`, and makes it sent; what was sent stands."""
+    for index, call in enumerate(calls):
+        if index == len(sent):
+            sent.append(ToolCall(call.id, call.name, ""))
+            out.append(ToolCallStart(index, call.id, call.name))
+        told = sent[index]
+        rest = call.arguments[len(told.arguments) :]
+        if rest and call.arguments.startswith(told.arguments):
+            out.append(ArgumentsDelta(index, rest))
+            told.arguments = call.arguments

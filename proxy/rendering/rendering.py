@@ -7,13 +7,11 @@ id for id, with what it was to extend; else None, and the turn forks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import orjson
 from jinja2 import TemplateError
 from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
@@ -21,6 +19,8 @@ from proxy.config import RenderingConfig
 from proxy.conversation import Conversation, Message, ToolCall, parsed_arguments
 from proxy.errors import RequestError
 from proxy.records import Ids
+from proxy.rendering.calls import closes_of, open_calls, read_call
+from proxy.rendering.openings import call_opening, text_opening
 from proxy.rendering.selection import choose_renderer
 from proxy.rendering.tokenizer import StandIns, Tokenizer
 
@@ -28,14 +28,10 @@ CONTEXT_TOKENS = 1024
 """How much of the prompt's end a bridge is shown: it needs the last turn's opening, not the
 history, and so joining a turn costs the same at 1k and at 128k tokens."""
 
-_CALL_BEGINNINGS = {
-    "qwen3": ('<tool_call>\n{"name": "', '<tool_call>\n{{"name": "{name}", "arguments":'),
-}
-"""Per family: what begins a call of any tool, and (a format string) of the tool `name`."""
-
 STANDING_IN = frozenset({"qwen3", "qwen3.5"})
 """Families whose renderers only put texts' ids behind one another: they can be told stand-ins."""
-
+MAX_OPENINGS = 256
+"""Remembered: each costs some renderings."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
@@ -59,6 +55,7 @@ class Rendering:
         self.stop_token_ids = tuple(dict.fromkeys([*own, *tokenizer.stop_token_ids]))
         self.closes = frozenset(self.stop_token_ids)
         self._stand_ins = tokenizer.stand_ins if self.name in STANDING_IN else StandIns()
+        self._openings: dict[str | None, Ids] = {}
 
     def full(self, conversation: Conversation) -> Ids:
         """The whole prompt, up to where the answer begins. Raises RequestError."""
@@ -125,27 +122,46 @@ class Rendering:
         start = close + 1 if last_id in self.closes else close
         return np.array(whole[start:], np.int32)
 
-    def opening(self, name: str | None) -> Ids:
-        """The tokens that begin a call, of the tool `name` or of any: appended to a prompt, they
-        force one. Raises RequestError where the family's calls cannot be begun so."""
-        beginning = _CALL_BEGINNINGS.get(self.name)
-        if beginning is None:
-            raise RequestError(
-                f"tool_choice: a call cannot be forced with the {self.name!r} template; say auto",
-                param="tool_choice",
-            )
-        any_tool, named = beginning
-        text = any_tool if name is None else named.format(name=orjson.dumps(name)[1:-1].decode())
-        return np.array(self.tokenizer.encode(text), np.int32)
+    def opening(self, forced: str | None) -> Ids:
+        """The tokens that begin a call, of the tool `forced` or of any. Raises RequestError."""
+        ids = self._openings.get(forced)
+        if ids is None:
+            ids = np.array(call_opening(self, forced), np.int32)
+            if len(self._openings) < MAX_OPENINGS:
+                self._openings[forced] = ids
+        return ids
+
+    def prefill(self, text: str) -> Ids:
+        """The tokens that begin an answer with `text`. Raises RequestError."""
+        return np.array(text_opening(self, text), np.int32)
 
     def parse(
-        self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]], *, calls: bool
+        self,
+        sampled: list[int],
+        prompt_end: Ids,
+        tools: list[dict[str, Any]],
+        *,
+        calls: bool,
+        one_call: bool = False,
     ) -> Message:
         """The assistant message that `sampled` says. Without `calls` tool calls stay text.
 
-        A call that does not parse stays text too, as the model wrote it.
+        An attempt that cannot be read as a call stays text too, as the model wrote it. With
+        `one_call` nothing behind the first call is read.
         """
-        return self._assembled(self.parsed(sampled, prompt_end, tools), sampled, calls)
+        parsed = self.parsed(sampled, prompt_end, tools)
+        texts = [parsed.content.strip()] if parsed.content else []
+        made: list[ToolCall] = []
+        for attempt in parsed.tool_calls:
+            read = self._read(attempt, parsed, sampled, prompt_end, tools) if calls else []
+            made += read
+            if not read:
+                texts.append(self._raw(attempt, sampled))
+            if one_call and made:
+                del made[1:]
+                break
+        reasoning = (parsed.reasoning_content or "").strip()
+        return Message("assistant", "\n".join(texts), reasoning or None, made)
 
     def parsed(
         self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
@@ -158,14 +174,22 @@ class Rendering:
         except _REFUSED:
             return ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
 
-    def calls_of(self, parsed: ParsedResponse) -> list[ToolCall]:
-        """The attempts that are calls, up to the first that is none."""
-        calls = []
+    def calls_so_far(
+        self,
+        parsed: ParsedResponse,
+        sampled: list[int],
+        prompt_end: Ids,
+        tools: list[dict[str, Any]],
+        *,
+        held_chars: int,
+    ) -> list[ToolCall]:
+        """Of an answer in the making: its calls, up to the first attempt that is none."""
+        calls: list[ToolCall] = []
         for attempt in parsed.tool_calls:
-            call = _tool_call(attempt)
-            if call is None:
+            read = self._read(attempt, parsed, sampled, prompt_end, tools, held_chars)
+            if not read:
                 break
-            calls.append(call)
+            calls += read
         return calls
 
     def before_stop(self, sampled: list[int]) -> list[int]:
@@ -190,17 +214,27 @@ class Rendering:
             ) from error
         return ids
 
-    def _assembled(self, parsed: ParsedResponse, sampled: list[int], calls: bool) -> Message:
-        texts = [parsed.content] if parsed.content else []
-        tool_calls = []
-        for attempt in parsed.tool_calls:
-            call = _tool_call(attempt) if calls else None
-            if call is not None:
-                tool_calls.append(call)
-            else:
-                texts.append(self._raw(attempt, sampled))
-        reasoning = (parsed.reasoning_content or "").strip()
-        return Message("assistant", "\n".join(texts), reasoning or None, tool_calls)
+    def _read(
+        self,
+        attempt: ParsedToolCall,
+        parsed: ParsedResponse,
+        sampled: list[int],
+        prompt_end: Ids,
+        tools: list[dict[str, Any]],
+        held_chars: int = 0,
+    ) -> list[ToolCall]:
+        call = read_call(self.name, attempt)
+        if call is not None:
+            return [call]
+        closes = closes_of(self.name)
+        if closes is None or attempt.status is not ToolCallParseStatus.UNCLOSED_BLOCK:
+            return []
+        before, spoken = len(parsed.tool_calls) - 1, self.before_stop(sampled)
+        ended, within = (
+            self.parsed([*spoken, *self.tokenizer.encode(close)], prompt_end, tools).tool_calls
+            for close in closes
+        )
+        return open_calls(self.name, ended[before:], within[before:], tools, held_chars)
 
     def _raw(self, attempt: ParsedToolCall, sampled: list[int]) -> str:
         if attempt.token_span is None:
@@ -208,22 +242,6 @@ class Rendering:
         start, end = attempt.token_span
         text: str = self.tokenizer.decode(self.before_stop(sampled)[start:end])
         return text
-
-
-def _tool_call(parsed: ParsedToolCall) -> ToolCall | None:
-    """None for an attempt that is no call: not parsed, without a name, or without an object."""
-    arguments = {} if parsed.arguments is None else parsed.arguments
-    if isinstance(arguments, str):
-        arguments = parsed_arguments(arguments)
-    if parsed.status is not ToolCallParseStatus.OK or not parsed.name:
-        return None
-    if not isinstance(parsed.name, str) or not isinstance(arguments, dict):
-        return None
-    try:
-        text = orjson.dumps(arguments).decode()
-    except orjson.JSONEncodeError:  # nested too deep, or an integer past 64 bits
-        return None
-    return ToolCall(parsed.id or f"call_{os.urandom(12).hex()}", parsed.name, text)
 
 
 def _to_template(

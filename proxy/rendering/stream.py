@@ -3,7 +3,7 @@
 Invariant: the deltas of one answer, put together, are the message that `finish` returns, and that
 message is what is recorded, shown to the agent and matched later. Only what no later token can
 take back is sent: white space and possible beginnings of a stop string wait, and a tool call
-leaves whole when its block closes.
+leaves from the first character of its arguments on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from tokenizers.decoders import DecodeStream
 
 from proxy.conversation import Message, ToolCall
 from proxy.records import Ids
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from proxy.rendering.calls import JsonBlock, new_call_id
+from proxy.rendering.deltas import (
+    ArgumentsDelta,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallStart,
+    tell_calls,
+)
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stops import begun, first_stop
 
@@ -84,16 +92,20 @@ class AnswerParser:
         markers: Markers | None,
         stop: tuple[str, ...] = (),
         calls: bool = True,
+        one_call: bool = False,
         opening: list[int] | None = None,
         plain: bool = False,
     ) -> None:
-        """`opening` is a forced call's beginning: in the prompt, and yet part of the answer.
-        `plain` text has no channels and keeps its white space (Completions)."""
+        """`opening` is in the prompt, and yet part of the answer. With `one_call` the answer ends
+        where a second call begins. `plain` text has no channels and keeps its white space
+        (Completions)."""
         self._rendering = rendering
         self._prompt_end = prompt_end
         self._tools = tools
         self._stop = stop
         self._calls = calls
+        self._one_call = one_call
+        self._second_call = False
         self._markers = markers
         self._marks = rendering.closes if markers is None else rendering.closes | markers.all
         self._ids: list[int] = []
@@ -102,19 +114,26 @@ class AnswerParser:
         self._text = _Trimmed(stop, trim=not plain)
         self._reasoning = _Trimmed(())
         self._stream = _Decoder(rendering)
+        self._early: list[Delta] = []
+        self._block = JsonBlock(rendering.name)
         self._block_start = 0
         self._sent_calls: list[ToolCall] = []
         if markers is not None and self._opens_in_reasoning(markers):
             self._channel = _Channel.REASONING
-        self.feed(opening or [])
+        self._early = self.feed(opening or [])
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that the text has run into: nothing more need be sampled."""
+        """The stop string that the text has run into."""
         return self._text.stop_string
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more need be sampled."""
+        return self.stop_string is not None or self._second_call
+
     def feed(self, ids: list[int]) -> list[Delta]:
-        out: list[Delta] = []
+        out, self._early = self._early, []
         if self._markers is None and not self._plain:
             self._ids += ids
             return out
@@ -133,18 +152,22 @@ class AnswerParser:
             message = Message("assistant", self._rendering.tokenizer.decode(spoken))
         else:
             message = self._rendering.parse(
-                self._ids, self._prompt_end, self._tools, calls=self._calls
+                self._ids,
+                self._prompt_end,
+                self._tools,
+                calls=self._calls,
+                one_call=self._one_call,
             )
         found = first_stop(message.text, self._stop)
         if found is not None:
             text = message.text[: found[0]]
             message.text = text if self._plain else text.rstrip()
-        message.tool_calls[: len(self._sent_calls)] = self._sent_calls
-        out: list[Delta] = []
+        out, self._early = self._early, []
         message.reasoning = self._rest(self._reasoning, message.reasoning or "", out) or None
         message.text = self._rest(self._text, message.text, out)
-        sent = len(self._sent_calls)
-        out += [ToolCallDelta(sent + i, call) for i, call in enumerate(message.tool_calls[sent:])]
+        self._end_call()
+        tell_calls(self._sent_calls, message.tool_calls, out)
+        message.tool_calls = self._sent_calls
         return out, message
 
     def _rest(self, channel: _Trimmed, whole: str, out: list[Delta]) -> str:
@@ -171,11 +194,16 @@ class AnswerParser:
             self._enter(_Channel.REASONING)
         elif channel is _Channel.REASONING and token == markers.tool:
             self._channel = _Channel.REASONING_HELD
+        elif token == markers.tool and channel is _Channel.BETWEEN and self._one_call:
+            self._second_call, self._channel = True, _Channel.STOPPED
         elif token == markers.tool and channel in _OUTSIDE:
             self._enter(_Channel.TOOL if self._calls else _Channel.HELD)
             self._block_start = len(self._ids) - 1
+            self._block = JsonBlock(self._rendering.name)
         elif channel is _Channel.TOOL and token == markers.end_tool:
             self._close_block(out)
+        elif channel is _Channel.TOOL:
+            self._grow_call(self._stream.step(token), out)
         elif channel is _Channel.REASONING:
             if token != markers.think:
                 _send(self._reasoning, ReasoningDelta, self._stream.step(token), out)
@@ -198,18 +226,34 @@ class AnswerParser:
         self._channel = channel
         self._stream = _Decoder(self._rendering)
 
+    def _grow_call(self, text: str, out: list[Delta]) -> None:
+        begun = bool(self._block.name)
+        arguments = self._block.feed(text)
+        if self._block.name and not begun:
+            call = ToolCall(new_call_id(), self._block.name, "")
+            out.append(ToolCallStart(len(self._sent_calls), call.id, call.name))
+            self._sent_calls.append(call)
+        if arguments:
+            out.append(ArgumentsDelta(len(self._sent_calls) - 1, arguments))
+
+    def _end_call(self) -> None:
+        """What was told of the last block's call is what it is."""
+        if self._block.name:
+            self._sent_calls[-1].arguments = self._block.arguments
+
     def _close_block(self, out: list[Delta]) -> None:
-        """Sends the call that just closed; a malformed one waits for `finish`, and so does all
-        that follows it, since it is text that stands after the calls."""
+        """Ends the call that was told, or sends one of another form; a malformed one waits for
+        `finish`, and so does all that follows it, since it is text that stands after the calls."""
+        self._channel = _Channel.BETWEEN
+        if self._block.name:
+            self._end_call()
+            return
         block = self._ids[self._block_start :]
         parsed = self._rendering.parse(block, self._prompt_end[:0], self._tools, calls=True)
         if len(parsed.tool_calls) != 1 or parsed.text:
             self._channel = _Channel.HELD
             return
-        call = parsed.tool_calls[0]
-        out.append(ToolCallDelta(len(self._sent_calls), call))
-        self._sent_calls.append(call)
-        self._channel = _Channel.BETWEEN
+        tell_calls(self._sent_calls, [*self._sent_calls, *parsed.tool_calls], out)
 
     def _opens_in_reasoning(self, markers: Markers) -> bool:
         """Whether the prompt ends inside an open `<think>`."""

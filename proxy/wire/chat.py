@@ -16,7 +16,7 @@ import orjson
 from proxy.conversation import Conversation, Message, Role, ToolCall, merged
 from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
-from proxy.rendering.deltas import ReasoningDelta, TextDelta
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.dialect import (
     Call,
     ForcedCall,
@@ -52,7 +52,7 @@ class ChatDialect:
         stream_options = fields.child("stream_options")
         return Call(
             model=fields.text("model", ""),
-            conversation=Conversation(messages, tools),
+            conversation=Conversation(messages, tools, prefill=_prefill(fields, messages)),
             options=parse_options(fields),
             n=fields.integer("n", 1, MAX_CHOICES) or 1,
             stream=fields.flag("stream"),
@@ -100,14 +100,7 @@ class ChatWriter:
         return b"".join(self._chunk(i, role) for i in range(self._call.n))
 
     def piece(self, piece: Piece) -> bytes:
-        deltas: list[dict[str, Any]] = []
-        for delta in piece.deltas:
-            if isinstance(delta, TextDelta):
-                deltas.append({"content": delta.text})
-            elif isinstance(delta, ReasoningDelta):
-                deltas.append({"reasoning_content": delta.text})
-            else:
-                deltas.append({"tool_calls": [{"index": delta.index, **_call(delta.call)}]})
+        deltas = [_delta(delta) for delta in piece.deltas]
         if piece.tokens and not deltas:
             deltas.append({"content": ""})
         logprobs = _logprobs(piece.tokens) if piece.tokens else None
@@ -197,6 +190,7 @@ def parse_options(fields: Fields) -> Options:
     options.logprobs, options.top_logprobs = logprobs, top if logprobs else 0
     options.tool_calls = fields.get("tool_choice") != "none"
     options.forced = _forced(fields)
+    options.parallel_calls = fields.flag("parallel_tool_calls", True)
     return options
 
 
@@ -246,6 +240,18 @@ def openai_error(error: ProxyError) -> bytes:
 
 def sse(data: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, TextDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, ToolCallStart):
+        call = _call(ToolCall(delta.id, delta.name, ""))
+    else:
+        call = {"function": {"arguments": delta.text}}
+    return {"tool_calls": [{"index": delta.index, **call}]}
 
 
 def _choice(index: int, outcome: Outcome, call: Call) -> dict[str, Any]:
@@ -317,6 +323,19 @@ def _structured(fields: Fields) -> dict[str, Any] | None:
             raise fields.child("json_schema").refuse("schema", "a JSON schema")
         return {"json": schema}
     raise fields.refuse("type", "text, json_object or json_schema")
+
+
+def _prefill(fields: Fields, messages: list[Message]) -> str | None:
+    """vLLM's `continue_final_message`. Without it an assistant's last message is a finished one,
+    as it is for OpenAI."""
+    if not fields.flag("continue_final_message"):
+        return None
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.text or len(messages) == 1:
+        raise fields.refuse(
+            "continue_final_message", "false, or an assistant's text as the last message"
+        )
+    return messages.pop().text
 
 
 def _forced(fields: Fields) -> ForcedCall | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from proxy.conversation import Conversation, Message
 from proxy.errors import ProxyError
-from proxy.records import FinishReason, Ids
+from proxy.records import EMPTY_IDS, FinishReason, Ids
 from proxy.rendering.deltas import Delta
 from proxy.wire.fields import Fields
 
@@ -48,6 +48,8 @@ class Options:
     """False: calls stay text (`tool_choice: "none"`)."""
     forced: ForcedCall | None = None
     """The answer must begin with a tool call."""
+    parallel_calls: bool = True
+    """False: the answer ends where a second call begins."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class Call:
     options: Options
     n: int = 1
     stream: bool = False
+    opening: Ids = field(default_factory=lambda: EMPTY_IDS)
+    """The answer's beginning where it is not sampled: a forced call's, or the agent's own text."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What only the dialect itself reads again when it writes."""
 

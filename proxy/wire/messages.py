@@ -12,10 +12,10 @@ from typing import Any
 
 import orjson
 
-from proxy.conversation import Conversation, Message, ToolCall, merged, parsed_arguments
+from proxy.conversation import Conversation, Message, ToolCall, arguments_object, merged
 from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, Piece
 from proxy.wire.fields import Fields
 
@@ -52,7 +52,7 @@ class MessagesDialect:
             content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
         if message.text:
             content.append({"type": "text", "text": message.text})
-        content += [{**_tool_use(c), "input": _input(c)} for c in message.tool_calls]
+        content += [{**_tool_use(c), "input": arguments_object(c)} for c in message.tool_calls]
         return orjson.dumps(
             {
                 **_head(call, answer_id),
@@ -122,11 +122,12 @@ class MessagesWriter:
                 block = {"type": "thinking", "thinking": "", "signature": ""}
                 yield from self._enter(ReasoningDelta, block)
                 yield self._content({"type": "thinking_delta", "thinking": delta.text})
-        else:
+        elif isinstance(delta, ToolCallStart):
             yield from self._close()
-            yield from self._enter(type(delta), {**_tool_use(delta.call), "input": {}})
-            arguments = orjson.dumps(_input(delta.call)).decode()
-            yield self._content({"type": "input_json_delta", "partial_json": arguments})
+            block = _tool_use(ToolCall(delta.id, delta.name, ""))
+            yield from self._enter(ToolCallStart, {**block, "input": {}})
+        else:
+            yield self._content({"type": "input_json_delta", "partial_json": delta.text})
 
     def _enter(self, kind: type[Delta], block: dict[str, Any]) -> Iterator[bytes]:
         if self._open is kind:
@@ -155,8 +156,22 @@ def parse_conversation(fields: Fields) -> Conversation:
         messages += parsed
     if not messages:
         raise fields.refuse("messages", "at least one message")
+    messages = merged(messages)
     tools = [_parse_tool(tool) for tool in fields.objects("tools")]
-    return Conversation(merged(messages), [tool for tool in tools if tool is not None])
+    known = [tool for tool in tools if tool is not None]
+    return Conversation(messages, known, prefill=_prefill(fields, messages))
+
+
+def _prefill(fields: Fields, messages: list[Message]) -> str | None:
+    """An assistant's message at the end is the beginning of the answer (and not there if empty)."""
+    last = messages[-1]
+    if last.role != "assistant":
+        return None
+    if last.tool_calls or len(messages) == 1:
+        raise fields.refuse(
+            "messages", "a user's message first, and a result for each tool_use of the last one"
+        )
+    return messages.pop().text or None
 
 
 def _parse_message(fields: Fields) -> list[Message]:
@@ -242,6 +257,7 @@ def _options(fields: Fields) -> Options:
         structured={"json": schema} if isinstance(schema, dict) else None,
         tool_calls=kind != "none",
         forced=_forced(choice, kind),
+        parallel_calls=not choice.flag("disable_parallel_tool_use"),
     )
 
 
@@ -262,12 +278,6 @@ def _head(call: Call, answer_id: str) -> dict[str, Any]:
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-def _input(call: ToolCall) -> dict[str, Any]:
-    """Anthropic's `input` is an object; anything else that the model wrote is shown inside one."""
-    arguments = parsed_arguments(call.arguments)
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def _stop_reason(outcome: Outcome) -> str:

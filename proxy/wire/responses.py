@@ -177,6 +177,7 @@ def _options(fields: Fields) -> Options:
         structured=_structured(fields.child("text").child("format")),
         tool_calls=choice != "none",
         forced=_forced(fields, choice),
+        parallel_calls=fields.flag("parallel_tool_calls", True),
     )
 
 

@@ -13,7 +13,7 @@ import orjson
 from proxy.conversation import ToolCall, parsed_arguments
 from proxy.errors import ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.chat import openai_error
 from proxy.wire.dialect import Call, Outcome, Piece, SampledToken
 
@@ -42,7 +42,7 @@ def response_object(call: Call, outcome: Outcome | None, output: list[Item]) -> 
         "metadata": {},
         "model": call.model,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": call.options.parallel_calls,
         "previous_response_id": call.extra["previous"],
         "temperature": call.options.temperature,
         "top_p": call.options.top_p,
@@ -94,6 +94,8 @@ class ResponsesWriter:
         self._output: list[Item] = []
         self._open: Item | None = None
         self._text = ""
+        """Of the open item, so far."""
+        self._call_open: ToolCall | None = None
         self._tokens: list[SampledToken] = []
 
     def start(self, prompt_tokens: int, turn: int) -> bytes:
@@ -134,9 +136,13 @@ class ResponsesWriter:
             yield from self._enter(_reasoning_item(f"rs_{self._id}", ""))
             self._text += delta.text
             yield self._part("response.reasoning_text.delta", delta=delta.text)
-        else:
+        elif isinstance(delta, ToolCallStart):
             yield from self._close()
-            yield from self._tool_call(call_item(self._call, delta.call))
+            yield from self._enter_call(ToolCall(delta.id, delta.name, ""))
+        elif self._open is not None:
+            self._text += delta.text
+            if self._open["type"] == "function_call":
+                yield self._call_event("arguments.delta", delta=delta.text)
 
     def _enter(self, item: Item) -> Iterator[bytes]:
         if self._open is not None and self._open["type"] == item["type"]:
@@ -147,7 +153,15 @@ class ResponsesWriter:
         yield self._event("response.output_item.added", output_index=self._at, item=begun)
         yield self._part("response.content_part.added", part=item["content"][0])
 
+    def _enter_call(self, call: ToolCall) -> Iterator[bytes]:
+        self._call_open, self._open, self._text = call, call_item(self._call, call), ""
+        begun = {**self._open, "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=self._at, item=begun)
+
     def _close(self) -> Iterator[bytes]:
+        if self._call_open is not None:
+            yield from self._close_call(self._call_open)
+            return
         if self._open is None:
             return
         if self._open["type"] == "message":
@@ -162,16 +176,23 @@ class ResponsesWriter:
         yield self._done(item)
         self._open = None
 
-    def _tool_call(self, item: Item) -> Iterator[bytes]:
-        custom = item["type"] == "custom_tool_call"
-        field = "input" if custom else "arguments"
-        kind = "custom_tool_call_input" if custom else "function_call_arguments"
-        begun = {**item, "status": "in_progress", field: ""}
-        yield self._event("response.output_item.added", output_index=self._at, item=begun)
-        place = {"item_id": item["id"], "output_index": self._at}
-        yield self._event(f"response.{kind}.delta", **place, delta=item[field])
-        yield self._event(f"response.{kind}.done", **place, **{field: item[field]})
+    def _close_call(self, call: ToolCall) -> Iterator[bytes]:
+        """A free-form tool's input is a value within the arguments: told when they are whole."""
+        call.arguments = self._text
+        item = call_item(self._call, call)
+        if item["type"] == "custom_tool_call":
+            yield self._call_event("input.delta", delta=item["input"])
+            yield self._call_event("input.done", input=item["input"])
+        else:
+            yield self._call_event("arguments.done", arguments=item["arguments"])
         yield self._done(item)
+        self._open = self._call_open = None
+
+    def _call_event(self, kind: str, **fields: Any) -> bytes:
+        item = self._open or {}
+        family = "custom_tool_call" if item["type"] == "custom_tool_call" else "function_call"
+        place = {"item_id": item["id"], "output_index": self._at}
+        return self._event(f"response.{family}_{kind}", **place, **fields)
 
     def _done(self, item: Item) -> bytes:
         event = self._event("response.output_item.done", output_index=self._at, item=item)

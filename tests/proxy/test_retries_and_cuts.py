@@ -106,6 +106,17 @@ async def test_an_answer_asked_for_in_another_form_is_superseded(proxy: RunningP
     assert await statuses(proxy, session) == [TurnStatus.SUPERSEDED, TurnStatus.DONE]
 
 
+async def test_an_answer_asked_for_with_more_room_is_superseded(proxy: RunningProxy) -> None:
+    """qwen-code asks for what was truncated again, with a larger `max_tokens`."""
+    session = await proxy.session()
+    proxy.answers("The answer is a sum of two numbers, thank you.")
+    for max_tokens in (4, 4, 400):
+        await proxy.post(session, CHAT, chat(max_tokens=max_tokens))
+
+    superseded = TurnStatus.SUPERSEDED
+    assert await statuses(proxy, session) == [superseded, superseded, TurnStatus.DONE]
+
+
 async def test_the_same_question_twice_is_two_samples(proxy: RunningProxy) -> None:
     session = await proxy.session()
     replies = await asyncio.gather(*(proxy.post(session, CHAT, chat()) for _ in range(3)))
@@ -142,6 +153,35 @@ async def test_after_a_restart_a_retry_gets_the_recorded_answer(start_proxy: Sta
     _, turns = await after.record(session)
     assert [turn.parent for turn in turns] == [None, 0]
     assert turns[1].fork_cause is None
+
+
+async def test_after_a_restart_siblings_are_given_again_and_each_is_gone_on_from(
+    start_proxy: StartProxy,
+) -> None:
+    before = await start_proxy()
+    session = await before.session()
+    answers = iter(["The answer.", "A sum.", "Done.", "Done."])
+    before.answers(lambda _: next(answers))
+    _, answered = await before.post(session, CHAT, chat(n=2))
+    after = await start_proxy(engine=before.engine)
+    after.answers(lambda _: next(answers))
+    moved = SessionHandle(
+        session.trial_id, session.api_key, f"{after.url}/v1", after.url, session.expires_at
+    )
+
+    _, again = await after.post(moved, CHAT, chat(n=2))
+    said = [choice["message"] for choice in again["choices"]]
+    for message in said:
+        history = [*chat()["messages"], message, {"role": "user", "content": "Go on."}]
+        status, _ = await after.post(moved, CHAT, {"messages": history})
+        assert status == 200
+
+    assert again["choices"] == answered["choices"]
+    assert len({message["content"] for message in said}) == 2
+    _, turns = await after.record(session)
+    assert [turn.parent for turn in turns] == [None, 0, 0, 1]
+    assert [turn.fork_cause for turn in turns] == [None, "sibling", None, None]
+    assert [t.shared_tokens == turns[t.parent or 0].path_tokens for t in turns[2:]] == [True, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])

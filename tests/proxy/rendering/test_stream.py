@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.conversation import Message, ToolCall
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from proxy.rendering.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stream import AnswerParser, find_markers
 
@@ -50,9 +50,15 @@ def answers(draw: st.DrawFn, rendering: Rendering) -> list[int]:
 def put_together(deltas: list[Delta]) -> tuple[str, str, list[ToolCall]]:
     text = "".join(d.text for d in deltas if isinstance(d, TextDelta))
     reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
-    calls = [d for d in deltas if isinstance(d, ToolCallDelta)]
-    assert [d.index for d in calls] == list(range(len(calls)))
-    return text, reasoning, [d.call for d in calls]
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if isinstance(delta, ToolCallStart):
+            assert delta.index == len(calls)
+            calls.append(ToolCall(delta.id, delta.name, ""))
+        elif isinstance(delta, ArgumentsDelta):
+            assert delta.index == len(calls) - 1
+            calls[-1].arguments += delta.text
+    return text, reasoning, calls
 
 
 def without_ids(calls: list[ToolCall]) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+import pytest
 
 from tests.proxy.conftest import RunningProxy
 
@@ -20,6 +21,7 @@ def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 def assembled(events: list[bytes]) -> dict[str, Any]:
     """The message that a client puts together from a stream."""
     message: dict[str, Any] = {}
+    arguments: dict[int, str] = {}
     for event in events:
         name, _, line = event.partition(b"\n")
         data = orjson.loads(line.removeprefix(b"data: "))
@@ -32,13 +34,15 @@ def assembled(events: list[bytes]) -> dict[str, Any]:
         elif data["type"] == "content_block_delta":
             block, delta = message["content"][data["index"]], data["delta"]
             if delta["type"] == "input_json_delta":
-                block["input"] = orjson.loads(delta["partial_json"])
+                arguments[data["index"]] = arguments.get(data["index"], "") + delta["partial_json"]
             else:
                 kind = delta["type"].removesuffix("_delta")
                 block[kind] += delta[kind]
         elif data["type"] == "message_delta":
             message |= data["delta"]
             message["usage"] = data["usage"]
+    for index, text in arguments.items():
+        message["content"][index]["input"] = orjson.loads(text)
     assert events[-1].startswith(b"event: message_stop")
     return message
 
@@ -175,3 +179,105 @@ async def test_a_call_can_be_forced_and_its_beginning_is_not_sampled(proxy: Runn
     await proxy.post(session, "messages", request)
     _, turns = await proxy.record(session)
     assert turns[1].shared_tokens == turns[0].path_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_the_agent_began_is_gone_on_from(
+    proxy: RunningProxy, stream: bool
+) -> None:
+    """Anthropic's prefill: the model is given the beginning and samples the rest; the agent is
+    told the rest, and goes on from both."""
+    session = await proxy.session()
+    proxy.answers(" a sum of two numbers")
+    messages = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "The answer is"},
+    ]
+    if stream:
+        request = body(messages, stream=True)
+        reply = assembled(await proxy.events(session, "messages", request))
+    else:
+        _, reply = await proxy.post(session, "messages", body(messages))
+    assert reply["content"] == [{"type": "text", "text": " a sum of two numbers"}]
+    _, (turn,) = await proxy.record(session)
+    decode = proxy.rendering.tokenizer.decode
+    assert decode(turn.prompt_ids.tolist()).endswith("The answer is")
+    assert turn.sampled_ids.tolist() == proxy.engine.calls[0].answer_ids
+
+    messages[1]["content"] += reply["content"][0]["text"]
+    proxy.answers("Done.")
+    await proxy.post(session, "messages", body([*messages, {"role": "user", "content": "More."}]))
+    _, turns = await proxy.record(session)
+    assert turns[1].fork_cause is None
+    assert turns[1].shared_tokens == turns[0].path_tokens
+
+
+async def test_a_call_without_its_result_cannot_be_gone_on_from(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    use = {"type": "tool_use", "id": "toolu_1", "name": "shell", "input": {}}
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": [use]}]
+    status, reply = await proxy.post(session, "messages", body(messages))
+    assert (status, "tool_use" in reply["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_call_at_a_time_where_the_agent_wants_that(
+    proxy: RunningProxy, stream: bool
+) -> None:
+    session = await proxy.session()
+    proxy.answers(f"Let me look.\n{CALL}\n{CALL}")
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    request = body([{"role": "user", "content": "Hi."}], tool_choice=choice, stream=stream)
+    if stream:
+        reply = assembled(await proxy.events(session, "messages", request))
+    else:
+        _, reply = await proxy.post(session, "messages", request)
+    assert [block["type"] for block in reply["content"]] == ["text", "tool_use"]
+    assert reply["stop_reason"] == "tool_use"
+
+    result = {"type": "tool_result", "tool_use_id": reply["content"][1]["id"], "content": "a b"}
+    request["messages"] += [
+        {"role": "assistant", "content": reply["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    proxy.answers("Done.")
+    await proxy.post(session, "messages", {**request, "stream": False})
+    _, turns = await proxy.record(session)
+    assert turns[1].shared_tokens == turns[0].path_tokens
+
+
+async def test_a_truncated_call_is_told_as_far_as_it_came(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers('<tool_call>\n{"name": "shell", "arguments": {"command": "ls -la')
+    request = body([{"role": "user", "content": "Hi."}], max_tokens=40, stream=True)
+    events = await proxy.events(session, "messages", request)
+    sent = [orjson.loads(event.partition(b"data: ")[2]) for event in events]
+    pieces = [e["delta"]["partial_json"] for e in sent if e["type"] == "content_block_delta"]
+    assert "".join(pieces) == '{"command": "ls -la'
+
+
+async def test_arguments_that_are_no_json_come_back_as_the_same_call(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers('<tool_call>\n{"name": "shell", "arguments": {"command": ls}}\n</tool_call>')
+    request = body([{"role": "user", "content": "Hi."}])
+    _, reply = await proxy.post(session, "messages", request)
+    (block,) = reply["content"]
+    assert block["input"] == {"arguments": '{"command": ls}'}
+
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "no JSON"}
+    request["messages"] += [
+        {"role": "assistant", "content": [block]},
+        {"role": "user", "content": [result]},
+    ]
+    await proxy.post(session, "messages", request)
+    _, turns = await proxy.record(session)
+    assert turns[1].shared_tokens == turns[0].path_tokens
+
+
+async def test_a_tool_that_is_not_offered_cannot_be_forced(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    request = body([{"role": "user", "content": "Hi."}])
+    for more in ({"tool_choice": {"type": "tool", "name": "other"}}, {"tools": []}):
+        asked = {**request, "tool_choice": {"type": "any"}, **more}
+        status, reply = await proxy.post(session, "messages", asked)
+        assert (status, "tool_choice" in reply["error"]["message"]) == (400, True)

@@ -62,7 +62,7 @@ async def test_items_of_all_kinds_come_back_as_one_path(
     kinds = [item.type for item in response.output]
     assert kinds == ["reasoning", "message", "function_call", "custom_tool_call", "function_call"]
     shell, patch, read = response.output[2:]
-    assert (shell.name, shell.arguments) == ("shell", '{"command":"ls"}')
+    assert (shell.name, shell.arguments) == ("shell", '{"command": "ls"}')
     assert (patch.name, patch.input) == ("apply_patch", "*** Begin")
     assert (read.name, read.namespace) == ("read", "files")
 

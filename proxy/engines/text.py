@@ -1,0 +1,106 @@
+"""A server that takes and gives text only: any OpenAI-compatible `/v1/completions`.
+
+The prompt goes out as the text of its tokens, and the answer's text comes back and is tokenised
+here. Invariant: nothing of it is ever trained. It serves EVAL sessions alone (the router sends it
+no call of a TRAIN session), and each of its tokens is recorded with a log-probability of NaN, which
+the trajectories refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import orjson
+
+from proxy.engines.http_engine import HttpEngine
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.errors import RequestError
+from proxy.records import FinishReason, Ids
+from proxy.rendering.tokenizer import Tokenizer
+
+ROUTE = "/v1/completions"
+MAX_STOPS = 4
+"""OpenAI's own bound."""
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+    code: int | str | None = 500
+
+
+class _Answer(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+class TextEngine(HttpEngine):
+    """Implements `proxy.engines.protocol.Engine`. It tells no tokens, versions or health."""
+
+    route = ROUTE
+    _decoder = msgspec.json.Decoder(_Answer)
+
+    def __init__(self, url: str, *, tokenizer: Tokenizer, **more: Any) -> None:
+        super().__init__(url, **more)
+        self._tokenizer = tokenizer
+        self._info.text_only = True
+
+    async def abort(self, request_id: str) -> None:
+        """The closed connection is what ends a completion; there is no route for it."""
+
+    def _body(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        request_id: str,
+        cache_salt: str | None,
+        stream: bool,
+    ) -> bytes:
+        if sampling.structured is not None or sampling.top_logprobs:
+            raise RequestError("the text-only engine has no structured output or log-probabilities")
+        ends = [self._tokenizer.decode([token]) for token in sampling.stop_token_ids]
+        body: dict[str, Any] = {
+            "prompt": self._tokenizer.decode(prompt_ids.tolist()),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop": [*sampling.stop, *ends][:MAX_STOPS],
+            "stream": stream,
+        }
+        for name in ("presence_penalty", "frequency_penalty", "seed"):
+            if getattr(sampling, name):
+                body[name] = getattr(sampling, name)
+        if self._info.model is not None:
+            body["model"] = self._info.model
+        return orjson.dumps(body)
+
+    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
+        for payload in payloads:
+            for choice in self._decode(payload):
+                ids = self._tokenizer.encode(choice.text)
+                yield Chunk(ids, [math.nan] * len(ids), finish_reason=self._finish(choice))
+
+    def _finish(self, choice: _Choice) -> FinishReason | None:
+        if choice.finish_reason is None:
+            return None
+        if choice.finish_reason not in _FINISH:
+            raise self._upstream.fault(f"gave finish_reason {choice.finish_reason!r}")
+        return _FINISH[choice.finish_reason]
+
+    def _decode(self, payload: bytes) -> list[_Choice]:
+        try:
+            answer = self._decoder.decode(payload)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
+        if answer.error is not None:
+            code = answer.error.code if isinstance(answer.error.code, int) else 500
+            raise self._upstream.refusal(code, answer.error.message)
+        return answer.choices
