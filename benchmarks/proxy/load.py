@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -29,7 +30,7 @@ class Load:
     headers: dict[str, str]
     body: str
     """`@N@` in it is replaced by a number that no other request has; `@S@` in the URL by one that
-    CALLS_PER_SESSION requests have in common."""
+    CALLS_PER_SESSION requests of a client have in common: an agent's session."""
     clients: int
     seconds: float
     latencies_s: list[float] = field(default_factory=list)
@@ -43,21 +44,22 @@ class Load:
         loop = asyncio.get_running_loop()
         begun = time.perf_counter()
         self.ends_at = begun + self.seconds
+        numbers = itertools.count()
         ended = [loop.create_future() for _ in range(self.clients)]
         for future in ended:
             await loop.create_connection(
-                lambda future=future: _Client(self, future),  # type: ignore[misc]
+                lambda future=future: _Client(self, future, f"{self.sent}-{next(numbers)}"),  # type: ignore[misc]
                 address.hostname,
                 address.port,
             )
         await asyncio.gather(*ended)
         return self._summary(time.perf_counter() - begun)
 
-    def next_request(self) -> bytes:
+    def next_request(self, session: str) -> bytes:
         self.sent += 1
         body = self.body.replace("@N@", f"{self.sent:08d}").encode()
         address = urlsplit(self.url)
-        path = address.path.replace("@S@", str(self.sent // CALLS_PER_SESSION))
+        path = address.path.replace("@S@", session)
         lines = [f"POST {path} HTTP/1.1", f"Host: {address.netloc}"]
         lines += [f"{name}: {value}" for name, value in self.headers.items()]
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
@@ -75,7 +77,9 @@ class Load:
 
 
 class _Client(asyncio.Protocol):
-    def __init__(self, load: Load, ended: asyncio.Future[None]) -> None:
+    def __init__(self, load: Load, ended: asyncio.Future[None], name: str) -> None:
+        self._name = name
+        self._calls = 0
         self._load = load
         self._ended = ended
         self._buffer = bytearray()
@@ -100,7 +104,8 @@ class _Client(asyncio.Protocol):
     def _send(self) -> None:
         self._buffer.clear()
         self._wanted = None
-        request = self._load.next_request()
+        request = self._load.next_request(f"{self._name}-{self._calls // CALLS_PER_SESSION}")
+        self._calls += 1
         self._sent_at = time.perf_counter()
         self._transport.write(request)
 
