@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from proxy.engines.vllm_server import VllmServer
-from tests.trainer import fake_engine
+from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import config_of
 from trainer.cluster.lead_rank import Progress
 from trainer.cluster.local import LocalCluster
@@ -23,17 +19,6 @@ from trainer.errors import TrainerError
 from trainer.run_control import RunControl
 from trainer.run_folder import RunFolder
 from trainer.services import running_services
-
-
-class FakeServer(VllmServer):
-    def command(self) -> list[str]:
-        return [sys.executable, str(fake_engine.__file__), str(self.port)]
-
-    def kill(self) -> None:
-        """The guard passes on how its server ended."""
-        assert self._process is not None
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
 
 
 class FakeCluster(LocalCluster):

@@ -119,18 +119,18 @@ class RankActor:
 
 
 class ActorGoneError(TrainerError):
-    """An actor, or its node, has ended."""
+    """An actor, or its node, has ended, or could not be started."""
 
 
 async def awaited(ref: Any, whose: str) -> Any:
     """The result of an actor's method, or its own error, without Ray's wrapper.
 
     Raises:
-        ActorGoneError: `whose` actor has ended.
+        ActorGoneError: `whose` actor has ended, or did not start.
     """
     try:
         return await ref
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayError as error:
         raise ActorGoneError(f"{whose} is gone: {' '.join(str(error).split())[:300]}") from error

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,10 +20,9 @@ from agent_loop.producers.groups import BatchSettings
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Rollout, Task
 from agent_loop.tasks import Source, TaskStream
-from proxy.engines.vllm_server import VllmServer
 from proxy.records import SessionKind
-from tests.trainer import fake_engine as fake_engine_program
 from tests.trainer.fake_engine import fake_engine
+from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import ScriptedTrials, config_of, run_once
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainerConfig
@@ -61,11 +59,6 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-class FakeServer(VllmServer):
-    def command(self) -> list[str]:
-        return [sys.executable, str(fake_engine_program.__file__), str(self.port)]
-
-
 def config(model: Path, **sections: Any) -> TrainerConfig:
     share = {"backend": "ray", "engine_cpus": 0.1, "rank_cpus": 0.1, "proxy": "actor"}
     return config_of(
@@ -80,11 +73,6 @@ def config(model: Path, **sections: Any) -> TrainerConfig:
     )
 
 
-async def kill_actor(name: str) -> None:
-    actor = ray.get_actor(name, namespace="agentic-rl")
-    os.kill(await actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
-
-
 class LosesAReplica(ScriptedTrials):
     trials = 0
 
@@ -93,7 +81,8 @@ class LosesAReplica(ScriptedTrials):
     ) -> Rollout:
         self.trials += 1
         if self.trials == 8:  # of the second step
-            await kill_actor("engine-1")
+            actor = ray.get_actor("engine-1", namespace="agentic-rl")
+            os.kill(await actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
         return await super().run(task, kind=kind, seed=seed, version=version)
 
 
@@ -154,7 +143,7 @@ def test_a_killed_rank_ends_the_run_with_a_clear_message(tiny_model: Path, tmp_p
             cluster.trainer(()) as trainer,
         ):
             await trainer.score([1, 2, 3])
-            await kill_actor("rank-1")
+            ray.kill(ray.get_actor("rank-1", namespace="agentic-rl"))
             await control.finish(trainer.score([1, 2, 3]))
 
     with pytest.raises(TrainerError, match=r"rank 1 of the trainer ended: .* is gone.*resume"):
