@@ -92,7 +92,9 @@ class EngineControl:
         self._post_all("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self._post_all("/start_weight_update")
+        """An update that a killed trainer left open is ended first: its engine has been paused ever
+        since, and gets all of its weights now."""
+        list(self._pool.map(self._start_update, self.urls))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         self._post_all("/update_weights", {"update_info": update_info})
@@ -103,6 +105,15 @@ class EngineControl:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def _start_update(self, url: str) -> None:
+        try:
+            self._call("POST", url + "/start_weight_update", None)
+        except WeightSyncError as error:
+            if "already active" not in str(error):
+                raise
+            self._call("POST", url + "/finish_weight_update", {"weight_version": "interrupted"})
+            self._call("POST", url + "/start_weight_update", None)
 
     def _post_all(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         return self._all("POST", path, body)
