@@ -1,6 +1,6 @@
 """vLLM's control routes without a model: takes any weights, and tells their version.
 
-In this process, or as one of its own: `python fake_engine.py PORT`.
+In this process, or as one of its own: `python fake_engine.py HOST PORT`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FakeEngine:
 @contextmanager
 def fake_engine() -> Iterator[tuple[FakeEngine, str]]:
     engine = FakeEngine()
-    server = _server(engine, 0)
+    server = _server(engine, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -40,7 +40,7 @@ def fake_engine() -> Iterator[tuple[FakeEngine, str]]:
         thread.join()
 
 
-def _server(engine: FakeEngine, port: int) -> ThreadingHTTPServer:
+def _server(engine: FakeEngine, host: str, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
@@ -56,8 +56,8 @@ def _server(engine: FakeEngine, port: int) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             pass
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return ThreadingHTTPServer((host, port), Handler)
 
 
 if __name__ == "__main__":
-    _server(FakeEngine(), int(sys.argv[1])).serve_forever()
+    _server(FakeEngine(), sys.argv[1], int(sys.argv[2])).serve_forever()

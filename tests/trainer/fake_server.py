@@ -13,7 +13,7 @@ from tests.trainer import fake_engine
 
 class FakeServer(VllmServer):
     def command(self) -> list[str]:
-        return [sys.executable, str(fake_engine.__file__), str(self.port)]
+        return [sys.executable, str(fake_engine.__file__), self.options.host, str(self.port)]
 
     def kill(self) -> None:
         """With `kill -9`; its guard, which is our child, stays and tells."""
