@@ -250,7 +250,7 @@ class ClusterConfig(Section):
     """Where engines and ranks run: processes on this machine, or actors on a Ray cluster."""
     address: str | None = None
     """Of a Ray cluster that runs, as for `ray.init`; None: one of this run's own, on this machine
-    and loopback."""
+    and at its own address."""
     namespace: str = "agentic-rl"
     """Ray namespace in which the actors are found by name: `engine-0`, `rank-0`, `proxy`."""
     strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"

@@ -315,5 +315,4 @@ def _where(config: TrainerConfig) -> dict[str, Any]:
         return common | {"address": config.cluster.address}
     wanted = sum(bundle["CPU"] for bundle in bundles(config, has_gpus=False))
     cpus = max(math.ceil(wanted), len(os.sched_getaffinity(0)))
-    loopback = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
-    return common | loopback | {"address": "local", "num_cpus": cpus}
+    return common | {"address": "local", "num_cpus": cpus, "include_dashboard": False}

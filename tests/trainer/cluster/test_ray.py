@@ -1,4 +1,4 @@
-"""A run on a Ray cluster (of one node, on loopback): what a run on this machine is, and what is
+"""A run on a Ray cluster (of one node): what a run on this machine is, and what is
 lost of it is replaced or said."""
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def cluster() -> Iterator[None]:
             object_store_memory=80 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
-            _node_ip_address="127.0.0.1",
             _temp_dir=folder,
             # Of a process that imports Python's ray and our trainer, on a machine that is busy.
             _system_config={"worker_register_timeout_seconds": 300},
