@@ -66,6 +66,11 @@ class TextEngine(HttpEngine):
     ) -> bytes:
         if sampling.structured is not None or sampling.top_logprobs:
             raise RequestError("the text-only engine has no structured output or log-probabilities")
+        if len(sampling.stop) > MAX_STOPS:
+            raise RequestError(
+                f"stop: the text-only engine takes {MAX_STOPS}, not {len(sampling.stop)}",
+                param="stop",
+            )
         ends = [self._tokenizer.decode([token]) for token in sampling.stop_token_ids]
         body: dict[str, Any] = {
             "prompt": self._tokenizer.decode(prompt_ids.tolist()),
