@@ -97,3 +97,13 @@ async def test_a_session_that_trains_never_reaches_it(
     status, reply = await proxy.post(session, CHAT, {"messages": [*BODY["messages"]] * 2})
     assert (status, "kind eval" in reply["error"]["message"]) == (400, True)
     assert upstream.bodies == []
+
+
+async def test_stops_that_it_cannot_pass_on_are_refused(
+    proxy: RunningProxy, upstream: TextServer
+) -> None:
+    await alone(proxy)
+    session = await proxy.session(SessionKind.EVAL)
+    status, reply = await proxy.post(session, CHAT, {**BODY, "stop": list("abcde")})
+    assert (status, reply["error"]["param"]) == (400, "stop")
+    assert upstream.bodies == []
