@@ -24,6 +24,8 @@ from proxy.rendering.tokenizer import Tokenizer
 ROUTE = "/v1/completions"
 MAX_STOPS = 4
 """OpenAI's own bound."""
+_NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "structured": None}
+"""What OpenAI's route has no name for, with the value that asks for nothing."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -64,13 +66,7 @@ class TextEngine(HttpEngine):
         cache_salt: str | None,
         stream: bool,
     ) -> bytes:
-        if sampling.structured is not None or sampling.top_logprobs:
-            raise RequestError("the text-only engine has no structured output or log-probabilities")
-        if len(sampling.stop) > MAX_STOPS:
-            raise RequestError(
-                f"stop: the text-only engine takes {MAX_STOPS}, not {len(sampling.stop)}",
-                param="stop",
-            )
+        _check(sampling)
         ends = [self._tokenizer.decode([token]) for token in sampling.stop_token_ids]
         body: dict[str, Any] = {
             "prompt": self._tokenizer.decode(prompt_ids.tolist()),
@@ -81,7 +77,7 @@ class TextEngine(HttpEngine):
             "stream": stream,
         }
         for name in ("presence_penalty", "frequency_penalty", "seed"):
-            if getattr(sampling, name):
+            if getattr(sampling, name) is not None:
                 body[name] = getattr(sampling, name)
         if self._info.model is not None:
             body["model"] = self._info.model
@@ -109,3 +105,17 @@ class TextEngine(HttpEngine):
             code = answer.error.code if isinstance(answer.error.code, int) else 500
             raise self._upstream.refusal(code, answer.error.message)
         return answer.choices
+
+
+def _check(sampling: Sampling) -> None:
+    """Raises RequestError for what would change the answer and cannot be passed on."""
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(sampling, name)
+        if value != neutral:
+            raise RequestError(f"{name}: the text-only engine cannot honour {value!r}", param=name)
+    if sampling.top_logprobs:
+        raise RequestError("the text-only engine has no log-probabilities", param="top_logprobs")
+    if len(sampling.stop) > MAX_STOPS:
+        raise RequestError(
+            f"stop: the text-only engine takes {MAX_STOPS}, not {len(sampling.stop)}", param="stop"
+        )

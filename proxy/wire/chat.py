@@ -27,7 +27,7 @@ from proxy.wire.dialect import (
     SampledToken,
     error_type,
 )
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, refuse_unhonoured
 
 MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
@@ -196,6 +196,7 @@ def parse_options(fields: Fields) -> Options:
 
 def parse_sampling(fields: Fields) -> Options:
     """What Completions asks by the same names."""
+    refuse_unhonoured(fields)
     return Options(
         max_tokens=fields.integer("max_tokens", 1, 2**31),
         temperature=fields.number("temperature", 0, 2),

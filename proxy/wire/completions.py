@@ -29,9 +29,6 @@ class CompletionsDialect:
     name = "completions"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
-        for name in ("suffix", "best_of"):
-            if fields.get(name) not in (None, "", 1):
-                raise fields.refuse(name, "nothing (the engine cannot honour it)")
         if fields.flag("echo") and fields.get("logprobs") is not None:
             raise fields.refuse("echo", "no echo together with logprobs")
         options = parse_sampling(fields)

@@ -19,6 +19,29 @@ MAX_SHOWN_CHARS = 80
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 
+_UNHONOURED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+"""What OpenAI's routes and vLLM's take in any dialect, would change what is sampled, and is passed
+to no engine; each with what asks for nothing, beside null."""
+
 T = TypeVar("T")
 
 
@@ -138,6 +161,14 @@ class Request(Fields):
             self._body_bytes,
         )
         return parsed
+
+
+def refuse_unhonoured(fields: Fields) -> None:
+    """Raises RequestError for what would change the sampling and reaches no engine."""
+    for name in sorted(_UNHONOURED.keys() & fields.data.keys()):
+        value = fields.get(name)
+        if value is not None and value not in _UNHONOURED[name]:
+            raise fields.refuse(name, "nothing (this proxy cannot honour it)")
 
 
 def refusal(path: str, value: Any, wanted: str) -> RequestError:

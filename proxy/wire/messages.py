@@ -17,7 +17,7 @@ from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, Piece
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, refuse_unhonoured
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -242,6 +242,7 @@ def _parse_tool(fields: Fields) -> dict[str, Any] | None:
 
 
 def _options(fields: Fields) -> Options:
+    refuse_unhonoured(fields)
     choice = fields.child("tool_choice")
     kind = choice.text("type", "auto")
     if kind not in ("auto", "any", "tool", "none"):

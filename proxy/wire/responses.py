@@ -18,7 +18,7 @@ from proxy.conversation import Conversation, Message, Role, ToolCall, merged
 from proxy.errors import ProxyError, RequestError
 from proxy.wire.chat import MAX_TOP_LOGPROBS, openai_error, parse_content
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, refuse_unhonoured
 from proxy.wire.responses_stream import ResponsesWriter, output_items, response_object
 
 _ROLES: dict[str, Role] = {
@@ -164,6 +164,7 @@ def _function(tool: Fields, *, free_form: bool) -> dict[str, Any]:
 
 
 def _options(fields: Fields) -> Options:
+    refuse_unhonoured(fields)
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     wants = "message.output_text.logprobs" in fields.items("include")
     choice = fields.get("tool_choice")

@@ -107,3 +107,33 @@ async def test_stops_that_it_cannot_pass_on_are_refused(
     status, reply = await proxy.post(session, CHAT, {**BODY, "stop": list("abcde")})
     assert (status, reply["error"]["param"]) == (400, "stop")
     assert upstream.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"top_k": 5}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"response_format": {"type": "json_object"}}, "structured"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+async def test_what_would_change_the_answer_and_cannot_be_passed_on_is_refused(
+    proxy: RunningProxy, upstream: TextServer, asked: dict[str, Any], param: str
+) -> None:
+    await alone(proxy)
+    session = await proxy.session(SessionKind.EVAL)
+    status, reply = await proxy.post(session, CHAT, {**BODY, **asked})
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert upstream.bodies == []
+
+
+async def test_what_asks_for_nothing_is_no_reason_to_refuse(
+    proxy: RunningProxy, upstream: TextServer
+) -> None:
+    await alone(proxy)
+    session = await proxy.session(SessionKind.EVAL)
+    neutral = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "seed": 0}
+    assert (await proxy.post(session, CHAT, {**BODY, **neutral}))[0] == 200
+    assert upstream.bodies[0]["seed"] == 0

@@ -220,3 +220,25 @@ async def test_an_image_is_refused_and_named(proxy: RunningProxy) -> None:
     status, reply = await proxy.post(session, "chat/completions", body)
     assert status == 400
     assert reply["error"]["param"] == "messages[0].content[1].type"
+
+
+@pytest.mark.parametrize("route", ROUTES[:-1])
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [
+        ("logit_bias", {"50256": -100}, {}),
+        ("min_tokens", 5, 0),
+        ("ignore_eos", True, False),
+        ("chat_template_kwargs", {"enable_thinking": False}, {}),
+        ("functions", [{"name": "f", "parameters": {}}], []),
+        ("guided_regex", "[ab]", None),
+    ],
+)
+async def test_what_would_change_the_sampling_and_is_passed_to_no_engine_is_refused(
+    proxy: RunningProxy, route: str, field: str, value: object, neutral: object
+) -> None:
+    session = await proxy.session(SessionKind.EVAL)
+    status, reply = await proxy.post(session, route, VALID | {field: value})
+    assert status == 400
+    assert f"{field}: nothing" in reply["error"]["message"]
+    assert (await proxy.post(session, route, VALID | {field: neutral}))[0] == 200
