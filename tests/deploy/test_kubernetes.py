@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import kubernetes_validate
 import pytest
 
 from tests.deploy.manifests import (
+    OPERATOR,
     OVERLAYS,
-    needs_kustomize,
+    needs_tools,
     pod_specs,
     render,
     source_resources,
@@ -17,13 +22,40 @@ from tests.deploy.manifests import (
 
 API_VERSION = "1.33"
 """The oldest that the manifests are for: sidecars and their probes are stable there."""
-WITHOUT_SCHEMA = ("ServiceMonitor",)
-"""A custom resource; the Kubernetes API's schemas do not have it."""
+CUSTOM = ("ServiceMonitor",)
+"""Of the Prometheus operator; the Kubernetes API's schemas do not have it."""
 
 
 def check(resource: dict[str, Any]) -> None:
-    if resource["kind"] not in WITHOUT_SCHEMA:
+    if resource["kind"] not in CUSTOM:
         kubernetes_validate.validate(resource, API_VERSION, strict=True)
+
+
+def refusal(monitor: dict[str, Any]) -> str:
+    """What the Prometheus operator's definition says against a ServiceMonitor; empty: nothing."""
+    validator = json.dumps((OPERATOR / "ServiceMonitor.js").as_uri())
+    program = f"""
+    import {{ ServiceMonitor }} from {validator};
+    try {{ new ServiceMonitor({json.dumps(monitor)}).validate() }}
+    catch (error) {{ process.stdout.write(error.message) }}
+    """
+    node = ["node", "--input-type=module", "--eval", program]
+    said = subprocess.run(node, check=True, capture_output=True, text=True).stdout
+    # It lets unknown keys pass, as the API does; here they are misspelt.
+    types = "".join(path.read_text() for path in OPERATOR.glob("*.d.ts"))
+    known = {"name", "key", "matchLabels", *re.findall(r'^ +"(\w+)"\??:', types, re.M)}
+    unknown = set(keys(monitor["spec"])) - known
+    return said or ", ".join(f"no resource has a key {key}" for key in sorted(unknown))
+
+
+def keys(value: Any) -> Iterator[str]:
+    """Of a resource's part, at any depth, but for labels, whose names are free."""
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield key
+        if key != "matchLabels":
+            yield from keys(item)
+    for item in value if isinstance(value, list) else ():
+        yield from keys(item)
 
 
 def test_every_resource_is_valid_as_it_is_written() -> None:
@@ -43,7 +75,17 @@ def test_the_validation_sees_a_misspelt_key() -> None:
         check(deployment)
 
 
-@needs_kustomize
+@needs_tools
+def test_the_service_monitor_is_one_of_the_prometheus_operator() -> None:
+    (monitor,) = (each for _, each in source_resources() if each["kind"] == "ServiceMonitor")
+    assert refusal(monitor) == ""
+    (endpoint,) = monitor["spec"]["endpoints"]
+    for wrong in ({"interval": "often"}, {"intervall": "15s"}, {"authorization": "a key"}):
+        spec = monitor["spec"] | {"endpoints": [endpoint | wrong]}
+        assert refusal(monitor | {"spec": spec}), wrong
+
+
+@needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_builds_to_valid_resources(overlay: str) -> None:
     resources = render(overlay)
@@ -56,7 +98,7 @@ def test_an_overlay_builds_to_valid_resources(overlay: str) -> None:
     }
 
 
-@needs_kustomize
+@needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_what_a_pod_refers_to_is_there(overlay: str) -> None:
     resources = render(overlay)
@@ -77,7 +119,7 @@ def test_what_a_pod_refers_to_is_there(overlay: str) -> None:
             assert len(kinds) <= 1, f"{name}: {volume}"
 
 
-@needs_kustomize
+@needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_select(overlay: str) -> None:
     resources = render(overlay)

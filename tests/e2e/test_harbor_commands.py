@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.harbor_server import HARBOR
+from tests.needs import needs
 
-pytestmark = pytest.mark.skipif(
-    not (HARBOR / "bin/python").exists(), reason=f"no {HARBOR}: make harbor (Python 3.12)"
+pytestmark = needs(
+    None if (HARBOR / "bin/python").exists() else f"no {HARBOR}: make harbor (Python 3.12)"
 )
 ROOT = Path(__file__).resolve().parents[2]
 BASE, KEY = "http://127.0.0.1:9/trial-7/v1", "sk-of-the-session"

@@ -21,6 +21,7 @@ from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Rollout, Task
 from agent_loop.tasks import Source, TaskStream
 from proxy.records import SessionKind
+from tests.needs import skip_or_fail
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import ScriptedTrials, config_of, run_once
@@ -34,9 +35,12 @@ from trainer.run_log import RunLog
 from trainer.services import running_services
 from trainer.weight_sync.control import EngineControl
 
-ray = pytest.importorskip("ray")
+try:
+    import ray
 
-from trainer.cluster.ray_cluster import bundles, ray_cluster  # noqa: E402
+    from trainer.cluster.ray_cluster import bundles, ray_cluster
+except ImportError:
+    skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
 
 STEPS = 3
 
