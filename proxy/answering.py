@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from proxy.conversation import Message, answer_key, dump_answer, raw_key
+from proxy.conversation import Message, answer_key, dump_answer, load_answer, raw_key
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import EngineError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
 from proxy.records import FinishReason, Ids, Turn, TurnStatus, VersionSpan
-from proxy.rendering.deltas import Delta, TextDelta
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, tell_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
 from proxy.rendering.stream import AnswerParser, Markers
@@ -202,6 +202,24 @@ class Answering:
             )
             for token, logprob, top in zip(chunk.ids, chunk.logprobs, tops, strict=True)
         ]
+
+
+async def replayed(running: LiveCall, choice: int, turn: Turn) -> Outcome:
+    """A recorded answer, given again."""
+    message = load_answer(turn.answer)
+    deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    if message.text:
+        deltas.append(TextDelta(message.text))
+    tell_calls([], message.tool_calls, deltas)
+    running.push(Piece(choice, deltas))
+    return Outcome(
+        message=message,
+        finish_reason=turn.finish_reason or FinishReason.STOP,
+        prompt_tokens=turn.prompt_tokens,
+        cached_tokens=turn.shared_tokens,
+        completion_tokens=len(turn.sampled_ids),
+        turn=turn.index,
+    )
 
 
 def _one_version(version: int, size: int) -> tuple[VersionSpan, ...]:

@@ -43,6 +43,7 @@ DATA_PLANE = web.AppKey("data_plane", DataPlane)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
 CALLS = web.AppKey("calls", Calls)
 RELAY = web.AppKey("relay", RelayHub)
+STORE: web.AppKey[Store] = web.AppKey("store")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -96,6 +97,7 @@ def _parts(
 ) -> Callable[[web.Application], AsyncGenerator[None, None]]:
     async def run(app: web.Application) -> AsyncGenerator[None, None]:
         store = given_store or await open_store(config.store, durability=config.durability)
+        app[STORE] = store
         make = partial(make_engine, tokenizer=rendering.tokenizer)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
         router = Router(replicas, version=config.policy_version)

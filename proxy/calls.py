@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from proxy.answering import Answering
+from proxy.answering import Answering, replayed
 from proxy.conversation import (
     CHAIN,
     Conversation,
@@ -29,8 +29,7 @@ from proxy.engines.protocol import Sampling
 from proxy.errors import EngineError, RequestError, SessionError, StoreError
 from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
-from proxy.records import EMPTY_IDS, FinishReason, Ids, Turn, TurnStatus
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, tell_calls
+from proxy.records import EMPTY_IDS, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stream import find_markers
 from proxy.routing import Router
@@ -38,7 +37,7 @@ from proxy.sampling import as_record, resolve
 from proxy.sessions import LiveSession, Sessions
 from proxy.store.protocol import Store, TurnConflict
 from proxy.token_tree import Placement
-from proxy.wire.dialect import Call, Outcome, Piece
+from proxy.wire.dialect import Call, Outcome
 
 MAX_CONFLICTS = 16
 """Other proxies on the same store may take a turn's index this often before we give up."""
@@ -82,23 +81,28 @@ class Calls:
     async def open(self, live: LiveSession, call: Call, caller: Caller) -> LiveCall:
         """The call, running; a retry gets the call (or the recorded answer) that it repeats.
 
-        Raises RequestError, SessionError or StoreError, and then nothing was sampled.
+        Raises RequestError, SessionError, HeldElsewhere or StoreError: nothing was sampled then.
         """
         call.opening = self._opening(call)
-        keys, request_key = await self._keys(live, call)
-        running = live.calls.get(request_key)
-        if running is not None and caller.is_retry and not running.abandoned:
-            return running
         live.in_flight += 1
         try:
-            recorded = await self._recorded(live, call, request_key)
-            if recorded is None:
-                await self._supersede(live, call, caller, request_key)
-            turns = recorded or await self._begin(live, call, caller, keys, request_key)
-        except BaseException:
+            for _ in range(MAX_CONFLICTS):
+                if live.unsettled:
+                    async with live.placing:
+                        await self._sessions.hold(live)
+                keys, request_key = await self._keys(live, call)
+                running = live.calls.get(request_key)
+                if running is not None and caller.is_retry and not running.abandoned:
+                    return running
+                turns = await self._recorded(live, call, request_key)
+                if not turns:
+                    await self._supersede(live, call, caller, request_key)
+                    turns = await self._begin(live, call, caller, keys, request_key)
+                if turns:
+                    return self._start(live, call, turns, keys[-1])
+            raise StoreError("other proxies keep writing to this session; try again")
+        finally:
             live.in_flight -= 1
-            raise
-        return self._start(live, call, turns, keys[-1])
 
     async def _keys(self, live: LiveSession, call: Call) -> tuple[list[bytes], bytes]:
         """The conversation's keys, and the key of this very request."""
@@ -114,8 +118,10 @@ class Calls:
     async def _continued(
         self, live: LiveSession, conversation: Conversation, index: int
     ) -> list[bytes]:
-        known = index < len(live.tree) and live.tree.nodes[index].answer_key
-        if not known:
+        if not live.tree.answered(index):  # or another process has, since the tree was read
+            async with live.placing:
+                await self._sessions.reload(live)
+        if not live.tree.answered(index):
             raise RequestError(
                 f"previous_response_id: turn {index} of this session has no answer",
                 param="previous_response_id",
@@ -150,6 +156,7 @@ class Calls:
         running = LiveCall(
             first.request_key, [turn.index for turn, _ in turns], first.prompt_tokens
         )
+        live.in_flight += 1
         live.calls[running.request_key] = running
         self._running.add(running)
         live.running.add(running)
@@ -173,6 +180,7 @@ class Calls:
             ) from None
         finally:
             live.in_flight -= 1
+            live.own.difference_update(running.turns)
             self._running.discard(running)
             live.running.discard(running)
             if live.calls.get(running.request_key) is running:
@@ -197,7 +205,7 @@ class Calls:
         answers = []
         for choice, (turn, sampling) in enumerate(turns):
             if sampling is None:
-                answers.append(_replayed(running, choice, turn))
+                answers.append(replayed(running, choice, turn))
                 continue
             prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
             answering = Answering(
@@ -224,7 +232,7 @@ class Calls:
         keys: list[bytes],
         request_key: bytes,
     ) -> list[tuple[Turn, Sampling | None]]:
-        """One turn per answer, with its intent on disk."""
+        """One turn per answer, with its intent on disk; none when another process was faster."""
         begun: list[tuple[Turn, Sampling | None]] = []
         conflicts = 0
         while len(begun) < call.n:
@@ -232,9 +240,13 @@ class Calls:
             # no turn may hang on one that was to have the index which the other took.
             async with live.placing:
                 first = begun[0][0] if begun else None
+                if first is None and live.unsettled - live.unheld:
+                    return []
                 turn = await self._intend(live, call, caller, keys, request_key, first, len(begun))
             if turn is not None:
                 begun.append(turn)
+            elif not begun:
+                return []
             elif (conflicts := conflicts + 1) > MAX_CONFLICTS:
                 raise StoreError("other proxies keep writing to this session; try again")
         return begun
@@ -316,6 +328,7 @@ class Calls:
         except (StoreError, SessionError):
             self._sessions.forget(live)
             raise
+        live.own.add(turn.index)
         return True
 
     async def _recorded(
@@ -353,25 +366,6 @@ class Calls:
             live.publish("superseded", index=node.index)
 
 
-def check_limits(live: LiveSession, call: Call, defaults: dict[str, int]) -> None:
-    """Raises RequestError when the session may not make this call (now, or at all)."""
-    limits = {**defaults, **live.session.limits}
-    if live.in_flight >= limits["max_concurrent_calls"]:
-        raise RequestError(
-            f"{live.in_flight} calls of this session are running, its max_concurrent_calls is "
-            f"{limits['max_concurrent_calls']}; wait for one to end",
-            status=429,
-            code="max_concurrent_calls",
-            retry_after_s=1.0,
-        )
-    turns = len(live.tree) + call.n
-    for name, value in (("max_turns", turns), ("max_tokens", live.tree.sampled_tokens)):
-        if value > limits[name]:
-            raise RequestError(
-                f"this session has reached its {name} of {limits[name]}", status=403, code=name
-            )
-
-
 def _request_key(asked: bytes, call: Call) -> bytes:
     forced, prefill = call.options.forced, call.conversation.prefill
     if forced is not None:
@@ -394,22 +388,4 @@ def _intended(
         dialect=caller.dialect,
         agent_id=caller.agent_id,
         started_at=time.time(),
-    )
-
-
-async def _replayed(running: LiveCall, choice: int, turn: Turn) -> Outcome:
-    """A recorded answer, given again."""
-    message = load_answer(turn.answer)
-    deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
-    if message.text:
-        deltas.append(TextDelta(message.text))
-    tell_calls([], message.tool_calls, deltas)
-    running.push(Piece(choice, deltas))
-    return Outcome(
-        message=message,
-        finish_reason=turn.finish_reason or FinishReason.STOP,
-        prompt_tokens=turn.prompt_tokens,
-        cached_tokens=turn.shared_tokens,
-        completion_tokens=len(turn.sampled_ids),
-        turn=turn.index,
     )

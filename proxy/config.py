@@ -115,6 +115,9 @@ class ProxyConfig(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     public_url: str | None = None
     """What agents reach the proxy by, where it is not `http://HOST:PORT`."""
+    peer_url: str | None = None
+    """What other proxies on the same store reach this one by; default: host and port, or where host
+    is every address, that of this machine's name. See proxy/forwarding.py."""
     admin_key: SecretStr | None = None
     """For the control plane; needed off loopback."""
     max_context_tokens: int | None = Field(default=None, ge=2)

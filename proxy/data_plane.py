@@ -16,9 +16,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from proxy.calls import Caller, Calls, check_limits
+from proxy.calls import Caller, Calls
 from proxy.config import ProxyConfig
-from proxy.errors import ProxyError, RequestError
+from proxy.errors import HeldElsewhere, ProxyError, RequestError
+from proxy.forwarding import RETRY_DELAYS_S, forward, was_forwarded
 from proxy.live_call import LiveCall
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
@@ -101,8 +102,10 @@ class DataPlane:
         self._metrics.in_flight.set(self._in_flight)
         try:
             call = await self._parse(request, dialect, live)
-            check_limits(live, call, self._session_limits)
-            running = await self._calls.open(live, call, _caller(dialect, live, request.headers))
+            _check_limits(live, call, self._session_limits)
+            running = await self._open(request, live, call, _caller(dialect, live, request.headers))
+            if isinstance(running, web.StreamResponse):
+                return running
             response = await self._answer(request, dialect, live, call, running)
             if self._log.wanted:
                 self._log_call(dialect, live, begun, response.status, running, stream=call.stream)
@@ -110,6 +113,25 @@ class DataPlane:
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
+
+    async def _open(
+        self, request: web.Request, live: LiveSession, call: Call, caller: Caller
+    ) -> LiveCall | web.StreamResponse:
+        """The call, running; or its answer, where another process serves the session."""
+        delays_s = iter(RETRY_DELAYS_S)
+        while True:
+            try:
+                return await self._calls.open(live, call, caller)
+            except HeldElsewhere as held:
+                if was_forwarded(request):
+                    raise
+                answer = await forward(request, held.address)
+                if answer is not None:
+                    return answer
+                delay_s = next(delays_s, None)
+                if delay_s is None:
+                    raise held.unreachable() from held
+            await asyncio.sleep(delay_s)
 
     def _log_call(
         self,
@@ -232,6 +254,25 @@ class DataPlane:
                 f"{self._config.limits.in_flight_calls}; try again later",
                 status=429,
                 retry_after_s=1.0,
+            )
+
+
+def _check_limits(live: LiveSession, call: Call, defaults: dict[str, int]) -> None:
+    """Raises RequestError when the session may not make this call (now, or at all)."""
+    limits = {**defaults, **live.session.limits}
+    if live.in_flight >= limits["max_concurrent_calls"]:
+        raise RequestError(
+            f"{live.in_flight} calls of this session are running, its max_concurrent_calls is "
+            f"{limits['max_concurrent_calls']}; wait for one to end",
+            status=429,
+            code="max_concurrent_calls",
+            retry_after_s=1.0,
+        )
+    turns = len(live.tree) + call.n
+    for name, value in (("max_turns", turns), ("max_tokens", live.tree.sampled_tokens)):
+        if value > limits[name]:
+            raise RequestError(
+                f"this session has reached its {name} of {limits[name]}", status=403, code=name
             )
 
 

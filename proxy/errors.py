@@ -4,6 +4,7 @@ ProxyError
 ├── RequestError        the agent's request cannot be honoured            400 / 413 / 429
 │   └── ContextOverflow the prompt does not fit the model's context       400
 ├── SessionError        unknown key 401, unknown id 404, completed 409, expired 410
+├── HeldElsewhere       another process serves the session now            421 / 503
 ├── EngineError         no replica could answer                           503 (retryable) / 502
 ├── StoreError          it could not be recorded, so it is not answered   503
 └── ConfigurationError  the process cannot start: names key, value, bound and what to do
@@ -63,6 +64,24 @@ class ContextOverflow(RequestError):
 
 class SessionError(ProxyError):
     status = 401
+
+
+class HeldElsewhere(ProxyError):
+    """421: another process is to be asked. 503: it does not answer."""
+
+    status = 421
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"the proxy at {address} serves this session's calls")
+        self.address = address
+
+    def unreachable(self) -> ProxyError:
+        return ProxyError(
+            f"{self.message} and does not answer; try again (peer_url is what proxies on one store "
+            "reach each other by)",
+            status=503,
+            retry_after_s=1.0,
+        )
 
 
 class EngineError(ProxyError):

@@ -7,6 +7,7 @@ started is left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -16,10 +17,11 @@ from pathlib import Path
 
 from aiohttp import web
 
-from proxy.app import CONTROL_PLANE, build_app
+from proxy.app import CONTROL_PLANE, STORE, build_app
 from proxy.config import EngineConfig, ProxyConfig
 from proxy.engines.vllm_server import VllmOptions, VllmServer
-from proxy.errors import ConfigurationError, EngineError
+from proxy.errors import ConfigurationError, EngineError, StoreError
+from proxy.forwarding import own_address
 from proxy.siblings import Siblings
 from proxy.workers import serve_workers
 
@@ -75,13 +77,18 @@ async def listen(
                 "free it or give another --port"
             ) from error
         host, port = next(address for address in runner.addresses if len(address) > 1)[:2]
+        reached_at = own_address(config, port, str(own_socket) if own_socket else None)
+        await app[STORE].announce(reached_at)
         yield app, (config.public_url or f"http://{host}:{port}").rstrip("/")
     finally:
         await runner.cleanup()
 
 
 async def withdraw(app: web.Application, config: ProxyConfig) -> None:
-    """Says that it is not ready any more, and leaves balancers the time to notice."""
+    """Lets go of its sessions, says that it is not ready any more, and leaves balancers the time to
+    notice."""
+    with contextlib.suppress(StoreError):  # then its sessions are free when it is gone
+        await app[STORE].announce(None)
     app[CONTROL_PLANE].withdraw()
     await asyncio.sleep(config.limits.unready_s)
 

@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import shortuuid
 
 from proxy.config import SessionsConfig
-from proxy.errors import RequestError, SessionError, StoreError
+from proxy.errors import HeldElsewhere, RequestError, SessionError, StoreError
 from proxy.profiles import AgentProfile, Profiles
-from proxy.records import Session, SessionKind, SessionStatus, TurnStatus
+from proxy.records import Session, SessionKind, SessionStatus, Turn, TurnStatus
 from proxy.store.protocol import Store
 from proxy.token_tree import TokenTree
 
@@ -51,8 +51,8 @@ class LiveSession:
 
     session: Session
     profile: AgentProfile
-    tree: TokenTree
-    loaded_turns: int
+    tree: TokenTree = field(init=False)
+    loaded_turns: int = field(init=False)
     """Turns below this index were read from the store: whether they arrived is not known here."""
     calls: dict[bytes, LiveCall] = field(default_factory=dict)
     """Running calls by their request's key: what a retry joins."""
@@ -63,10 +63,23 @@ class LiveSession:
     """Recorded answers that were given again: not a second time."""
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a turn is placed and its intent recorded."""
+    own: set[int] = field(default_factory=set)
+    """Turns begun here whose calls run."""
+    unsettled: frozenset[int] = frozenset()
+    """Turns that were open elsewhere when the tree was read: it has not their answers."""
+    unheld: frozenset[int] = frozenset()
+    """Those among them whose process lets calls be served beside them: it is stopping."""
     in_flight: int = 0
     refusals: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     listeners: set[asyncio.Queue[dict[str, Any]]] = field(default_factory=set)
+
+    def read(self, turns: Sequence[Turn]) -> None:
+        """The tree anew, from what the store has."""
+        self.tree = TokenTree(turns, follows=self.profile.follows)
+        self.loaded_turns = len(turns)
+        still_open = {turn.index for turn in turns if turn.status is TurnStatus.OPEN}
+        self.unsettled = frozenset(still_open - self.own)
 
     def publish(self, kind: str, **data: Any) -> None:
         """Tells everybody who listens to the session; one who does not keep up loses events."""
@@ -161,8 +174,24 @@ class Sessions:
         while stale:
             turns = await self._store.get_turns(live.session.session_id)
             stale = any(turn.status is TurnStatus.OPEN and live.tree.knows(turn) for turn in turns)
-        live.tree = TokenTree(turns, follows=live.profile.follows)
-        live.loaded_turns = len(turns)
+        live.read(turns)
+
+    async def hold(self, live: LiveSession) -> None:
+        """Returns when no other process has calls of the session in flight, and the tree has what
+        theirs were answered (`forwarding.py`). To be called while placing.
+
+        Raises:
+            HeldElsewhere: another has.
+        """
+        settled = False
+        while not settled:
+            known = live.unsettled
+            address = await self._store.holder(live.session.session_id)
+            if address is not None:
+                raise HeldElsewhere(address)
+            await self.reload(live)
+            settled = live.unsettled <= known
+        live.unheld = known
 
     def forget(self, live: LiveSession) -> None:
         """The tree may not be what the store has: the next call reads it again."""
@@ -267,9 +296,8 @@ class Sessions:
         turns = await self._store.get_turns(session_id)
         if session_id in self._live:  # read twice at a time: there is one tree
             return self._live[session_id]
-        profile = self._profiles.get(session.profile)
-        tree = TokenTree(turns, follows=profile.follows)
-        live = LiveSession(session, profile, tree, len(turns))
+        live = LiveSession(session, self._profiles.get(session.profile))
+        live.read(turns)
         if session.status is not SessionStatus.OPEN:
             live.closed.set()
         self._live[session_id] = live

@@ -133,6 +133,9 @@ class TokenTree:
             return False
         return node.status is not TurnStatus.OPEN
 
+    def answered(self, index: int) -> bool:
+        return index < len(self.nodes) and bool(self.nodes[index].answer_key)
+
     def commit(self, turn: Turn) -> None:
         node = self.nodes[turn.index]
         self.sampled_tokens -= len(node.sampled_ids)  # of a tree that was read when it was stored

@@ -28,6 +28,12 @@ SCHEMA_VERSION = 1
 OWNERS_LOCK = 0x61677278
 """First key of our advisory locks; the second is the owner's number."""
 SCHEMA_LOCK = 0x61677279
+KEEP_ALIVES = {
+    "tcp_keepalives_idle": "5",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
+"""Of the connection that holds an owner's lock: a machine that vanished is gone after 20 s."""
 CONNECTION_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError)
 
 _INTENT = (
@@ -62,6 +68,11 @@ _TURNS = (
     + ", ".join(f"a.{name}" for name in _ANSWER_NAMES)
     + ", t.owner FROM turns t LEFT JOIN answers a USING (session_id, idx)"
     " WHERE t.session_id = $1 AND t.idx >= $2 ORDER BY t.idx"
+)
+_OPEN_ELSEWHERE = (
+    "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " WHERE t.session_id = $1 AND a.idx IS NULL AND t.owner <> $2 AND o.address IS NOT NULL"
 )
 _HELD = (
     "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = $1 AND granted"
@@ -167,12 +178,21 @@ class PostgresStore:
             if turn.status is TurnStatus.OPEN
         ]
         if left_open:
-            alive = {row[0] for row in await self._fetch(_HELD, OWNERS_LOCK)}
+            alive = await self._alive()
             for turn, owner in left_open:
                 if owner not in alive:
                     turn.status = TurnStatus.CUT
                     await self.set_turn_status(session_id, turn.index, TurnStatus.CUT)
         return turns
+
+    async def announce(self, address: str | None) -> None:
+        await self._owner.announce(address)
+
+    async def holder(self, session_id: str) -> str | None:
+        owner = await self._owner.number()
+        found = await self._fetch(_OPEN_ELSEWHERE, session_id, owner)
+        alive = await self._alive() if found else set()
+        return next((address for number, address in found if number in alive), None)
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
         return await self._changed(
@@ -214,6 +234,10 @@ class PostgresStore:
                 by_id[row[0]].rewards.append(rows.reward_from_row(tuple(row)[1:]))
         return list(by_id.values())
 
+    async def _alive(self) -> set[int]:
+        """The numbers of the processes that live."""
+        return {row[0] for row in await self._fetch(_HELD, OWNERS_LOCK)}
+
     async def _refuse_turn(self, turn: Turn) -> None:
         sql = "SELECT status FROM sessions WHERE session_id = $1"
         found = await self._fetch(sql, turn.session_id)
@@ -252,6 +276,7 @@ class _Owner:
         self._taking = asyncio.Lock()
         self._connection: asyncpg.Connection | None = None
         self._number = 0
+        self._address: str | None = None
 
     @classmethod
     async def take(cls, url: str) -> _Owner:
@@ -270,14 +295,25 @@ class _Owner:
                         raise StoreError(f"could not be recorded: {error}") from error
         return self._number
 
+    async def announce(self, address: str | None) -> None:
+        self._address = address
+        number = await self.number()
+        assert self._connection is not None
+        try:
+            await self._connection.execute(
+                "UPDATE owners SET address = $1 WHERE number = $2", address, number
+            )
+        except CONNECTION_ERRORS as error:
+            raise StoreError(f"could not be recorded: {error}") from error
+
     async def release(self) -> None:
         if self._connection is not None:
             await self._connection.close()
 
     async def _take(self) -> None:
-        connection = await asyncpg.connect(self._url)
+        connection = await asyncpg.connect(self._url, server_settings=KEEP_ALIVES)
         self._number = await connection.fetchval(
-            "INSERT INTO owners DEFAULT VALUES RETURNING number"
+            "INSERT INTO owners (address) VALUES ($1) RETURNING number", self._address
         )
         await connection.execute("SELECT pg_advisory_lock($1, $2)", OWNERS_LOCK, self._number)
         self._connection = connection
@@ -293,6 +329,8 @@ async def _create_schema(pool: asyncpg.Pool, url: str) -> None:
             sql = "INSERT INTO agentic_proxy_schema (version) VALUES ($1)"
             await connection.execute(sql, SCHEMA_VERSION)
         version = await connection.fetchval("SELECT version FROM agentic_proxy_schema")
+        if version == SCHEMA_VERSION:
+            await connection.execute("ALTER TABLE owners ADD COLUMN IF NOT EXISTS address TEXT")
     if version != SCHEMA_VERSION:
         raise ConfigurationError(
             f"store {_without_password(url)} has schema version {version}, this program reads"

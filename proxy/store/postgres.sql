@@ -1,4 +1,8 @@
-CREATE TABLE owners (number SERIAL PRIMARY KEY, started_at TIMESTAMPTZ NOT NULL DEFAULT now());
+CREATE TABLE owners (
+    number SERIAL PRIMARY KEY,
+    started_at TIMESTAMPTZ NOT NULL DEFAULT now(),
+    address TEXT
+);
 
 CREATE TABLE sessions (
     session_id TEXT COLLATE "C" PRIMARY KEY,

@@ -65,6 +65,15 @@ class Store(Protocol):
         """
         ...
 
+    async def announce(self, address: str | None) -> None:
+        """Where other processes on this store reach this one; None: it takes no calls of theirs."""
+        ...
+
+    async def holder(self, session_id: str) -> str | None:
+        """The address of another living process that has an open turn in the session, and so serves
+        it (`proxy/forwarding.py`); None: there is none, or it has no address."""
+        ...
+
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
         """False when the key was used already: the first value stands."""
         ...

@@ -42,6 +42,11 @@ _TURNS_FROM = (
     f"SELECT {_TURN_COLUMNS} FROM turns t LEFT JOIN answers a USING (session_id, idx)"
     " WHERE t.session_id = ? AND t.idx >= ? ORDER BY t.idx"
 )
+_OPEN_ELSEWHERE = (
+    "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " WHERE t.session_id = ? AND a.idx IS NULL AND t.owner <> ? AND o.address IS NOT NULL"
+)
 _BEGIN = (
     f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 12)}"
     " WHERE EXISTS (SELECT 1 FROM sessions WHERE session_id = ?1 AND status = 'open')"
@@ -165,6 +170,15 @@ class SqliteStore:
                 await self.set_turn_status(session_id, turn.index, TurnStatus.CUT)
         return turns
 
+    async def announce(self, address: str | None) -> None:
+        sql = "UPDATE owners SET address = ? WHERE number = ?"
+        await self._changed(sql, (address, self._owner.number))
+
+    async def holder(self, session_id: str) -> str | None:
+        query = (session_id, self._owner.number)
+        found = await self._read(lambda c: c.execute(_OPEN_ELSEWHERE, query).fetchall())
+        return next((address for number, address in found if self._owner.alive(number)), None)
+
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
         row = (session_id, *rows.reward_row(reward))
         return await self._changed(
@@ -231,6 +245,9 @@ def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
         for statement in schema.split(";\n"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(owners)")}
+    if version == SCHEMA_VERSION and "address" not in columns:
+        connection.execute("ALTER TABLE owners ADD COLUMN address TEXT")
     connection.execute("COMMIT")
     if version not in (0, SCHEMA_VERSION):
         connection.close()

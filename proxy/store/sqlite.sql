@@ -1,4 +1,9 @@
-CREATE TABLE owners (number INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER, started_at REAL);
+CREATE TABLE owners (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    pid INTEGER,
+    started_at REAL,
+    address TEXT
+);
 
 CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,

@@ -109,6 +109,30 @@ class Fleet:
             await asyncio.sleep(0.05 * 2**attempt)
         raise AssertionError("a call was never answered")
 
+    async def ask_at(
+        self, replica: Replica, session: SessionHandle, text: str, attempt: int = 0
+    ) -> int:
+        """The status of a call at that very proxy."""
+        headers = {
+            "Authorization": f"Bearer {session.api_key}",
+            "x-stainless-retry-count": str(attempt),
+        }
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        url = f"http://127.0.0.1:{replica.port}/v1/chat/completions"
+        async with self.http.post(url, json=body, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    async def is_ready(self, replica: Replica) -> bool:
+        async with self.http.get(f"http://127.0.0.1:{replica.port}/ready") as response:
+            return response.status == 200
+
+    async def sampling(self, calls: int) -> None:
+        """Returns when the engine has been called so often since its calls were cleared."""
+        while len(self.engine.calls) < calls:
+            self.engine.called.clear()
+            await self.engine.called.wait()
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
@@ -224,6 +248,64 @@ async def test_a_killed_proxy_costs_its_agents_a_retry_and_nothing_else(fleet: F
     for turns in records:
         assert_one_path(turns)
     await fleet.replicas[0].start()
+
+
+async def test_parallel_calls_and_their_retries_are_each_sampled_once(fleet: Fleet) -> None:
+    """Whichever proxy they reach: one of them has them all."""
+    fleet.engine.calls.clear()
+    fleet.engine.token_delay_s = 0.5
+    session = await fleet.control.create_session()
+    asked = [f"Question {number}." for number in range(4)]
+    async with asyncio.TaskGroup() as group:
+        for number, text in enumerate(asked):
+            group.create_task(fleet.ask_at(fleet.replicas[number % REPLICAS], session, text))
+        await fleet.sampling(len(asked))
+        for number, text in enumerate(asked, start=1):
+            group.create_task(fleet.ask_at(fleet.replicas[number % REPLICAS], session, text, 1))
+    _, turns = await fleet.control.get_turns(session.trial_id)
+    assert [turn.status for turn in turns] == [TurnStatus.DONE] * len(asked)
+    assert len(fleet.engine.calls) == len(asked)
+
+
+async def test_calls_forwarded_to_a_proxy_that_is_killed_are_served_where_they_came_in(
+    fleet: Fleet,
+) -> None:
+    holder, other = fleet.replicas[:2]
+    fleet.engine.calls.clear()
+    session = await fleet.control.create_session()
+    fleet.engine.token_delay_s = 0.5
+    first = asyncio.create_task(fleet.ask_at(holder, session, "One."))
+    await fleet.sampling(1)
+    forwarded = asyncio.create_task(fleet.ask_at(other, session, "Two."))
+    await fleet.sampling(2)
+    await holder.kill()
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await first
+    fleet.engine.token_delay_s = 0.0
+    assert await forwarded == 200
+    assert await fleet.ask_at(other, session, "One.", 1) == 200
+    _, turns = await fleet.control.get_turns(session.trial_id)
+    done, cut = TurnStatus.DONE, TurnStatus.CUT
+    assert [turn.status for turn in turns] == [cut, cut, done, done]
+    await holder.start()
+
+
+async def test_a_proxy_that_is_told_to_stop_lets_go_of_its_sessions(fleet: Fleet) -> None:
+    holder, other = fleet.replicas[:2]
+    fleet.engine.calls.clear()
+    session = await fleet.control.create_session()
+    fleet.engine.token_delay_s = 1.0
+    first = asyncio.create_task(fleet.ask_at(holder, session, "One."))
+    await fleet.sampling(1)
+    stopping = asyncio.create_task(holder.stop())
+    while await fleet.is_ready(holder):
+        pass
+    fleet.engine.token_delay_s = 0.0
+    assert await fleet.ask_at(other, session, "Two.") == 200
+    assert not first.done()
+    assert await first == 200
+    assert await stopping == 0
+    await holder.start()
 
 
 async def test_a_session_completed_at_one_proxy_is_closed_at_all(fleet: Fleet) -> None:

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from proxy.app import build_app
+from proxy.app import STORE, build_app
 from proxy.client import ProxyClient, SessionHandle
 from proxy.config import ProxyConfig, RenderingConfig, load_config
 from proxy.engines.scripted import ScriptedEngine, text_script
@@ -104,15 +104,13 @@ async def start_proxy(
             settings: ProxyConfig = load_config(
                 None, model=checkpoint, engines=[{"url": engine.url}], **given
             )
-            runner = web.AppRunner(
-                build_app(settings, store=None if isinstance(store, str) else store),
-                handler_cancellation=True,
-                access_log=None,
-            )
+            app = build_app(settings, store=None if isinstance(store, str) else store)
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await app[STORE].announce(url)
             control = await stack.enter_async_context(ProxyClient(url, ADMIN_KEY))
             http = await stack.enter_async_context(aiohttp.ClientSession())
             proxy = RunningProxy(url, engine, control, http, rendering)

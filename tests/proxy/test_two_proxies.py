@@ -61,6 +61,83 @@ async def test_calls_at_once_are_each_recorded_once(two_proxies: list[RunningPro
     assert [turn.status for turn in turns] == [TurnStatus.DONE] * 24
 
 
+async def test_calls_at_once_are_all_served_by_one(two_proxies: list[RunningProxy]) -> None:
+    """So the session's limits count them all, wherever they came in."""
+    one, two = two_proxies
+    session = await one.session(limits={"max_concurrent_calls": 2})
+    one.engine.token_delay_s = 0.05
+    first = asyncio.create_task(one.post(session, CHAT, chat("One.")))
+    await one.engine.called.wait()
+    second = asyncio.create_task(two.events(at(session, two), CHAT, chat("Two.", stream=True)))
+    await until_sampling(one, 2)
+    status, reply = await two.post(at(session, two), CHAT, chat("Three."))
+    assert (status, reply["error"]["code"]) == (429, "max_concurrent_calls")
+    assert (await first)[0] == 200
+    assert (await second)[-1] == b"data: [DONE]"
+    assert [turn.status for turn in (await two.record(session))[1]] == [TurnStatus.DONE] * 2
+
+
+async def test_a_retry_at_the_other_joins_the_running_call(
+    two_proxies: list[RunningProxy],
+) -> None:
+    one, two = two_proxies
+    session = await one.session()
+    assert (await two.post(at(session, two), CHAT, chat("Before.")))[0] == 200
+    one.engine.token_delay_s = 0.05
+    one.engine.called.clear()
+    first = asyncio.create_task(one.post(session, CHAT, chat("Hello.")))
+    await one.engine.called.wait()
+    retry = {"x-stainless-retry-count": "1"}
+    second = asyncio.create_task(two.post(at(session, two), CHAT, chat("Hello."), **retry))
+    (_, answer), (_, again) = await first, await second
+    assert answer["choices"] == again["choices"]
+    assert len(one.engine.calls) == 2
+    assert [turn.status for turn in (await two.record(session))[1]] == [TurnStatus.DONE] * 2
+
+
+async def test_a_retry_at_the_other_gets_what_was_recorded(
+    two_proxies: list[RunningProxy],
+) -> None:
+    """The answer may have been lost on its way: nobody samples it, or trains on it, twice."""
+    one, two = two_proxies
+    session = await one.session()
+    assert (await two.post(at(session, two), CHAT, chat("Before.")))[0] == 200
+    _, answer = await one.post(session, CHAT, chat("Hello."))
+    retry = {"x-stainless-retry-count": "1"}
+    _, again = await two.post(at(session, two), CHAT, chat("Hello."), **retry)
+    assert answer["choices"] == again["choices"]
+    assert len(one.engine.calls) == 2
+
+
+async def test_what_ran_elsewhere_meanwhile_is_gone_on_from(
+    two_proxies: list[RunningProxy],
+) -> None:
+    one, two = two_proxies
+    session = await one.session()
+    one.engine.token_delay_s = 0.05
+    slow = asyncio.create_task(one.post(session, CHAT, chat("Slow.")))
+    await one.engine.called.wait()
+    assert (await two.post(at(session, two), CHAT, chat("Beside it.")))[0] == 200
+    _, reply = await slow
+    messages = [*chat("Slow.")["messages"], reply["choices"][0]["message"]]
+    messages.append({"role": "user", "content": "Go on."})
+    assert (await two.post(at(session, two), CHAT, {"messages": messages}))[0] == 200
+    *_, last = (await two.record(session))[1]
+    assert (last.parent, last.fork_cause) == (0, None)
+
+
+async def test_a_response_of_the_other_is_gone_on_from(two_proxies: list[RunningProxy]) -> None:
+    one, two = two_proxies
+    session = await one.session()
+    assert (await two.post(at(session, two), "responses", {"input": "Before."}))[0] == 200
+    _, reply = await one.post(session, "responses", {"input": "Hello."})
+    body = {"input": "Go on.", "previous_response_id": reply["id"]}
+    status, more = await two.post(at(session, two), "responses", body)
+    assert status == 200, more
+    *_, last = (await two.record(session))[1]
+    assert (last.parent, last.fork_cause) == (1, None)
+
+
 async def test_completed_at_one_is_completed_at_the_other(
     two_proxies: list[RunningProxy],
 ) -> None:
@@ -70,6 +147,17 @@ async def test_completed_at_one_is_completed_at_the_other(
     assert (await two.post(at(session, two), CHAT, body))[0] == 200
     await one.control.complete(session.trial_id)
     assert (await two.post(at(session, two), CHAT, body))[0] == 409
+
+
+async def until_sampling(proxy: RunningProxy, calls: int) -> None:
+    """Returns when the engine was called so often."""
+    while len(proxy.engine.calls) < calls:
+        proxy.engine.called.clear()
+        await proxy.engine.called.wait()
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **more}
 
 
 def at(session: SessionHandle, proxy: RunningProxy) -> SessionHandle:

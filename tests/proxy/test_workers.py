@@ -44,9 +44,14 @@ def two_workers(
             assert process.wait(timeout=60) in (0, -signal.SIGKILL)
 
 
-async def ask(session: SessionHandle, messages: list[dict[str, Any]]) -> tuple[int, Any]:
+async def ask(
+    session: SessionHandle, messages: list[dict[str, Any]], attempt: int = 0
+) -> tuple[int, Any]:
     """On a connection of its own, so that the kernel chooses the process anew."""
-    headers = {"Authorization": f"Bearer {session.api_key}"}
+    headers = {
+        "Authorization": f"Bearer {session.api_key}",
+        "x-stainless-retry-count": str(attempt),
+    }
     async with (
         aiohttp.ClientSession() as http,
         http.post(
@@ -79,6 +84,27 @@ async def test_sessions_are_right_whichever_process_is_reached(
     assert [turn.parent for turn in turns] == [None, *range(11)]
     assert all(turn.status is TurnStatus.DONE for turn in turns)
     assert refused == [409] * 6
+
+
+async def test_calls_at_once_and_their_retries_are_each_sampled_once(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    asked = [[{"role": "user", "content": f"Question {number}."}] for number in range(6)]
+    async with ScriptedEngine(lambda _: [end], token_delay_s=1.0) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
+            async with ProxyClient(url, ADMIN_KEY) as control, asyncio.TaskGroup() as group:
+                session = await control.create_session()
+                calls = [group.create_task(ask(session, messages)) for messages in asked]
+                while len(engine.calls) < len(asked):
+                    engine.called.clear()
+                    await engine.called.wait()
+                calls += [group.create_task(ask(session, messages, 1)) for messages in asked]
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                _, turns = await control.get_turns(session.trial_id)
+    assert [call.result()[0] for call in calls] == [200] * len(calls)
+    assert [turn.status for turn in turns] == [TurnStatus.DONE] * len(asked)
+    assert len(engine.calls) == len(asked)
 
 
 async def test_metrics_and_events_are_those_of_all_processes(

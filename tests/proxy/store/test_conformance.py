@@ -198,6 +198,31 @@ async def test_open_turn_can_be_cut_without_an_answer(store: Store) -> None:
     assert_same(turn, replace(an_intent(), status=TurnStatus.CUT))
 
 
+async def test_a_session_is_held_by_the_process_with_a_turn_open_in_it(opener: Opener) -> None:
+    one, two = await opener(), await opener()
+    await one.create_session(a_session())
+    await one.announce("http://one")
+    assert await two.holder("task/7-a") is None
+    await one.begin_turn(an_intent())
+    assert await two.holder("task/7-a") == "http://one"
+    assert await one.holder("task/7-a") is None
+    assert await two.holder("other") is None
+    await one.commit_turn(answered(an_intent()))
+    assert await two.holder("task/7-a") is None
+
+
+async def test_a_session_is_let_go_of_by_who_says_so_and_by_who_ends(opener: Opener) -> None:
+    one, two, three = await opener(), await opener(), await opener()
+    await one.create_session(a_session())
+    for index, store in enumerate((one, two)):
+        await store.begin_turn(an_intent(index=index))
+        await store.announce(f"http://{index}")
+    await one.announce(None)
+    assert await three.holder("task/7-a") == "http://1"
+    await two.close()
+    assert await three.holder("task/7-a") is None
+
+
 async def test_reward_is_idempotent_by_key(store: Store) -> None:
     await store.create_session(a_session())
     first = Reward(key="verifier", value=1.0, parts={"tests": 0.5})
