@@ -10,16 +10,21 @@ Shapes: `T` input tokens of a micro-batch, `M` of the batch's `N` trained tokens
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from proxy.records import Ids
-from trainer.attention import Layout, Piece, Span
+from trainer.attention import Layout
 from trainer.batch import Batch
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +69,23 @@ def pack(
     batch: Batch,
     *,
     max_tokens: int,
+    fill_tokens: int | None = None,
     share_prefixes: bool = False,
     sequences: Iterable[int] | None = None,
     multiple_of: int = 1,
 ) -> list[MicroBatch]:
     """The batch (or some of its `sequences`) as micro-batches of at most `max_tokens` each.
 
-    Their sizes are balanced; a sequence longer than `max_tokens` has one for itself. Their number
-    is a multiple of `multiple_of` (the data-parallel ranks): some may hold no target.
+    What shares no prefix is put together up to `fill_tokens` (None: `max_tokens`), evenly. A
+    sequence longer than `max_tokens` has a micro-batch for itself. Their number is a multiple of
+    `multiple_of` (the data-parallel ranks): some may hold no target.
     """
     chosen = range(len(batch.sequences)) if sequences is None else list(sequences)
     if share_prefixes:
         units = _shared_units(batch, chosen, max_tokens)
     else:
         units = [_Unit((index,), len(batch.sequences[index])) for index in chosen]
-    bins = _balance(units, max_tokens, multiple_of)
+    bins = _balance(units, min(max_tokens, fill_tokens or max_tokens), multiple_of)
     bounds = torch.searchsorted(batch.sequence, torch.arange(len(batch.sequences) + 1))
     return [_lay_out(batch, bin_, bounds, share_prefixes) for bin_ in bins]
 
@@ -89,32 +96,53 @@ def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[
     Sorted by their ids, sequences are in depth-first order, and what one adds to the tree is
     what comes after its common prefix with the one before.
     """
-    order = sorted(
-        chosen, key=lambda i: (_group(batch, i), batch.sequences[i].astype(">i4").tobytes())
-    )
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index in chosen:
+        groups[int(batch.group[batch.sequence_rollout[index]])].append(index)
     units: list[_Unit] = []
-    current: list[int] = []
-    tokens = 0
-    for index in order:
-        ids = batch.sequences[index]
-        joins = bool(current) and _group(batch, current[-1]) == _group(batch, index)
-        added = len(ids) - (common_prefix(batch.sequences[current[-1]], ids) if joins else 0)
-        if current and (not joins or tokens + added > max_tokens):
-            units.append(_Unit(tuple(current), tokens))
-            current, tokens, added = [], 0, len(ids)
-        current.append(index)
-        tokens += added
-    return [*units, _Unit(tuple(current), tokens)] if current else units
+    for group in groups.values():
+        group.sort(key=lambda index: batch.sequences[index].astype(">i4").tobytes())
+        walk = [batch.sequences[index] for index in group]
+        lengths = np.array([len(ids) for ids in walk])
+        shared = np.array([0, *(common_prefix(a, b) for a, b in pairwise(walk))])
+        for start, stop, tokens in cut(lengths, shared, max_tokens):
+            units.append(_Unit(tuple(group[start:stop]), tokens))
+    return units
 
 
-def _group(batch: Batch, sequence: int) -> int:
-    return int(batch.group[batch.sequence_rollout[sequence]])
+def cut(lengths: Counts, shared: Counts, max_tokens: int) -> list[tuple[int, int, int]]:
+    """A walk through a tree in parts of at most `max_tokens`: `(start, stop, tokens)` of each.
+
+    `lengths[i]` are the tokens of sequence i and `shared[i]` those that it starts with in common
+    with sequence i - 1. A part computes its first sequence whole, so that a cut before i costs
+    `shared[i]` tokens: of all ways to cut, it is the one that costs least, in the fewest parts.
+    """
+    count = len(lengths)
+    added = np.concatenate([[0], np.cumsum(lengths - shared)])
+    alone = added[1:] - lengths  # [start, stop) takes `added[stop] - alone[start]` tokens
+    price = shared.astype(np.int64) * (count + 1) + 1
+    cheapest = np.zeros(count + 1, np.int64)
+    starts = np.zeros(count + 1, np.int64)
+    first = 0
+    for stop in range(1, count + 1):
+        while first < stop - 1 and added[stop] - alone[first] > max_tokens:
+            first += 1
+        costs = cheapest[first:stop] + price[first:stop]
+        starts[stop] = first + int(costs.argmin())
+        cheapest[stop] = costs.min()
+    parts = []
+    stop = count
+    while stop:
+        start = int(starts[stop])
+        parts.append((start, stop, int(added[stop] - alone[start])))
+        stop = start
+    return parts[::-1]
 
 
-def _balance(units: Sequence[_Unit], max_tokens: int, multiple_of: int) -> list[list[_Unit]]:
+def _balance(units: Sequence[_Unit], full_tokens: int, multiple_of: int) -> list[list[_Unit]]:
     """As few bins as fit, evenly full: longest first, each into the emptiest bin."""
     total = sum(unit.tokens for unit in units)
-    count = -(-total // max_tokens)
+    count = min(-(-total // full_tokens), len(units))
     while True:
         count = max(1, -(-count // multiple_of)) * multiple_of
         bins: list[list[_Unit]] = [[] for _ in range(count)]
@@ -123,7 +151,7 @@ def _balance(units: Sequence[_Unit], max_tokens: int, multiple_of: int) -> list[
             emptiest = loads.index(min(loads))
             bins[emptiest].append(unit)
             loads[emptiest] += unit.tokens
-        if all(load <= max_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True)):
+        if all(load <= full_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True)):
             return bins
         count += 1
 
@@ -131,38 +159,37 @@ def _balance(units: Sequence[_Unit], max_tokens: int, multiple_of: int) -> list[
 def _lay_out(
     batch: Batch, units: Sequence[_Unit], bounds: Tensor, share_prefixes: bool
 ) -> MicroBatch:
-    ids: list[Ids] = [np.zeros(0, np.int32)]
+    if not units:  # models do not take 0 tokens: one that nobody is to predict from
+        one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        return MicroBatch(one, one, Layout(one + 1, longest=1), none, none)
+    ids: list[Ids] = []
     positions, targets, predictors = ([np.zeros(0, np.int64)] for _ in range(3))
-    spans: list[Span] = []
+    ends = np.empty(sum(unit.tokens for unit in units), np.int64)
     used = 0
     for unit in units:
         previous = np.zeros(0, np.int32)
         path = np.zeros(0, np.int64)  # index in [T] of each token of the current sequence
-        pieces: tuple[Piece, ...] = ()
         for index in unit.sequences:
             sequence = batch.sequences[index]
             shared = common_prefix(previous, sequence) if share_prefixes else 0
-            fresh = len(sequence) - shared
-            pieces = _truncate(pieces, shared)
-            path = np.concatenate([path[:shared], np.arange(used, used + fresh)])
-            if fresh:
-                spans.append(Span(used, used + fresh, pieces))
-                pieces = (*pieces, (len(spans) - 1, fresh))
+            fresh = np.arange(used, used + len(sequence) - shared)
+            ends[path[shared:]] = used
+            path = np.concatenate([path[:shared], fresh])
             ids.append(sequence[shared:])
             positions.append(np.arange(shared, len(sequence)))
             trained = slice(int(bounds[index]), int(bounds[index + 1]))
             targets.append(np.arange(trained.start, trained.stop))
             predictors.append(path[batch.position[trained].numpy() - 1])
-            used += fresh
+            used += len(fresh)
             previous = sequence
-    if not units:  # models do not take 0 tokens: one that nobody is to predict from
-        ids, positions, spans = [np.zeros(1, np.int32)], [np.zeros(1, np.int64)], [Span(0, 1)]
+        ends[path] = used
     merged_targets = np.concatenate(targets)
     order = np.argsort(merged_targets, kind="stable")
+    longest = max(len(batch.sequences[index]) for unit in units for index in unit.sequences)
     return MicroBatch(
         ids=torch.as_tensor(np.concatenate(ids).astype(np.int64)),
         positions=torch.as_tensor(np.concatenate(positions)),
-        layout=Layout(tuple(spans)),
+        layout=Layout(torch.as_tensor(ends), longest),
         targets=torch.as_tensor(merged_targets[order]),
         predictors=torch.as_tensor(np.concatenate(predictors)[order]),
     )
@@ -173,14 +200,3 @@ def common_prefix(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
-
-
-def _truncate(pieces: Iterable[Piece], tokens: int) -> tuple[Piece, ...]:
-    """The first `tokens` tokens of a path."""
-    kept: list[Piece] = []
-    for span, length in pieces:
-        if tokens <= 0:
-            break
-        kept.append((span, min(length, tokens)))
-        tokens -= length
-    return tuple(kept)

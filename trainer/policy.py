@@ -34,6 +34,9 @@ from trainer.packing import MicroBatch, pack
 from trainer.parallel import Ranks
 from trainer.token_loss import LossFunction, Metrics
 
+CPU_FILL_TOKENS = 4096
+"""A CPU computes small matrices as fast as large ones, and what is in its cache faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -187,6 +190,7 @@ def pack_for(
     micros = pack(
         batch,
         max_tokens=config.max_micro_batch_tokens,
+        fill_tokens=None if model.device.type == "cuda" else CPU_FILL_TOKENS,
         share_prefixes=config.share_prefixes,
         sequences=sequences,
         multiple_of=ranks.size,

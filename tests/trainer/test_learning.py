@@ -17,7 +17,7 @@ import torch
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
-from trainer.attention import Layout, Span
+from trainer.attention import Layout
 from trainer.batch import build_batch
 from trainer.learner import Learner, build_learner
 from trainer.model import ModelConfig, last_hidden
@@ -36,10 +36,10 @@ def sample(learner: Learner, version: int, *, groups: int = 4, size: int = 4) ->
     logprobs = torch.zeros(groups * size, len(PROMPT))
     for _ in range(ANSWER):
         count, length = rows.shape
-        spans = tuple(Span(i * length, (i + 1) * length) for i in range(count))
+        ends = torch.arange(1, count + 1).repeat_interleave(length) * length
         last = torch.arange(count) * length + length - 1
         positions = torch.arange(length).repeat(count)
-        micro = MicroBatch(rows.flatten(), positions, Layout(spans), last, last)
+        micro = MicroBatch(rows.flatten(), positions, Layout(ends, length), last, last)
         hidden = last_hidden(policy.model.get_decoder(), micro, torch.float32)[last]
         logits = (hidden @ policy.model.get_output_embeddings().weight.T).log_softmax(-1)
         token = torch.multinomial(logits.exp(), 1)

@@ -20,7 +20,7 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.rollouts import group
-from trainer.attention import attend_by_span
+from trainer.attention import attend_by_runs
 from trainer.batch import Batch, build_batch
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError, TrainingError
@@ -230,12 +230,12 @@ def test_the_cuda_form_of_the_attention_sees_the_same(checkpoint: Path) -> None:
     for share in (False, True):
         for micro in make_policy(checkpoint, share_prefixes=share).pack(batch):
             generator = torch.Generator().manual_seed(0)
-            shapes = ((1, 4, micro.layout.tokens, 8), (1, 2, micro.layout.tokens, 8))
+            shapes = ((1, 4, len(micro.ids), 8), (1, 2, len(micro.ids), 8))
             query, key, value = (
                 torch.randn(shape, generator=generator)
                 for shape in (shapes[0], shapes[1], shapes[1])
             )
-            spans = attend_by_span(query, key, value, micro.layout, None)
+            spans = attend_by_runs(query, key, value, micro.layout, None)
             flex = flex_attention(
                 query, key, value, block_mask=micro.layout.block_mask, enable_gqa=True
             )
