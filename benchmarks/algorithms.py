@@ -4,7 +4,8 @@
     make bench-algorithms ARGS="rloo gspo --seed 1"
 
 One run after the other, each a whole `agentic-train` with a real vLLM. Prints a Markdown table:
-held-out success before and after, mean training success by quarters of the run, and wall seconds.
+held-out success before and after, mean training success by quarters of the run, updates between
+sampling and training (mean and largest of a token), and wall seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ VARIANTS: dict[str, list[str]] = {
         "algorithm.preset=decoupled_ppo",
         "trainer.mode=separate",
         "rollout.max_staleness=2",
+        # Trials of three batches at a time: each batch waits for the two before it.
+        "rollout.concurrency=96",
     ],
 }
 """Name → what differs from `CONFIG`."""
@@ -52,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         row(name, run(name, arguments.seed, arguments.steps))
         for name in arguments.names or VARIANTS
     ]
-    print("| algorithm | before | after | training success by quarter | seconds |")
-    print("|---|---|---|---|---|")
+    print("| algorithm | before | after | training success by quarter | staleness | seconds |")
+    print("|---|---|---|---|---|---|")
     print("\n".join(rows))
     return 0
 
@@ -84,12 +87,18 @@ def row(name: str, folder: Path) -> str:
     """The table's line, from what the run left."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    curve = [line["rollout/success"] for line in lines if "rollout/success" in line]
+    steps = [line for line in lines if "rollout/success" in line]
+    curve = [step["rollout/success"] for step in steps]
+    staleness = f"{fmean(s['staleness/mean'] for s in steps):.2f}"
+    oldest = max(step["staleness/max"] for step in steps)
     quarter = max(1, len(curve) // 4)
     means = [fmean(curve[i : i + quarter]) for i in range(0, quarter * 4, quarter)]
     before, after = (summary["eval"][when]["success"] for when in ("before", "after"))
     shown = " ".join(f"{mean:.2f}" for mean in means)
-    return f"| {name} | {before:.3f} | {after:.3f} | {shown} | {summary['wall_s']:.0f} |"
+    return (
+        f"| {name} | {before:.3f} | {after:.3f} | {shown} | {staleness} / {oldest:.0f} "
+        f"| {summary['wall_s']:.0f} |"
+    )
 
 
 if __name__ == "__main__":
