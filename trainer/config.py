@@ -218,7 +218,8 @@ class RolloutConfig(Section):
     drop_uniform_groups: bool = False
     """Groups whose rewards are all equal are replaced by others (DAPO's dynamic sampling)."""
     max_resamples: int = Field(4, ge=1)
-    """With `drop_uniform_groups`: at most this many times `groups_per_step` per step."""
+    """With `drop_uniform_groups`: at most this many times `groups_per_step` per step. As many in a
+    row with fewer trainable rollouts than `min_group_size` end the run."""
 
 
 class TrainerSection(Section):
@@ -291,9 +292,9 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     """Write `tensorboard/` beside `metrics.jsonl`."""
     wandb_project: str | None = None
-    """Log to Weights & Biases as well (package `wandb`)."""
+    """Log to Weights & Biases as well (package `wandb`); a resumed run goes on in its run there."""
     mlflow_experiment: str | None = None
-    """Log to MLflow as well (package `mlflow`)."""
+    """Log to MLflow as well (package `mlflow`); a resumed run goes on in its run there."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """`auto`: a live display in a terminal, plain lines elsewhere."""
     report_trials: int = Field(3, ge=0)

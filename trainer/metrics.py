@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -70,9 +71,17 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    def __init__(self, project: str, name: str, config: Mapping[str, Any]) -> None:
+    """`run_id`: of the run that goes on, of whose steps Weights & Biases keeps the first it was
+    told; None: a new one."""
+
+    def __init__(
+        self, project: str, name: str, config: Mapping[str, Any], run_id: str | None = None
+    ) -> None:
         wandb = _import("wandb", "logging.wandb_project")
-        self._run = wandb.init(project=project, name=name, id=name, config=config, resume="allow")
+        self.run_id = run_id or f"{name}-{secrets.token_hex(4)}"
+        self._run = wandb.init(
+            project=project, name=name, id=self.run_id, config=config, resume="allow"
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -82,10 +91,18 @@ class WandbSink:
 
 
 class MlflowSink:
-    def __init__(self, experiment: str, name: str, config: Mapping[str, Any]) -> None:
+    """`run_id`: of the run that goes on; None: a new one."""
+
+    def __init__(
+        self, experiment: str, name: str, config: Mapping[str, Any], run_id: str | None = None
+    ) -> None:
         self._mlflow = _import("mlflow", "logging.mlflow_experiment")
-        self._mlflow.set_experiment(experiment)
-        self._mlflow.start_run(run_name=name)
+        if run_id is None:
+            self._mlflow.set_experiment(experiment)
+            run_id = str(self._mlflow.start_run(run_name=name).info.run_id)
+        else:
+            self._mlflow.start_run(run_id=run_id)
+        self.run_id = run_id
         self._mlflow.log_dict(dict(config), "config.json")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

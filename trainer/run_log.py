@@ -23,11 +23,12 @@ class RunLog:
         """`saved_step`: of the checkpoint that the run goes on from."""
         self._folder = folder
         self.saved_step = saved_step
-        self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1))
+        self.summary: dict[str, Any] = folder.read_summary()
+        tracked: dict[str, str] = self.summary.setdefault("tracking", {})
+        self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked))
         self._trials = folder.trials_log.open("a", buffering=1)
         self._started = time.monotonic()
         self.progress = Progress(config.logging.progress, config.trainer.steps)
-        self.summary: dict[str, Any] = folder.read_summary()
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
         self._summarise(status="running")
 
@@ -96,14 +97,21 @@ class RunLog:
             self._trials.write(json.dumps(line) + "\n")
 
 
-def _sinks(config: TrainerConfig, folder: RunFolder, first_step: int) -> list[Sink]:
+def _sinks(
+    config: TrainerConfig, folder: RunFolder, first_step: int, tracked: dict[str, str]
+) -> list[Sink]:
+    """`tracked`: the run's ids at the services that it is logged to; new ones are added."""
     resolved = config.model_dump(mode="json")
     name = folder.path.name
     sinks: list[Sink] = [JsonlSink(folder.metrics)]
     if config.logging.tensorboard:
         sinks.append(TensorBoardSink(folder.tensorboard, purge_step=first_step))
-    if config.logging.wandb_project:
-        sinks.append(WandbSink(config.logging.wandb_project, name, resolved))
-    if config.logging.mlflow_experiment:
-        sinks.append(MlflowSink(config.logging.mlflow_experiment, name, resolved))
+    if project := config.logging.wandb_project:
+        wandb = WandbSink(project, name, resolved, tracked.get("wandb"))
+        tracked["wandb"] = wandb.run_id
+        sinks.append(wandb)
+    if experiment := config.logging.mlflow_experiment:
+        mlflow = MlflowSink(experiment, name, resolved, tracked.get("mlflow"))
+        tracked["mlflow"] = mlflow.run_id
+        sinks.append(mlflow)
     return sinks

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,10 +30,11 @@ from agent_loop.producers.buffer import Drawn, ReplayBuffer
 from agent_loop.producers.groups import (
     BatchSettings,
     GroupRun,
+    Intake,
+    ProductionError,
     RunsTrials,
     Verdict,
     judge,
-    production_error,
     without_stale_tokens,
 )
 from agent_loop.records import Group
@@ -101,12 +102,10 @@ class AsyncProducer:
         self._running: dict[int, _Running] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._ready: dict[int, Group] = {}
-        self._failed: list[Group] = []
-        """Without a trainable rollout, since the last that had one."""
-        self._uniform = 0
+        self._intake = Intake(settings)
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self.counts: Counter[str] = Counter()
+        self.counts = self._intake.counts
         """Over the run: groups `kept`, `failed`, `uniform`, `stale`, `cancelled`; tokens
         `tokens_dropped` with their group and `tokens_masked` for their age, of those sampled."""
 
@@ -127,7 +126,7 @@ class AsyncProducer:
         """The next `groups` groups for a trainer at `version`, lowest numbers first.
 
         Raises:
-            ProductionError: as many groups as a batch has gave nothing usable, in a row.
+            ProductionError: as `Intake.keeps`.
         """
         self.set_version(version)
         self._training = False
@@ -242,26 +241,16 @@ class AsyncProducer:
         self._changed.set()
 
     def _settle(self, number: int, group: Group) -> None:
-        settings = self._settings
-        verdict = judge(group, settings)
-        self.counts[verdict.value] += 1
-        if not any(rollout.trainable for rollout in group.rollouts):
-            self._failed.append(group)
-            if len(self._failed) >= settings.groups:
-                self._failure = production_error(self._failed)
+        try:
+            kept = self._intake.keeps(group)
+        except ProductionError as error:
+            self._failure = error
+            kept = False
+        if kept:
+            self._buffer.put(number, group)
+            self._ready[number] = group
         else:
-            self._failed.clear()
-        if verdict is Verdict.FAILED:
             self._drop(number, group)
-            return
-        full = self._uniform >= (settings.max_resamples - 1) * settings.groups
-        if verdict is Verdict.UNIFORM:
-            self._uniform += 1
-            if not full:
-                self._drop(number, group)
-                return
-        self._buffer.put(number, group)
-        self._ready[number] = group
 
     # Staleness
 
@@ -315,7 +304,7 @@ class AsyncProducer:
         self._batches += 1
         self._buffer.take(numbers, self._batches)
         self._training = True
-        self._uniform = 0
+        self._intake.batch_is_full()
         return [self._ready.pop(number) for number in numbers]
 
     def _awaits_tail(self) -> bool:

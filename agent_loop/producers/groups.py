@@ -40,7 +40,8 @@ class BatchSettings(BaseModel):
     arXiv 2503.14476)."""
     max_resamples: int = Field(4, ge=1)
     """With `drop_uniform`: when this many times `groups` were run for one batch, it is filled up
-    with uniform ones."""
+    with uniform ones. When this many times `groups` in a row have fewer trainable rollouts than
+    `min_group_size`, the run ends."""
     straggler_factor: float | None = Field(None, gt=1)
     """A trial is aborted once it has run this many times as long as the median of its group's
     finished trials, half of the group being finished. The group goes on without it."""
@@ -156,6 +157,55 @@ def judge(group: Group, settings: BatchSettings) -> Verdict:
     return Verdict.KEPT
 
 
+class Intake:
+    """Which of the groups that come in are kept for a batch, and when it is no use to go on.
+
+    Invariant: of finitely many groups in a row one is kept, or `ProductionError` is raised.
+    """
+
+    def __init__(self, settings: BatchSettings) -> None:
+        self._settings = settings
+        self._uniform = 0
+        """Of the batch that is being filled."""
+        self._failed: list[Group] = []
+        """Since the last group that did not fail."""
+        self._hopeless = 0
+        """Groups without a trainable rollout, since the last that had one."""
+        self.counts: Counter[str] = Counter()
+        """Groups by `Verdict`, over the run."""
+
+    def keeps(self, group: Group) -> bool:
+        """
+        Raises:
+            ProductionError: as many groups as a batch has gave no trainable rollout, in a row, or
+                `max_resamples` times as many too few.
+        """
+        settings, verdict = self._settings, judge(group, self._settings)
+        self.counts[verdict.value] += 1
+        if verdict is Verdict.FAILED:
+            self._fail(group)
+            return False
+        self._failed, self._hopeless = [], 0
+        if verdict is Verdict.KEPT:
+            return True
+        self._uniform += 1
+        return self._uniform > (settings.max_resamples - 1) * settings.groups
+
+    def batch_is_full(self) -> None:
+        """Groups are kept for the next batch from now on."""
+        self._uniform = 0
+
+    def _fail(self, group: Group) -> None:
+        settings = self._settings
+        self._failed.append(group)
+        trainable = any(rollout.trainable for rollout in group.rollouts)
+        self._hopeless = 0 if trainable else self._hopeless + 1
+        if self._hopeless >= settings.groups:
+            raise production_error(self._failed[-self._hopeless :])
+        if len(self._failed) >= settings.max_resamples * settings.groups:
+            raise production_error(self._failed, settings.min_group_size)
+
+
 def without_stale_tokens(group: Group, oldest_allowed: int) -> Group:
     """The group with tokens of versions before `oldest_allowed` as context, not trained."""
 
@@ -174,14 +224,21 @@ def without_stale_tokens(group: Group, oldest_allowed: int) -> Group:
     return replace(group, rollouts=[fresh(rollout) for rollout in group.rollouts])
 
 
-def production_error(groups: Sequence[Group]) -> ProductionError:
-    """Why a run stops whose trials all fail: the reason that most of them gave."""
+def production_error(groups: Sequence[Group], min_group_size: int = 1) -> ProductionError:
+    """Why a run stops whose trials fail: the reason that most of them gave."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    unusable = [rollout for rollout in rollouts if not rollout.trainable]
     reasons = Counter(
-        rollout.error or "no reward, or no token that the policy sampled" for rollout in rollouts
+        rollout.error or "no reward, or no token that the policy sampled" for rollout in unusable
     )
     ((reason, count),) = reasons.most_common(1)
+    found = f"no usable rollout in {len(rollouts)} trials"
+    if len(unusable) < len(rollouts):
+        found = (
+            f"{len(groups)} groups in a row have fewer than {min_group_size} usable rollouts "
+            f"(rollout.min_group_size): {len(unusable)} of {len(rollouts)} trials are not usable"
+        )
     return ProductionError(
-        f"no usable rollout in {len(rollouts)} trials, {count} of them for this reason: {reason}; "
-        f"the last one's logs are in {rollouts[-1].logs}"
+        f"{found}, {count} of them for this reason: {reason}; "
+        f"the last one's logs are in {unusable[-1].logs}"
     )

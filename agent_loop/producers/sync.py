@@ -7,17 +7,14 @@ of the stream, groups in the order of their tasks, rollouts in the order of thei
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from agent_loop.producers.groups import (
     BatchSettings,
     GroupRun,
+    Intake,
     RunsTrials,
-    Verdict,
-    judge,
-    production_error,
 )
 from agent_loop.records import Group
 from agent_loop.tasks import TaskStream
@@ -32,7 +29,8 @@ class SyncProducer:
         self._settings = settings
         self._seed = seed
         self._slots = asyncio.Semaphore(settings.max_concurrent)
-        self.counts: Counter[str] = Counter()
+        self._intake = Intake(settings)
+        self.counts = self._intake.counts
         """Groups by `Verdict`, over the run."""
 
     async def next_batch(self, version: int) -> list[Group]:
@@ -41,25 +39,12 @@ class SyncProducer:
         Failed rollouts are in their groups, not trainable; the consumer counts them.
 
         Raises:
-            ProductionError: as many groups as a batch has gave nothing usable, in a row.
+            ProductionError: as `Intake.keeps`.
         """
-        settings = self._settings
         kept: list[Group] = []
-        failed: list[Group] = []
-        uniform = 0
-        while len(kept) < settings.groups:
-            groups = await self._run(settings.groups - len(kept), version)
-            verdicts = [judge(group, settings) for group in groups]
-            self.counts.update(verdict.value for verdict in verdicts)
-            for group, verdict in zip(groups, verdicts, strict=True):
-                hopeless = not any(rollout.trainable for rollout in group.rollouts)
-                failed = [*failed, group] if hopeless else []
-                if len(failed) >= settings.groups:
-                    raise production_error(failed)
-                full = uniform >= (settings.max_resamples - 1) * settings.groups
-                uniform += verdict is Verdict.UNIFORM
-                if verdict is Verdict.KEPT or (verdict is Verdict.UNIFORM and full):
-                    kept.append(group)
+        while (missing := self._settings.groups - len(kept)) > 0:
+            kept += filter(self._intake.keeps, await self._run(missing, version))
+        self._intake.batch_is_full()
         return kept
 
     def state(self) -> dict[str, Any]:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import wandb
 
+from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.metrics import JsonlSink, MetricsLog, MlflowSink, TensorBoardSink, WandbSink
 from trainer.progress import Progress
+from trainer.run_folder import RunFolder
+from trainer.run_log import RunLog
 
 
 def test_a_step_is_a_line_that_any_json_reader_reads(tmp_path: Path) -> None:
@@ -62,14 +65,57 @@ def test_mlflow_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert lines == [["0.25", "1"], ["0.5", "2"]]
 
 
-def test_wandb_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_in_the_same_runs_of_mlflow_and_wandb(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    offline_wandb(tmp_path, monkeypatch)
+    config = TrainerConfig.model_validate(
+        {
+            "model": {"path": checkpoint},
+            "remote_agent": {"command": {"argv": ["true"]}},
+            "logging": {
+                "wandb_project": "project",
+                "mlflow_experiment": "experiment",
+                "tensorboard": False,
+                "progress": "none",
+            },
+        }
+    )
+    folders = [RunFolder.create(tmp_path / part / "run") for part in ("one", "other")]
+    for folder, first in ((folders[0], 1), (folders[1], 1), (folders[0], 3)):
+        log = RunLog(config, folder, saved_step=first - 1)
+        for step in (first, first + 1):
+            log.step(step, {"reward/mean": step / 4}, [])
+        log.close()
+    wandb.teardown()
+    one, other = (folder.read_summary()["tracking"] for folder in folders)
+    assert one["mlflow"] != other["mlflow"]
+    assert one["wandb"] != other["wandb"]
+    recorded = {
+        path.parent.parent.name: path for path in tmp_path.glob("mlflow/*/*/metrics/reward")
+    }
+    assert recorded.keys() == {one["mlflow"], other["mlflow"]}
+    lines = (recorded[one["mlflow"]] / "mean").read_text().splitlines()
+    assert [line.split()[2] for line in lines] == ["1", "2", "3", "4"]
+    parts = [path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert sorted(parts) == sorted(f"run-{tracked['wandb']}.wandb" for tracked in (one, one, other))
+
+
+def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    log = MetricsLog([WandbSink("project", "run", {"rollout": {"group_size": 3}})])
+
+
+def test_wandb_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline_wandb(tmp_path, monkeypatch)
+    sink = WandbSink("project", "run", {"rollout": {"group_size": 3}})
+    log = MetricsLog([sink])
     log.log(7, {"reward/mean": 0.15625})
     log.close()
     wandb.teardown()  # its service writes the file's end as it ends
-    (recorded,) = tmp_path.glob("wandb/offline-run-*/run-run.wandb")
+    (recorded,) = tmp_path.glob(f"wandb/offline-run-*/run-{sink.run_id}.wandb")
     content = recorded.read_bytes()
     assert b"reward/mean" in content
     assert b"0.15625" in content

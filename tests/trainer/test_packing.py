@@ -84,8 +84,7 @@ def tokens(walk: list[np.ndarray], start: int, stop: int) -> int:
 def ways(count: int) -> list[list[int]]:
     """All ways to cut so many sequences: the bounds of each."""
     return [
-        [0, *(i for i in range(1, count) if bits >> i & 1), count]
-        for bits in range(0, 2**count, 2)
+        [0, *(i for i in range(1, count) if bits >> i & 1), count] for bits in range(0, 2**count, 2)
     ]
 
 

@@ -326,6 +326,13 @@ def test_production_stops_when_everything_fails() -> None:
         produce(ScriptedLoop(fails=lambda *_: True), groups=2, group_size=2)
 
 
+def test_production_stops_when_every_group_has_too_few_rollouts() -> None:
+    bad = {rollout_seed(3, number, place) for number in range(99) for place in range(1, 4)}
+    loop = ScriptedLoop(fails=lambda task, seed: seed in bad)
+    with pytest.raises(ProductionError, match="8 groups in a row have fewer than 2 usable"):
+        produce(loop, groups=2, group_size=4, min_group_size=2)
+
+
 def test_fault_of_our_own_ends_the_training() -> None:
     def broken(seed: int) -> float:
         raise ZeroDivisionError("a bug")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_loop.producers.groups import BatchSettings, ProductionError
+from agent_loop.producers.groups import BatchSettings, ProductionError, rollout_seed
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, Task
 from agent_loop.tasks import Source, TaskStream
@@ -65,3 +65,34 @@ async def test_batch_without_a_single_rollout_says_why_and_stops() -> None:
     producer = SyncProducer(loop, stream(), BatchSettings(groups=2, group_size=2), seed=0)
     with pytest.raises(ProductionError, match=r"in 4 trials, 4 of them .*: scripted failure"):
         await producer.next_batch(0)
+
+
+async def test_batch_is_filled_up_when_every_group_is_filtered() -> None:
+    loop = ScriptedLoop(reward=lambda task, seed: 1.0)
+    settings = BatchSettings(groups=2, group_size=3, drop_uniform=True, max_resamples=3)
+    producer = SyncProducer(loop, stream(), settings, seed=0)
+    for number in (1, 2):
+        groups = await producer.next_batch(0)
+        assert len(groups) == 2
+        assert loop.started == number * 3 * 2 * 3
+    assert producer.counts == {"uniform": 12}
+
+
+async def test_run_ends_when_every_group_has_too_few_rollouts() -> None:
+    """Each of them has some, so that none is hopeless."""
+    bad = {rollout_seed(0, number, place) for number in range(50) for place in range(1, 4)}
+    loop = ScriptedLoop(fails=lambda task, seed: seed in bad)
+    settings = BatchSettings(groups=2, group_size=4, min_group_size=3, max_resamples=5)
+    producer = SyncProducer(loop, stream(), settings, seed=0)
+    said = r"10 groups in a row have fewer than 3 usable .* 30 of 40 .* 30 of them .* failure"
+    with pytest.raises(ProductionError, match=said):
+        await producer.next_batch(0)
+    assert loop.started == 40
+
+
+async def test_groups_with_too_few_rollouts_between_others_do_not_end_the_run() -> None:
+    bad = {rollout_seed(0, n, place) for n in range(50) if n % 5 for place in range(1, 4)}
+    loop = ScriptedLoop(fails=lambda task, seed: seed in bad)
+    settings = BatchSettings(groups=6, group_size=4, min_group_size=3, max_resamples=1)
+    groups = await SyncProducer(loop, stream(), settings, seed=0).next_batch(0)
+    assert [group.group_id for group in groups] == ["g0", "g5", "g10", "g15", "g20", "g25"]
