@@ -22,7 +22,7 @@ from proxy.records import FinishReason, Ids, Turn, TurnStatus, VersionSpan
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, tell_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
-from proxy.rendering.stream import AnswerParser, Markers
+from proxy.rendering.stream import AnswerParser
 from proxy.routing import Router
 from proxy.sessions import LiveSession
 from proxy.store.protocol import Store
@@ -43,7 +43,6 @@ class Answering:
     answered_from: bytes
     """The key that the answer's is chained to: the conversation's, without what was forced."""
     rendering: Rendering
-    markers: Markers | None
     router: Router
     store: Store
     metrics: Metrics
@@ -150,9 +149,9 @@ class Answering:
             "opening": opening,
         }
         tools = self.call.conversation.tools
-        if streamed and not plain and self.markers is None:
+        if streamed and not plain and self.rendering.markers is None:
             return PrefixParser(self.rendering, before, tools, **common)
-        markers = self.markers if streamed else None
+        markers = self.rendering.markers if streamed else None
         return AnswerParser(self.rendering, before, tools, markers=markers, plain=plain, **common)
 
     @property

@@ -31,7 +31,6 @@ from proxy.live_call import LiveCall
 from proxy.metrics import Metrics
 from proxy.records import EMPTY_IDS, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.stream import find_markers
 from proxy.routing import Router
 from proxy.sampling import as_record, resolve
 from proxy.sessions import LiveSession, Sessions
@@ -70,7 +69,6 @@ class Calls:
         """`context_tokens` bounds prompt and answer where no engine says a smaller number."""
         self._sessions = sessions
         self._rendering = rendering
-        self._markers = find_markers(rendering)
         self._router = router
         self._store = store
         self._metrics = metrics
@@ -210,7 +208,7 @@ class Calls:
             prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
             answering = Answering(
                 live, call, running, choice, turn, sampling, prompt, answered_from,
-                self._rendering, self._markers, self._router, self._store, self._metrics,
+                self._rendering, self._router, self._store, self._metrics,
             )  # fmt: skip
             answers.append(answering.run())
         if len(answers) == 1:

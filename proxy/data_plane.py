@@ -57,6 +57,7 @@ class DataPlane:
         self._recent = Recent()
         self._log = CallLog()
         self._in_flight = 0
+        metrics.in_flight.set_function(lambda: self._in_flight)
         self._process = os.urandom(8).hex()
         self._answers = itertools.count()
         limits = config.sessions
@@ -99,7 +100,6 @@ class DataPlane:
     ) -> web.StreamResponse:
         self._admit()
         self._in_flight += 1
-        self._metrics.in_flight.set(self._in_flight)
         try:
             call = await self._parse(request, dialect, live)
             _check_limits(live, call, self._session_limits)
@@ -112,7 +112,6 @@ class DataPlane:
             return response
         finally:
             self._in_flight -= 1
-            self._metrics.in_flight.set(self._in_flight)
 
     async def _open(
         self, request: web.Request, live: LiveSession, call: Call, caller: Caller

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from proxy.errors import ProxyError
-from proxy.records import Turn
+from proxy.records import Turn, TurnStatus
 
 
 class Metrics:
@@ -34,16 +34,18 @@ class Metrics:
             ["dialect", "status"],
             registry=self._registry,
         )
+        self._turns_of = {status: self._turns.labels(status.value) for status in TurnStatus}
+        self._shared, self._new = (self._prompt.labels(part) for part in ("shared", "new"))
         self.in_flight = Gauge(
             "agentic_proxy_in_flight_calls", "Calls being answered", registry=self._registry
         )
 
     def recorded(self, turn: Turn) -> None:
-        self._turns.labels(turn.status.value).inc()
+        self._turns_of[turn.status].inc()
         if turn.fork_cause is not None:
             self._forks.labels(turn.fork_cause.value).inc()
-        self._prompt.labels("shared").inc(turn.shared_tokens)
-        self._prompt.labels("new").inc(len(turn.prompt_ids))
+        self._shared.inc(turn.shared_tokens)
+        self._new.inc(len(turn.prompt_ids))
         self._sampled.inc(len(turn.sampled_ids))
 
     def refused(self, dialect: str, error: ProxyError) -> None:

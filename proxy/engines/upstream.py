@@ -6,19 +6,18 @@ answer) or RequestError (this request's fault: none will), with the replica's UR
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
-import aiohttp
 import orjson
 
-from proxy.errors import EngineError, RequestError
+from proxy.engines.connections import Connections, Response, ResponseError
+from proxy.errors import ConfigurationError, EngineError, RequestError
 
 MAX_ERROR_BYTES = 4096
 MAX_EVENT_BYTES = 16 * 2**20
-IDLE_CONNECTION_S = 3.0
-"""Below uvicorn's 5 s, so that the engine never closes a connection that we are about to use."""
 _REQUEST_FAULTS = (400, 413, 422)
 
 
@@ -33,34 +32,36 @@ class Upstream:
         connect_timeout_s: float = 5.0,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        """`stall_timeout_s`: no byte for so long, weight updates included, and the call failed."""
+        """`stall_timeout_s`: no byte for so long, weight updates included, and the call failed.
+
+        Raises ConfigurationError for a URL or key that cannot be sent.
+        """
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=connect_timeout_s, sock_read=stall_timeout_s
-        )
-        self._http: aiohttp.ClientSession | None = None
+            headers["Authorization"] = f"Bearer {api_key}"
+        try:
+            self._connections = Connections(self.url, headers, connect_timeout_s=connect_timeout_s)
+        except ValueError as error:
+            raise ConfigurationError(f"engines: {error}") from error
+        self._stall_timeout_s = stall_timeout_s
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         """The JSON at `path`; None where its body is empty or the path is unknown there."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._request("GET", path, None, timeout) as response:
+        async with self._request("GET", path, b"", timeout_s) as response:
             body = None if response.status == 404 else await response.read()
         return self.parse(body) if body else None
 
     async def post(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
         """The answer's body; without `timeout_s` only `stall_timeout_s` bounds the wait."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s) if timeout_s else self._timeout
-        async with self._request("POST", path, body, timeout) as response:
+        async with self._request("POST", path, body, timeout_s) as response:
             return await response.read()
 
     async def events(self, path: str, body: bytes) -> AsyncGenerator[list[bytes], None]:
         """The `data:` payloads of a stream, those that came together in one list."""
-        async with self._request("POST", path, body, self._timeout) as response:
+        async with self._request("POST", path, body) as response:
             rest = b""
-            async for read in response.content.iter_any():
+            while read := await response.part():
                 *whole, rest = (rest + read).replace(b"\r\n", b"\n").split(b"\n\n")
                 if len(rest) > MAX_EVENT_BYTES:
                     raise self.fault(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
@@ -88,32 +89,31 @@ class Upstream:
         )
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
+        self._connections.close()
 
     @asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._http is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        self, method: str, path: str, body: bytes, timeout_s: float | None = None
+    ) -> AsyncIterator[Response]:
+        """`timeout_s` bounds the whole of it."""
+        response: Response | None = None
         try:
-            async with self._http.request(
-                method, self.url + path, data=body, timeout=timeout
-            ) as response:
+            async with asyncio.timeout(timeout_s) if timeout_s else nullcontext():
+                response = await self._connections.send(
+                    method, path, body, stall_s=self._stall_timeout_s
+                )
                 if response.status >= 400 and not (method == "GET" and response.status == 404):
-                    raise await self._refusal(response)
+                    words = _error_message(await response.beginning(MAX_ERROR_BYTES))
+                    raise self.refusal(response.status, words)
                 yield response
         except TimeoutError as error:
             raise EngineError(f"engine {self.url}{path} did not answer in time") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except (ResponseError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise EngineError(f"engine {self.url}{path}: {reason}") from error
-
-    async def _refusal(self, response: aiohttp.ClientResponse) -> EngineError | RequestError:
-        body = await response.content.read(MAX_ERROR_BYTES)
-        return self.refusal(response.status, _error_message(body))
+        finally:
+            if response is not None:
+                self._connections.release(response)
 
 
 def _error_message(body: bytes) -> str:
@@ -121,7 +121,7 @@ def _error_message(body: bytes) -> str:
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return body.decode(errors="replace")
+        return body[:MAX_ERROR_BYTES].decode(errors="replace")
     error = data.get("error", data) if isinstance(data, dict) else data
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error

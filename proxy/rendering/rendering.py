@@ -20,6 +20,7 @@ from proxy.conversation import Conversation, Message, ToolCall, parsed_arguments
 from proxy.errors import RequestError
 from proxy.records import Ids
 from proxy.rendering.calls import closes_of, open_calls, read_call
+from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_opening, text_opening
 from proxy.rendering.selection import choose_renderer
 from proxy.rendering.tokenizer import StandIns, Tokenizer
@@ -54,6 +55,8 @@ class Rendering:
         own = self._renderer.get_stop_token_ids()
         self.stop_token_ids = tuple(dict.fromkeys([*own, *tokenizer.stop_token_ids]))
         self.closes = frozenset(self.stop_token_ids)
+        self.markers = find_markers(self.name, tokenizer)
+        self._marks = self.closes | (self.markers.all if self.markers else frozenset())
         self._stand_ins = tokenizer.stand_ins if self.name in STANDING_IN else StandIns()
         self._openings: dict[str | None, Ids] = {}
 
@@ -76,7 +79,7 @@ class Rendering:
         `calls` are the answered message's tool calls, for templates that name the tool in a result.
         The close that a truncated answer lacks is part of what is returned: it was not sampled.
         """
-        head = prompt_end[-CONTEXT_TOKENS:].tolist()
+        head = self._answer_opening(prompt_end)
         tail = sampled.tolist()
         known = head + tail
         with self._stand_ins as stand_ins:
@@ -149,6 +152,9 @@ class Rendering:
         An attempt that cannot be read as a call stays text too, as the model wrote it. With
         `one_call` nothing behind the first call is read.
         """
+        plain = self._plain(sampled, prompt_end)
+        if plain is not None:
+            return Message("assistant", plain)
         parsed = self.parsed(sampled, prompt_end, tools)
         texts = [parsed.content.strip()] if parsed.content else []
         made: list[ToolCall] = []
@@ -169,7 +175,7 @@ class Rendering:
         """The renderer's own reading of an answer, finished or not."""
         try:
             return self._renderer.parse_response(
-                sampled, tools=tools or None, prompt_ids=prompt_end[-CONTEXT_TOKENS:].tolist()
+                sampled, tools=tools or None, prompt_ids=self._answer_opening(prompt_end)
             )
         except _REFUSED:
             return ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
@@ -199,6 +205,25 @@ class Rendering:
     def count(self, text: str) -> int:
         """Tokens of a text."""
         return len(self.tokenizer.encode(text))
+
+    def _plain(self, sampled: list[int], prompt_end: Ids) -> str | None:
+        """The text of an answer that is nothing else; None where the renderer must read it."""
+        if self.markers is None or not sampled:
+            return None
+        spoken = sampled[:-1] if sampled[-1] in self.closes else sampled
+        if not self._marks.isdisjoint(spoken):
+            return None
+        if self.markers.think in self._answer_opening(prompt_end):
+            return None
+        return self.tokenizer.decode(spoken).strip()
+
+    def _answer_opening(self, prompt_end: Ids) -> list[int]:
+        """The end of the last message before the answer, and what opens the answer."""
+        end: list[int] = prompt_end[-CONTEXT_TOKENS:].tolist()
+        for at in range(len(end) - 1, -1, -1):
+            if end[at] in self.closes:
+                return end[at:]
+        return end
 
     def _render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]], *, generate: bool

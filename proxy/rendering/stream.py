@@ -8,7 +8,6 @@ leaves from the first character of its arguments on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -25,37 +24,9 @@ from proxy.rendering.deltas import (
     ToolCallStart,
     tell_calls,
 )
+from proxy.rendering.markers import Markers
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stops import begun, first_stop
-
-
-@dataclass(frozen=True, slots=True)
-class Markers:
-    """The single tokens by which a family separates its channels."""
-
-    think: int | None
-    end_think: int | None
-    tool: int
-    end_tool: int
-
-    @property
-    def all(self) -> frozenset[int | None]:
-        return frozenset((self.think, self.end_think, self.tool, self.end_tool))
-
-
-_STREAMED = {"qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>")}
-"""Families whose answers are streamed token by token: their parsers trim white space around text
-and reasoning, and end the text at the first tool call. The others' answers leave at their end."""
-
-
-def find_markers(rendering: Rendering) -> Markers | None:
-    names = _STREAMED.get(rendering.name)
-    if names is None:
-        return None
-    think, end_think, tool, end_tool = (rendering.tokenizer.fast.token_to_id(n) for n in names)
-    if tool is None or end_tool is None:
-        return None
-    return Markers(think, end_think, tool, end_tool)
 
 
 class _Channel(Enum):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from proxy.conversation import Message, ToolCall
 from proxy.rendering.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.stream import AnswerParser, find_markers
+from proxy.rendering.stream import AnswerParser
 
 PIECES = (
     "<think>",
@@ -65,13 +65,39 @@ def without_ids(calls: list[ToolCall]) -> list[tuple[str, str]]:
     return [(call.name, call.arguments) for call in calls]
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|im_start|>assistant\n",
+        "<|im_start|>assistant\n<think>\n",
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<think><|im_end|>\n<|im_start|>assistant\n",
+    ],
+)
+def test_a_message_is_what_the_renderer_reads(rendering: Rendering, prompt: str) -> None:
+    """Also where the renderer is not asked, because the answer is nothing but text."""
+    prompt_end = np.array(rendering.tokenizer.encode(prompt), np.int32)
+
+    @settings(max_examples=100, deadline=None)
+    @given(answers(rendering))
+    def check(ids: list[int]) -> None:
+        read = rendering.parsed(ids, prompt_end, [])
+        if read.tool_calls:
+            return
+        message = rendering.parse(ids, prompt_end, [], calls=True)
+        assert message.text == (read.content or "").strip()
+        assert message.reasoning == ((read.reasoning_content or "").strip() or None)
+
+    check()
+
+
 @pytest.mark.parametrize("prompt", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
 @pytest.mark.parametrize("stop", [(), ("STOP", "look")])
 @pytest.mark.parametrize("calls", [True, False])
 def test_the_stream_says_what_the_whole_says(
     rendering: Rendering, prompt: str, stop: tuple[str, ...], calls: bool
 ) -> None:
-    markers = find_markers(rendering)
+    markers = rendering.markers
     assert markers is not None
     prompt_end = np.array(rendering.tokenizer.encode(prompt), np.int32)
     more: dict[str, Any] = {"stop": stop, "calls": calls}
@@ -104,7 +130,7 @@ def test_the_stream_says_what_the_whole_says(
 
 
 def test_text_leaves_with_its_tokens(rendering: Rendering) -> None:
-    parser = AnswerParser(rendering, np.zeros(0, np.int32), [], markers=find_markers(rendering))
+    parser = AnswerParser(rendering, np.zeros(0, np.int32), [], markers=rendering.markers)
     ids = rendering.tokenizer.encode("Let me look at the file, then say what it holds.")
 
     sent = [put_together(parser.feed([token]))[0] for token in ids]

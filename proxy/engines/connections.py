@@ -1,0 +1,254 @@
+"""HTTP/1.1 to one replica over kept connections, one request at a time on each.
+
+Every token of every stream comes through here, so it does without a client library's layers: bytes
+are parsed by llhttp (`httptools`) and handed to their reader. Invariant: a connection is used again
+only after the whole response was read from it; in every other case it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+IDLE_S = 3.0
+"""Below uvicorn's 5 s, so that the engine never closes a connection that we are about to use."""
+MAX_RESPONSE_BYTES = 2**30
+
+
+class ResponseError(Exception):
+    """What came back is no HTTP response, or not a whole one."""
+
+
+class Response(asyncio.Protocol):
+    """One connection, and the response that is being read from it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._parts: list[bytes] = []
+        self._failure: Exception | None = None
+        self._stall_s = self._heard_at = 0.0
+        self._bytes = 0
+        self._has_length = False
+        self.status = 0
+        self.ended = True
+        self.free_since = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """For another request."""
+        return self.ended and self._failure is None and self._transport is not None
+
+    async def send(self, head: bytes, body: bytes, stall_s: float) -> None:
+        """Returns when the status is known; `stall_s` without a byte is a TimeoutError, from here
+        to the end. Raises ResponseError and OSError, as all that reads from here."""
+        assert self._transport is not None
+        self.status, self.ended, self._has_length, self._bytes = 0, False, False, 0
+        self._parts = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._stall_s, self._heard_at = stall_s, self._loop.time()
+        self._timer = self._loop.call_later(stall_s, self._look)
+        self._transport.writelines([head, body] if body else [head])
+        while not self.status:
+            await self._news()
+
+    async def read(self) -> bytes:
+        """The rest of the body."""
+        while not self.ended:
+            await self._news()
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts = []
+        return body
+
+    async def beginning(self, size: int) -> bytes:
+        """At least the first `size` bytes of the body, if it has them."""
+        while not self.ended and self._bytes < size:
+            await self._news()
+        return b"".join(self._parts)
+
+    async def part(self) -> bytes:
+        """What has come since the last part; empty at the end."""
+        while not self._parts and not self.ended:
+            await self._news()
+        part = b"".join(self._parts)
+        self._parts = []
+        return part
+
+    def close(self) -> None:
+        self._rest()
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended:  # nobody asked for it
+            self.close()
+            return
+        self._heard_at = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(ResponseError(f"did not answer in HTTP: {error}"))
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self.ended:
+            return
+        if self.status and not self._has_length and exc is None:
+            self.on_message_complete()  # its end is the connection's
+            self._wake()
+        else:
+            self._fail(exc or ResponseError("closed the connection in the middle of an answer"))
+
+    def on_message_begin(self) -> None:
+        if self.ended:
+            raise ResponseError("sent two answers to one request")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_length |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        self.status = status if status >= 200 else 0
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes += len(body)
+        if self._bytes > MAX_RESPONSE_BYTES:
+            self._fail(ResponseError(f"sent more than {MAX_RESPONSE_BYTES} bytes"))
+        else:
+            self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        if self.status:  # not one that only says that another one comes
+            self.ended = True
+            if not self._parser.should_keep_alive() and self._transport is not None:
+                self._transport.close()
+                self._transport = None
+            self._rest()
+
+    async def _news(self) -> None:
+        """Returns when something came. Raises what ended the response."""
+        if self._failure is not None:
+            raise self._failure
+        self._reader = self._loop.create_future()
+        await self._reader
+        if self._failure is not None and not self.ended:
+            raise self._failure
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _look(self) -> None:
+        """Whether a byte came within `stall_s`."""
+        left = self._heard_at + self._stall_s - self._loop.time()
+        if left <= 0:
+            self._fail(TimeoutError())
+        else:
+            self._timer = self._loop.call_later(left, self._look)
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = self._failure or failure
+        self.close()
+        self._wake()
+
+    def _rest(self) -> None:
+        self._parser = None  # which holds on to us
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Connections:
+    """To one replica; made on first use, in the running event loop."""
+
+    def __init__(self, url: str, headers: dict[str, str], *, connect_timeout_s: float) -> None:
+        """Raises ValueError for what is no `http` or `https` URL, or headers of several lines."""
+        self._url = urlsplit(url)
+        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+            raise ValueError(f"{url!r} is no http:// or https:// URL")
+        self._host, https = self._url.hostname, self._url.scheme == "https"
+        self._port = self._url.port or (443 if https else 80)
+        self._tls = ssl.create_default_context() if https else None
+        host = self._url.netloc.rpartition("@")[2]
+        lines = [f"{name}: {value}" for name, value in {"Host": host, **headers}.items()]
+        if any(not line.isprintable() for line in lines):
+            raise ValueError("a header holds a line break or a control character")
+        self._headers = "\r\n".join(lines).encode()
+        self._connect_timeout_s = connect_timeout_s
+        self._free: list[Response] = []
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    async def send(self, method: str, path: str, body: bytes, *, stall_s: float) -> Response:
+        """The response, its status known; `release` it.
+
+        Raises (also while it is read): ResponseError; OSError, among them TimeoutError where it
+        cannot be connected in time or no byte comes for `stall_s`.
+        """
+        response = self._kept() or await self._connect()
+        head = b"%b %b HTTP/1.1\r\n%b\r\nContent-Length: %d\r\n\r\n" % (
+            method.encode(),
+            (self._url.path + path).encode(),
+            self._headers,
+            len(body),
+        )
+        try:
+            await response.send(head, body, stall_s)
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    def release(self, response: Response) -> None:
+        """Keeps the connection if the response was read to its end."""
+        if not response.usable:
+            response.close()
+            return
+        loop = asyncio.get_running_loop()
+        response.free_since = loop.time()
+        self._free.append(response)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(IDLE_S, self._sweep)
+
+    def close(self) -> None:
+        """Of what is not in use."""
+        while self._free:
+            self._free.pop().close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+
+    def _kept(self) -> Response | None:
+        since = asyncio.get_running_loop().time() - IDLE_S
+        while self._free:
+            response = self._free.pop()
+            if response.usable and response.free_since > since:
+                return response
+            response.close()
+        return None
+
+    async def _connect(self) -> Response:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._connect_timeout_s):
+            _, response = await loop.create_connection(
+                lambda: Response(loop), self._host, self._port, ssl=self._tls
+            )
+        return response
+
+    def _sweep(self) -> None:
+        """Closes what has not been used for IDLE_S; the longest unused come first."""
+        loop = asyncio.get_running_loop()
+        since = loop.time() - IDLE_S
+        while self._free and self._free[0].free_since <= since:
+            self._free.pop(0).close()
+        self._sweeper = loop.call_later(IDLE_S, self._sweep) if self._free else None
