@@ -1,4 +1,4 @@
-"""The embedded store: one SQLite file in WAL mode, one writer thread, group commit.
+"""The embedded store: one SQLite file in WAL mode, group commit.
 
 Invariant: a method that writes returns after the transaction that holds its write was committed.
 With `durability="process"` a commit outlives `kill -9` of the process but the last ones may be
@@ -87,14 +87,16 @@ class SqliteStore:
         try:
             writing = _connect(path, durability, busy_timeout_s)
             _create_schema(writing, path)
-            _limit_size(writing, max_file_bytes)
+            at_once = _never_waiting(path) if durability == "process" else None
+            for connection in (writing, at_once):
+                _limit_size(connection, max_file_bytes)
             self._owner = _take_ownership(writing, path)
             self._reading = _connect(path, durability, busy_timeout_s)
         except (sqlite3.Error, OSError) as error:
             raise ConfigurationError(
                 f"store {path}: {error}; give a file in a folder that can be written"
             ) from error
-        self._writer = GroupWriter(writing, max_pending=max_pending_writes)
+        self._writer = GroupWriter(writing, at_once=at_once, max_pending=max_pending_writes)
         self._closed = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
 
@@ -237,6 +239,13 @@ def _connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlit
     return connection
 
 
+def _never_waiting(path: Path) -> sqlite3.Connection:
+    """For the event loop: neither for a lock nor for a checkpoint."""
+    connection = _connect(path, "process", 0.0)
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    return connection
+
+
 def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")  # two processes may open a new file at once
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -257,8 +266,8 @@ def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _limit_size(connection: sqlite3.Connection, max_file_bytes: int | None) -> None:
-    if max_file_bytes is not None:
+def _limit_size(connection: sqlite3.Connection | None, max_file_bytes: int | None) -> None:
+    if connection is not None and max_file_bytes is not None:
         (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
         connection.execute(f"PRAGMA max_page_count = {max(1, max_file_bytes // page_bytes)}")
 

@@ -1,7 +1,12 @@
-"""The one thread that writes to SQLite, committing the writes of many calls in one transaction.
+"""Writes to SQLite: those of many calls in one transaction, at once or by a thread that may wait.
 
 Invariant: the future of a write is resolved only after the transaction that holds it has been
 committed; when the commit fails, every write in it fails with StoreError and none is stored.
+
+A commit that need not wait takes some 50 µs, of which waking a thread and being woken by it would
+be several times as much. So the event loop commits by itself (`at_once`), and hands over what may
+take long: what finds the file locked, the commit that moves the log into the database, and for a
+while everything when the disk was slow.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import asyncio
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +26,14 @@ T = TypeVar("T")
 
 MAX_BATCH = 256
 """Writes per transaction: past it one slow commit would delay too many callers."""
+MAX_AT_ONCE = 64
+"""Writes in a transaction of the event loop."""
+COMMITS_PER_CHECKPOINT = 128
+"""So many commits the event loop makes, then one is the thread's, which then moves the log into the
+database if that has become long (`wal_autocheckpoint`)."""
+SLOW_S = 0.02
+SLOW_FOR_S = 10.0
+"""After a commit that took SLOW_S no other stops the event loop for so long."""
 
 
 @dataclass(slots=True)
@@ -32,10 +46,22 @@ class _Write:
 
 
 class GroupWriter:
-    """Writes that arrive while a transaction is being committed share the next one."""
+    """Writes that arrive in one turn of the event loop, or while the thread commits, share a
+    transaction."""
 
-    def __init__(self, connection: sqlite3.Connection, *, max_pending: int) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        at_once: sqlite3.Connection | None,
+        max_pending: int,
+    ) -> None:
+        """`at_once` is a connection to the same file that never waits and makes no checkpoints."""
         self._connection = connection
+        self._at_once = at_once
+        self._committing = threading.Lock()
+        self._commits = self._handed_over = self._done = 0
+        self._slow_until = 0.0
         self._max_pending = max_pending
         self._pending = 0
         self._gathered: list[_Write] = []
@@ -59,7 +85,7 @@ class GroupWriter:
         write = _Write(apply, loop.create_future(), loop)
         self._pending += 1
         if not self._gathered:
-            loop.call_soon(self._hand_over)  # one waking of the thread for all calls of this turn
+            loop.call_soon(self._commit_gathered, loop)  # one commit for all calls of this turn
         self._gathered.append(write)
         try:
             result: T = await write.future
@@ -68,60 +94,101 @@ class GroupWriter:
             self._pending -= 1
 
     async def close(self) -> None:
-        """Commits what is queued, then ends the thread."""
+        """Commits what was written, then ends the thread."""
         self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
         self._connection.close()
+        if self._at_once is not None:
+            self._at_once.close()
+
+    def _commit_gathered(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._at_once is None or not self._committing.acquire(blocking=False):
+            self._hand_over()
+            return
+        try:
+            gathered, begun = self._gathered, time.monotonic()
+            self._commits += 1
+            if (
+                self._handed_over != self._done
+                or self._commits % COMMITS_PER_CHECKPOINT == 0
+                or begun < self._slow_until
+                or len(gathered) > MAX_AT_ONCE
+                or any(write.loop is not loop for write in gathered)
+            ):
+                self._hand_over()
+                return
+            try:
+                _commit(self._at_once, gathered)
+            except sqlite3.Error:  # it is locked, or worse: the thread waits, and says what it is
+                self._hand_over()
+                return
+            self._gathered = []
+            now = time.monotonic()
+            if now - begun > SLOW_S:
+                self._slow_until = now + SLOW_FOR_S
+            _resolve(gathered)
+        finally:
+            self._committing.release()
 
     def _hand_over(self) -> None:
         gathered, self._gathered = self._gathered, []
         if gathered:
+            self._handed_over += 1
             self._queue.put(gathered)
 
     def _run(self) -> None:
         closing = False
         while not closing:
-            batch, closing = self._take()
+            batches, closing = self._take()
+            batch = [write for gathered in batches for write in gathered]
             for start in range(0, len(batch), MAX_BATCH):
                 part = batch[start : start + MAX_BATCH]
                 self._commit(part)
                 _resolve_from_thread(part)
+            self._done += len(batches)
 
-    def _take(self) -> tuple[list[_Write], bool]:
+    def _take(self) -> tuple[list[list[_Write]], bool]:
         """Blocks for writes, then takes what else is there already."""
-        batch: list[_Write] = []
+        batches: list[list[_Write]] = []
         item = self._queue.get()
         while item is not None:
-            batch += item
+            batches.append(item)
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
-                return batch, False
-        return batch, True
+                return batches, False
+        return batches, True
 
     def _commit(self, batch: list[_Write]) -> None:
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            for write in batch:
-                self._apply(write)
-            self._connection.execute("COMMIT")
+            _commit(self._connection, batch)
         except sqlite3.Error as error:
-            self._roll_back()
             for write in batch:
                 write.error = StoreError(f"could not be recorded: {error}")
 
-    def _apply(self, write: _Write) -> None:
-        try:
-            write.result = write.apply(self._connection)
-        except sqlite3.Error:
-            raise
-        except Exception as error:  # noqa: BLE001 - handed to the caller, whose error it is
-            write.error = error
 
-    def _roll_back(self) -> None:
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
+def _commit(connection: sqlite3.Connection, batch: list[_Write]) -> None:
+    """All or none. Raises sqlite3.Error."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        for write in batch:
+            write.result = write.error = None
+            _apply(connection, write)
+        connection.execute("COMMIT")
+    except sqlite3.Error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _apply(connection: sqlite3.Connection, write: _Write) -> None:
+    try:
+        write.result = write.apply(connection)
+    except sqlite3.Error:
+        raise
+    except Exception as error:  # noqa: BLE001 - handed to the caller, whose error it is
+        write.error = error
 
 
 def _resolve_from_thread(batch: list[_Write]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from proxy.errors import ConfigurationError, StoreError
 from proxy.records import Turn, TurnStatus
+from proxy.store import writer
 from proxy.store.sqlite import SqliteStore
 from tests.proxy.store.test_conformance import a_session, an_intent
 
@@ -41,6 +42,35 @@ async def test_locked_store_refuses_the_call_and_recovers(tmp_path: Path) -> Non
     other.execute("ROLLBACK")
     other.close()
     await store.begin_turn(an_intent())
+    await store.close()
+
+
+async def test_a_lock_held_by_others_does_not_stop_the_event_loop(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.sqlite", busy_timeout_s=60.0)
+    await store.create_session(a_session())
+    other = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    waiting = asyncio.create_task(store.begin_turn(an_intent()))
+    await asyncio.sleep(0.05)  # which a loop that waits for the lock would not end
+    assert not waiting.done()
+    other.execute("ROLLBACK")
+    other.close()
+    await waiting
+    assert len(await store.get_turns("task/7-a")) == 1
+    await store.close()
+
+
+async def test_the_log_is_moved_into_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop's commits never do that: 40 MB would stay in the log."""
+    monkeypatch.setattr(writer, "COMMITS_PER_CHECKPOINT", 8)
+    store = SqliteStore(tmp_path / "s.sqlite")
+    await store.create_session(a_session())
+    for _ in range(400):
+        await store.add_event("task/7-a", "noted", {"text": "x" * 100_000})
+    assert (tmp_path / "s.sqlite-wal").stat().st_size < 10 * 2**20
+    assert len(await store.get_events("task/7-a")) == 400
     await store.close()
 
 
