@@ -19,7 +19,7 @@ from rich.text import Text
 
 from proxy.config import load_config
 from proxy.conversation import load_answer
-from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm_scoring import VllmScorer
 from proxy.errors import ConfigurationError, EngineError, RequestError
 from proxy.export import FORMATS, export
 from proxy.records import Session, SessionKind, SessionStatus, Turn
@@ -97,14 +97,13 @@ async def _export(arguments: argparse.Namespace) -> int:
 async def _replay(arguments: argparse.Namespace) -> int:
     async with _store(arguments) as store:
         _, turns = await _one(store, arguments.trial_id)
-    engine = VllmEngine(arguments.engine)
+    scorer = VllmScorer(arguments.engine)
     try:
-        await engine.check()
-        compared, skipped = await replay(turns, engine.score)
+        compared, skipped = await replay(turns, scorer)
     except RequestError as error:
         raise EngineError(error.message) from error
     finally:
-        await engine.close()
+        await scorer.close()
     for entry in compared:
         print(
             f"turn {entry.turn}: {entry.tokens} tokens of version "

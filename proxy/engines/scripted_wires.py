@@ -89,10 +89,16 @@ def _read_vllm(body: dict[str, Any]) -> ScriptedCall:
 
 
 def _write_vllm(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
-    content = [
+    content: list[dict[str, Any]] = [
         {"token_id": token, "logprob": logprob, "rank": 1}
         for token, logprob in _sampled(call, start, end)
     ]
+    if "logprob_token_ids" in call.sampling:
+        previous = call.prompt_ids[-1]  # asked of calls of one token
+        content[0]["top_logprobs"] = [
+            {"token_id": token, "logprob": scripted_logprob(previous, token)}
+            for token in call.sampling["logprob_token_ids"]
+        ]
     finish = _finish(call, end)
     choice = {
         "index": 0,

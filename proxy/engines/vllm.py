@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import orjson
 
 from proxy.engines.generation import version_number
@@ -18,7 +17,7 @@ from proxy.engines.http_engine import CONTROL_TIMEOUT_S, HttpEngine
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import ProxyError
-from proxy.records import FinishReason, Ids, Logprobs, VersionSpan
+from proxy.records import FinishReason, Ids, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -67,13 +66,8 @@ class _Error(msgspec.Struct, gc=False):
     code: int = 500
 
 
-class _Scored(msgspec.Struct, gc=False):
-    logprob: float
-
-
 class _Answer(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
-    prompt_logprobs: list[dict[str, _Scored] | None] | None = None
     error: _Error | None = None
 
 
@@ -86,27 +80,6 @@ class VllmEngine(HttpEngine):
     def __init__(self, url: str, **more: Any) -> None:
         super().__init__(url, **more)
         self._prompts = PromptJson()
-
-    async def score(self, ids: Ids) -> Logprobs:
-        """`[T]`, each id's log-probability after those before it, at temperature 1; 0 for the
-        first. Raises EngineError or RequestError as `generate`."""
-        body = {
-            "token_ids": np.ascontiguousarray(ids),
-            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
-            "stream": False,
-            **({} if self._info.model is None else {"model": self._info.model}),
-        }
-        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        scored = self._decode(await self._upstream.post(GENERATE, data)).prompt_logprobs or []
-        if len(scored) != len(ids):
-            raise self._upstream.fault(f"scored {len(scored)} of {len(ids)} tokens")
-        values = np.zeros(len(ids), np.float32)
-        for at, (token, known) in enumerate(zip(ids.tolist(), scored, strict=True)):
-            entry = (known or {}).get(str(token))
-            if entry is None and at:
-                raise self._upstream.fault(f"did not score token {token} at {at}")
-            values[at] = entry.logprob if entry is not None else 0.0
-        return values
 
     async def abort(self, request_id: str) -> None:
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})

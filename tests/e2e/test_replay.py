@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -11,18 +13,39 @@ from aiohttp import web
 from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
-from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm_scoring import VllmScorer
 from proxy.engines.vllm_server import VllmServer
+from proxy.records import Turn
 from proxy.replay import replay
 
 pytestmark = pytest.mark.engine
-NOISE_NATS = 0.02
-"""Of bfloat16 between a prefill and a decode; a wrong token or position is off by more than 1."""
+NOISE_NATS = 1e-3
+"""Of float32 between a prefill and a decode; a wrong token or position is off by more than 1."""
 
 
-async def test_a_replay_gives_the_recorded_log_probabilities(
-    vllm: VllmServer, tiny_model: Path, tmp_path: Path
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Running:
+    control: ProxyClient
+    http: aiohttp.ClientSession
+
+    async def talk(self, sampling: dict[str, float], *, turns: int) -> list[Turn]:
+        """The record of a conversation that was sampled so."""
+        session = await self.control.create_session(sampling=sampling)
+        messages = [{"role": "user", "content": "Say something."}]
+        for _ in range(turns):
+            body = {"messages": messages, "max_tokens": 24}
+            headers = {"Authorization": f"Bearer {session.api_key}"}
+            target = f"{session.base_url}/chat/completions"
+            async with self.http.post(target, json=body, headers=headers) as response:
+                reply = await response.json()
+                assert response.status == 200, reply
+            answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+            messages += [answer, {"role": "user", "content": "Go on."}]
+        return (await self.control.get_turns(session.trial_id))[1]
+
+
+@pytest.fixture
+async def running(vllm: VllmServer, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Running]:
     config = load_config(
         model=tiny_model, engines=[{"url": vllm.url}], store=f"sqlite:///{tmp_path}/proxy.db"
     )
@@ -30,30 +53,58 @@ async def test_a_replay_gives_the_recorded_log_probabilities(
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        async with ProxyClient(url) as control, aiohttp.ClientSession() as http:
-            session = await control.create_session(sampling={"temperature": 1.0})
-            messages = [{"role": "user", "content": "Say something."}]
-            for _ in range(4):
-                body = {"messages": messages, "max_tokens": 24}
-                headers = {"Authorization": f"Bearer {session.api_key}"}
-                target = f"{session.base_url}/chat/completions"
-                async with http.post(target, json=body, headers=headers) as response:
-                    reply = await response.json()
-                    assert response.status == 200, reply
-                answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
-                messages += [answer, {"role": "user", "content": "Go on."}]
-            _, turns = await control.get_turns(session.trial_id)
-    finally:
-        await runner.cleanup()
-    engine = VllmEngine(vllm.url)
-    await engine.check()
-    try:
-        compared, skipped = await replay(turns, engine.score)
-    finally:
-        await engine.close()
+    async with ProxyClient(url) as control, aiohttp.ClientSession() as http:
+        yield Running(control, http)
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def scorer(vllm: VllmServer) -> AsyncIterator[VllmScorer]:
+    scorer = VllmScorer(vllm.url)
+    yield scorer
+    await scorer.close()
+
+
+async def test_a_replay_gives_the_recorded_log_probabilities(
+    running: Running, scorer: VllmScorer
+) -> None:
+    turns = await running.talk({"temperature": 1.0}, turns=4)
+    compared, skipped = await replay(turns, scorer)
 
     assert skipped == []
     assert [entry.turn for entry in compared] == [0, 1, 2, 3]
     assert sum(entry.tokens for entry in compared) == sum(len(t.sampled_ids) for t in turns) > 8
     assert max(entry.largest for entry in compared) <= NOISE_NATS
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.6},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"top_k": 20},
+        {"temperature": 0.7, "min_p": 0.005},
+        {"repetition_penalty": 4.0},
+    ],
+    ids=str,
+)
+async def test_what_was_sampled_otherwise_is_scored_under_the_same_parameters(
+    running: Running, scorer: VllmScorer, sampling: dict[str, float]
+) -> None:
+    turns = await running.talk({**sampling, "seed": 5}, turns=2)
+    compared, skipped = await replay(turns, scorer)
+    assert skipped == []
+    assert [entry.tokens for entry in compared] == [len(turn.sampled_ids) for turn in turns]
+    assert max(entry.largest for entry in compared) <= NOISE_NATS
+
+    plain = [replace(turn, sampling={}) for turn in turns]
+    (entry, *_), _ = await replay(plain, scorer)
+    assert entry.largest > 10 * NOISE_NATS
+
+
+async def test_what_looks_back_at_the_answer_is_not_scored(
+    running: Running, scorer: VllmScorer
+) -> None:
+    turns = await running.talk({"presence_penalty": 0.5}, turns=1)
+    compared, (why,) = await replay(turns, scorer)
+    assert (compared, "presence_penalty" in why) == ([], True)

@@ -108,13 +108,29 @@ async def test_a_replay_finds_no_difference_and_finds_one(
     assert "more than --tolerance" in capsys.readouterr().err
 
 
+async def test_what_was_sampled_otherwise_is_scored_token_by_token(
+    tmp_path: Path, proxy: RunningProxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = await proxy.session(sampling={"temperature": 0.5, "top_p": 0.9})
+    await proxy.post(session, CHAT, {"messages": [{"role": "user", "content": "Hi."}]})
+    _, (turn,) = await proxy.record(session)
+    before = len(proxy.engine.calls)
+    assert await run(tmp_path, "replay", session.trial_id, "--engine", proxy.engine.url) == 0
+    assert "1 of 1 turns compared, largest difference 0.00e+00" in capsys.readouterr().out
+    asked = proxy.engine.calls[before:]
+    assert len(asked) == len(turn.sampled_ids) > 1
+    assert {(call.sampling["temperature"], call.sampling["top_p"]) for call in asked} == {
+        (0.5, 0.9)
+    }
+
+
 async def test_what_cannot_be_compared_is_said(
     tmp_path: Path, proxy: RunningProxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = await proxy.session(SessionKind.EVAL)
     messages = [{"role": "user", "content": "Hi."}]
-    await proxy.post(session, CHAT, {"messages": messages, "temperature": 0.5})
+    await proxy.post(session, CHAT, {"messages": messages, "frequency_penalty": 0.5})
     await run(tmp_path, "replay", session.trial_id, "--engine", proxy.engine.url)
     out = capsys.readouterr().out
-    assert "turn 0: was sampled at temperature 0.5" in out
+    assert "turn 0: was sampled with frequency_penalty" in out
     assert "0 of 1 turns compared" in out

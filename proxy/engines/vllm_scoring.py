@@ -1,0 +1,115 @@
+"""What a vLLM gives tokens that it did not sample just now: the other side of a replay.
+
+Two ways, both exact. `path` is one prefill: the log-probabilities of a prompt, which vLLM computes
+before any sampling parameter bends them. `sampled` asks for each token by itself, in a call of one
+token under the parameters that it was sampled with, and so gets what those left of it; the prefix
+cache makes such a call one step. Sampling parameters that look back at the answer so far
+(presence and frequency penalty, a grammar) are lost on a call that begins in its middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from proxy.engines.upstream import Upstream
+from proxy.engines.vllm import GENERATE, MISSING_LOGPROB
+from proxy.records import Ids, Logprobs
+
+AT_ONCE = 32
+"""Calls of one token."""
+
+
+class _Known(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Alternative(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Position(msgspec.Struct, gc=False):
+    top_logprobs: list[_Alternative] = []
+
+
+class _Content(msgspec.Struct, gc=False):
+    content: list[_Position] = []
+
+
+class _Choice(msgspec.Struct, gc=False):
+    logprobs: _Content | None = None
+
+
+class _Answer(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    prompt_logprobs: list[dict[str, _Known] | None] | None = None
+
+
+class VllmScorer:
+    """Implements `proxy.replay.Scorer`."""
+
+    _decoder = msgspec.json.Decoder(_Answer)
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self._upstream = Upstream(url, api_key=api_key)
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def close(self) -> None:
+        await self._upstream.close()
+
+    async def path(self, ids: Ids) -> Logprobs:
+        """`[T]`, each id's log-probability after those before it, at temperature 1; 0 for the
+        first. Raises EngineError or RequestError."""
+        answer = await self._ask(ids, {"temperature": 1.0, "prompt_logprobs": 0})
+        scored = answer.prompt_logprobs or []
+        if len(scored) != len(ids):
+            raise self._upstream.fault(f"scored {len(scored)} of {len(ids)} tokens")
+        values = np.zeros(len(ids), np.float32)
+        for at, (token, known) in enumerate(zip(ids.tolist(), scored, strict=True)):
+            entry = (known or {}).get(str(token))
+            if entry is None and at:
+                raise self._upstream.fault(f"did not score token {token} at {at}")
+            values[at] = entry.logprob if entry is not None else 0.0
+        return values
+
+    async def sampled(self, path: Ids, count: int, params: Mapping[str, Any]) -> Logprobs:
+        """`[count]`: of the path's last ids, under these of vLLM's SamplingParams; minus infinity
+        for one that they exclude. Raises EngineError or RequestError."""
+        starts = range(len(path) - count, len(path))
+        first = await self._token(path, starts[0], params)  # the others find its prompt cached
+        rest = [self._token(path, at, params) for at in starts[1:]]
+        return np.array([first, *await asyncio.gather(*rest)], np.float32)
+
+    async def _token(self, path: Ids, at: int, params: Mapping[str, Any]) -> float:
+        token = int(path[at])
+        # Twice, since vLLM tells as many as it is asked for, and the one that it sampled is first.
+        asked = {**params, "logprob_token_ids": [token, token], "logprobs": 2}
+        async with self._places:
+            answer = await self._ask(path[:at], asked)
+        for choice in answer.choices:
+            for position in choice.logprobs.content if choice.logprobs else ():
+                for entry in position.top_logprobs:
+                    if entry.token_id == token:
+                        known = entry.logprob > MISSING_LOGPROB
+                        return entry.logprob if known else -math.inf
+        raise self._upstream.fault(f"did not score token {token} at {at}")
+
+    async def _ask(self, ids: Ids, params: Mapping[str, Any]) -> _Answer:
+        body = {
+            "token_ids": np.ascontiguousarray(ids),
+            "sampling_params": {"max_tokens": 1, **params},
+            "stream": False,
+        }
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        answered = await self._upstream.post(GENERATE, data)
+        try:
+            return self._decoder.decode(answered)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
