@@ -8,6 +8,7 @@
 #   make check     ruff, format, strict types
 #   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
 #   make agents    Claude Code, Codex, opencode, … in .agents/, for tests and examples
+#   make test-swe-agent CHECKOUT=…  SWE-agent from a checkout of its repository, through the proxy
 #   make images    the container images, built and run by buildah (root; see docker/base_images.sh)
 #   make locks     docker/*.lock anew from pyproject.toml
 #   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
@@ -28,7 +29,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python python3.12; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test check format serve bench-proxy bench-rollout bench-train bench-algorithms bench-scale fuzz clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test test-swe-agent check format serve bench-proxy bench-rollout bench-train bench-algorithms bench-scale fuzz clean
 
 setup: $(VENV)/.ready
 
@@ -98,6 +99,14 @@ train-mini: $(AGENTS)/python/.ready
 # people's agents and those that build the Kubernetes overlays with kustomize; in CI they fail.
 test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),agents tools)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Not in `make test`: SWE-agent is in no package, and its run takes a minute.
+test-swe-agent: setup
+	@test -f "$(CHECKOUT)/pyproject.toml" || { echo "make: say CHECKOUT=, a clone of github.com/SWE-agent/SWE-agent" >&2; exit 1; }
+	test -x $(AGENTS)/swe-agent/bin/python || $(PYTHON) -m venv $(AGENTS)/swe-agent
+	$(BIN)/uv pip install -q --python $(AGENTS)/swe-agent/bin/python -e $(CHECKOUT) mcp
+	mkdir -p $(CHECKOUT)/trajectories
+	$(BIN)/python -m pytest tests/e2e/agents/swe_agent.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -28,6 +28,8 @@ SHELLS: dict[str, Any] = {
     "run_command": lambda command: {"command": command},
 }
 FORCED = '<tool_call>\n{"name": "'
+SUBMIT_TOOL = "submit"
+"""How SWE-agent is; it asks to be told twice."""
 _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 
 
@@ -42,17 +44,27 @@ def play(prompt: str) -> str:
     # smolagents puts results into user messages.
     done = max(prompt.count("<tool_response>\n"), prompt.count("\nObservation:\n"))
     if done < len(COMMANDS):
-        return f"Step {done + 1}.\n" + call(shell, SHELLS[shell](COMMANDS[done]))
+        return f"Step {done + 1}.\n" + _run(shell, COMMANDS[done], offered)
+    if SUBMIT_TOOL in offered:
+        return call(SUBMIT_TOOL, {})
     if "final_answer" in offered:
         return call("final_answer", {"answer": DONE})
-    return call(shell, SHELLS[shell](SUBMIT)) if SUBMIT in prompt else DONE
+    return _run(shell, SUBMIT, offered) if SUBMIT in prompt else DONE
 
 
-def _offered(prompt: str) -> list[str]:
-    """Names of the tools that the prompt offers."""
+def _run(shell: str, command: str, offered: dict[str, Any]) -> str:
+    """With the arguments that this shell takes: some have no place for a description."""
+    taken = offered[shell]["parameters"]["properties"]
+    arguments = SHELLS[shell](command)
+    return call(shell, {name: value for name, value in arguments.items() if name in taken})
+
+
+def _offered(prompt: str) -> dict[str, Any]:
+    """The functions that the prompt offers, by name."""
     tools = _TOOLS.search(prompt)
     offered = [json.loads(line) for line in tools[1].splitlines()] if tools else []
-    return [tool.get("function", tool)["name"] for tool in offered]
+    functions = [tool.get("function", tool) for tool in offered]
+    return {function["name"]: function for function in functions}
 
 
 def call(tool: str, arguments: dict[str, Any]) -> str:

@@ -82,9 +82,15 @@ async def proxy(start_proxy: StartProxy) -> RunningProxy:
 
 
 async def trial(
-    proxy: RunningProxy, command: CommandSettings, folder: Path, prompt: str = PROMPT
+    proxy: RunningProxy,
+    command: CommandSettings,
+    folder: Path,
+    prompt: str = PROMPT,
+    *,
+    kind: SessionKind = SessionKind.TRAIN,
+    programs: Path = AGENTS / "bin",
 ) -> Rollout:
-    path = f"{AGENTS}/bin:{os.environ['PATH']}"
+    path = f"{programs}:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
     settings = LoopSettings(trials_dir=folder, timeout_s=120, max_retries=0, keep_workspaces=True)
     verifier = VerifierSettings(argv=("grep", "-qx", "hi", "out.txt"))
@@ -95,7 +101,7 @@ async def trial(
         settings,
     )
     try:
-        return await loop.run(Task("hi", {"prompt": prompt}), kind=SessionKind.TRAIN)
+        return await loop.run(Task("hi", {"prompt": prompt}), kind=kind)
     finally:
         await loop.close()
 

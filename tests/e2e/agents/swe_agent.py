@@ -1,0 +1,37 @@
+"""`make test-swe-agent CHECKOUT=…`: SWE-agent, from a checkout of its repository, unmodified.
+
+Not among the agents that `make test` runs: it comes from no package, its start takes longer than
+all of theirs together, and its `local` deployment needs a mount namespace.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent_loop.launchers.command import CommandSettings
+from proxy.records import SessionKind
+from tests.e2e.agents.test_agents import AGENTS, EXAMPLES, Agent, assert_exact, proxy, trial
+from tests.proxy.conftest import RunningProxy
+
+__all__ = ["proxy"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [(SessionKind.TRAIN, 1.0), (SessionKind.EVAL, 0.0)], ids=str
+)
+async def test_its_temperature_of_0_reaches_the_sampler_in_evaluation_alone(
+    kind: SessionKind, temperature: float, proxy: RunningProxy, tmp_path: Path
+) -> None:
+    example = yaml.safe_load((EXAMPLES / "swe_agent.yaml").read_text())
+    command = CommandSettings.model_validate(example["remote_agent"]["command"])
+    rollout = await trial(proxy, command, tmp_path, kind=kind, programs=AGENTS / "swe-agent/bin")
+    if kind is SessionKind.TRAIN:
+        assert_exact(rollout, Agent("swe_agent"), proxy)
+    else:
+        assert (rollout.reward, rollout.sampled_tokens) == (1.0, 0)
+    _, turns = await proxy.control.get_turns(rollout.trial_id)
+    assert {turn.sampling["temperature"] for turn in turns} == {temperature}
+    assert {call.sampling["temperature"] for call in proxy.engine.calls} == {temperature}
