@@ -66,6 +66,7 @@ class LiveCall:
     async def watch(self, keep_alive_s: float) -> AsyncGenerator[Piece | None, None]:
         """The pieces from the first on; None each time that nothing came for `keep_alive_s`."""
         task, loop, seen = self._running(), asyncio.get_running_loop(), 0
+        silence = _Silence(loop, keep_alive_s)
         self._watchers += 1
         try:
             while True:
@@ -74,14 +75,14 @@ class LiveCall:
                     yield self._pieces[seen - 1]
                 if task.done():
                     return
-                waiting = loop.create_future()
+                waiting = silence.waiting = loop.create_future()
                 self._waiting.append(waiting)
-                timer = loop.call_later(keep_alive_s, _wake_one, waiting, False)
-                came = await waiting
-                timer.cancel()
-                if not came:
+                if await waiting:
+                    silence.heard_at = loop.time()
+                else:
                     yield None
         finally:
+            silence.end()
             self._leave()
 
     def _running(self) -> asyncio.Task[list[Outcome]]:
@@ -103,6 +104,28 @@ class LiveCall:
         if not task.cancelled():
             task.exception()  # looked at: a watcher that has left will not fetch it
         self._wake()
+
+
+class _Silence:
+    """Wakes one watcher each time that it has waited for so long; one timer for a whole stream."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        self._loop = loop
+        self._limit_s = limit_s
+        self.heard_at = loop.time()
+        self.waiting: asyncio.Future[bool] | None = None
+        self._timer = loop.call_later(limit_s, self._look)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self.heard_at + self._limit_s - self._loop.time()
+        if left <= 0:
+            if self.waiting is not None:
+                _wake_one(self.waiting, False)
+            left = self._limit_s
+        self._timer = self._loop.call_later(left, self._look)
 
 
 def _wake_one(future: asyncio.Future[bool], came: bool) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import uvloop
+
 from benchmarks.proxy import long_sessions, small_calls, streams, targets
 
 CACHE = Path(".cache/bench-proxy")
@@ -88,8 +90,8 @@ def _streams(arguments: argparse.Namespace) -> None:
             targets.ours(upstream, Path(scratch)) as target,
         ):
             url = f"{upstream}/inference/v1/generate"
-            direct = asyncio.run(streams.measure(url, streams.generate_body(), count, None))
-            ours = asyncio.run(streams.measure(target.url, streams.chat_body(), count, target))
+            direct = uvloop.run(streams.measure(url, streams.generate_body(), count, None))
+            ours = uvloop.run(streams.measure(target.url, streams.chat_body(), count, target))
         for name, gaps in (("direct", direct), ("ours", ours)):
             print(
                 f"| {count} | {name} | {gaps.p50_ms:.1f} | {gaps.p99_ms:.1f} "

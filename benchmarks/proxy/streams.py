@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
 from benchmarks.proxy.targets import Target
+
+OPENED_OVER_S = 3.0
+"""Agents do not all begin in the same instant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +23,19 @@ class Gaps:
     p99_ms: float
     """Of the time between two reads of one stream."""
     cpu_share: float
-    """Processor time of the target by wall time: 1.0 is one core."""
+    """Processor time of the target by wall time, while all streams were open: 1.0 is one core."""
 
 
 async def measure(url: str, body: bytes, streams: int, target: Target | None) -> Gaps:
     gaps: list[float] = []
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    cpu_s = target.cpu_s() if target else 0.0
-    began = time.perf_counter()
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-        await asyncio.gather(*(_read(http, _url(url, n), body, gaps) for n in range(streams)))
-    wall_s = time.perf_counter() - began
-    cpu_s = target.cpu_s() - cpu_s if target else 0.0
+    tasks = []
+    for number in range(streams):
+        tasks.append(asyncio.create_task(_read(_url(url, number), body, gaps)))
+        await asyncio.sleep(OPENED_OVER_S / streams)
+    cpu_s, began = target.cpu_s() if target else 0.0, time.perf_counter()
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    cpu_s, wall_s = target.cpu_s() - cpu_s if target else 0.0, time.perf_counter() - began
+    await asyncio.gather(*tasks)
     gaps.sort()
     middle, high = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)]
     return Gaps(streams, middle * 1e3, high * 1e3, cpu_s / wall_s)
@@ -52,13 +56,42 @@ def _url(url: str, number: int) -> str:
     return url.replace("/s@S@/", f"/stream-{number}/")
 
 
-async def _read(http: aiohttp.ClientSession, url: str, body: bytes, gaps: list[float]) -> None:
-    async with http.post(url, data=body) as response:
-        if response.status != 200:
-            raise SystemExit(f"{url}: {response.status} {await response.text()}")
-        last = None
-        async for _ in response.content.iter_any():
-            now = time.perf_counter()
-            if last is not None:
-                gaps.append(now - last)
-            last = now
+async def _read(url: str, body: bytes, gaps: list[float]) -> None:
+    address = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    head = f"POST {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}"
+    transport, _ = await loop.create_connection(
+        lambda: _Reader(f"{head}\r\n\r\n".encode() + body, gaps, ended),
+        address.hostname,
+        address.port,
+    )
+    await ended
+    transport.close()
+
+
+class _Reader(asyncio.Protocol):
+    """Looks at when something came, and at little more."""
+
+    def __init__(self, request: bytes, gaps: list[float], ended: asyncio.Future[None]) -> None:
+        self._request = request
+        self._gaps = gaps
+        self._ended = ended
+        self._last = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._last:
+            self._gaps.append(now - self._last)
+        elif not data.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(f"the target answers {data[:400]!r}")
+        self._last = now
+        if b"[DONE]" in data and not self._ended.done():
+            self._ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(exc or ConnectionError("closed before the end"))

@@ -254,7 +254,7 @@ class _Trimmed:
         if self._trim and not self.sent:
             waiting = waiting.lstrip()
         ready = self._trimmed(waiting)
-        found = first_stop(waiting, self._stop)
+        found = first_stop(waiting, self._stop) if self._stop else None
         if found is not None:
             end, self.stop_string = found
             ready = self._trimmed(waiting[:end])
