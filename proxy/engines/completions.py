@@ -13,19 +13,13 @@ import msgspec
 import numpy as np
 import orjson
 
-from proxy.engines.http_engine import HttpEngine
+from proxy.engines.http_engine import Answer, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import MISSING_LOGPROB, sampling_params
-from proxy.errors import ProxyError
-from proxy.records import FinishReason, Ids
+from proxy.records import Ids
 
 COMPLETIONS = "/v1/completions"
 _TOKEN_WORD = "token_id:"
-_FINISH = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.CUT,
-}
 
 
 class _Logprobs(msgspec.Struct, gc=False):
@@ -41,24 +35,15 @@ class _Choice(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
 
 
-class _Error(msgspec.Struct, gc=False):
-    message: str = ""
-    code: int | str | None = 500
+class _Answer(Answer, gc=False):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
-class _Answer(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
-class CompletionsEngine(HttpEngine):
+class CompletionsEngine(HttpEngine[_Answer]):
     """Implements `proxy.engines.protocol.Engine`. It tells no weight versions."""
 
     route = COMPLETIONS
     _decoder = msgspec.json.Decoder(_Answer)
-
-    async def abort(self, request_id: str) -> None:
-        """The closed connection is what ends a completion; there is no route for it."""
 
     def _body(
         self,
@@ -86,21 +71,8 @@ class CompletionsEngine(HttpEngine):
 
     def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
         for payload in payloads:
-            for choice in self._decode(payload):
+            for choice in self._decode(payload).choices:
                 yield self._chunk(choice)
-
-    def _decode(self, payload: bytes) -> list[_Choice]:
-        try:
-            answer = self._decoder.decode(payload)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
-        if answer.error is not None:
-            raise self._failure(answer.error)
-        return answer.choices
-
-    def _failure(self, error: _Error) -> ProxyError:
-        code = error.code if isinstance(error.code, int) else 500
-        return self._upstream.refusal(code, error.message)
 
     def _chunk(self, choice: _Choice) -> Chunk:
         logprobs = choice.logprobs or _Logprobs()
@@ -119,9 +91,7 @@ class CompletionsEngine(HttpEngine):
                 for top in logprobs.top_logprobs
             ]
         if choice.finish_reason is not None:
-            if choice.finish_reason not in _FINISH:
-                raise self._upstream.fault(f"gave finish_reason {choice.finish_reason!r}")
-            chunk.finish_reason = _FINISH[choice.finish_reason]
+            chunk.finish_reason = self._finish_reason(choice.finish_reason)
         return chunk
 
     def _token_id(self, word: str) -> int:

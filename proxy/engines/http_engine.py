@@ -1,7 +1,8 @@
 """What the engines that are reached by HTTP have in common; each of them is a wire.
 
 Invariant: a generation that is left before its end is aborted, `info` says how the replica is, and
-what its wire cannot decode is an EngineError with the replica's URL.
+what its wire cannot decode, or an error in its place, is an EngineError (or RequestError) with the
+replica's URL.
 """
 
 from __future__ import annotations
@@ -9,23 +10,49 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from proxy.engines.generation import checked, watched
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import Upstream
-from proxy.records import Ids
+from proxy.records import FinishReason, Ids
 
 CONTROL_TIMEOUT_S = 30.0
 """A server that compiles, or whose machine is overloaded, answers late and is not dead."""
 
 
-class HttpEngine(ABC):
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.CUT,
+}
+
+
+class Failure(msgspec.Struct, gc=False):
+    """What an engine says when a call failed that had begun well."""
+
+    message: str = ""
+    code: int | str | None = 500
+
+
+class Answer(msgspec.Struct, gc=False):
+    """A body or an event, which each wire adds its fields to."""
+
+    error: Failure | None = None
+
+
+A = TypeVar("A", bound=Answer)
+
+
+class HttpEngine(ABC, Generic[A]):
     """Implements `proxy.engines.protocol.Engine`."""
 
     route: str
     """Where a generation is asked for."""
+    _decoder: msgspec.json.Decoder[A]
 
     def __init__(
         self,
@@ -58,8 +85,8 @@ class HttpEngine(ABC):
         chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
         return watched(chunks, self._info, lambda: self.abort(request_id))
 
-    @abstractmethod
-    async def abort(self, request_id: str) -> None: ...
+    async def abort(self, request_id: str) -> None:
+        """Where the wire has no route for it, the closed connection is what ends a generation."""
 
     async def check(self) -> None:
         await checked(self._info, self._learn())
@@ -81,6 +108,23 @@ class HttpEngine(ABC):
     @abstractmethod
     def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
         """What events that came together say (or a whole body), `given` tokens into the call."""
+
+    def _decode(self, payload: bytes) -> A:
+        """Raises EngineError and RequestError."""
+        try:
+            answer = self._decoder.decode(payload)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
+        if answer.error is not None:
+            code = answer.error.code if isinstance(answer.error.code, int) else 500
+            raise self._upstream.refusal(code, answer.error.message)
+        return answer
+
+    def _finish_reason(self, name: str) -> FinishReason:
+        """Raises EngineError for one that nobody knows."""
+        if name not in _FINISH:
+            raise self._upstream.fault(f"gave finish_reason {name!r}")
+        return _FINISH[name]
 
     async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         given = 0

@@ -16,18 +16,13 @@ import numpy as np
 import orjson
 
 from proxy.engines.generation import version_number
-from proxy.engines.http_engine import CONTROL_TIMEOUT_S, HttpEngine
+from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import RequestError
-from proxy.records import FinishReason, Ids, VersionSpan
+from proxy.records import Ids, VersionSpan
 
 GENERATE = "/generate"
 ABORT = "/abort_request"
-_FINISH = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.CUT,
-}
 _Entry = tuple[float | None, int, str | None]
 """Log-probability, token id, text."""
 
@@ -47,17 +42,11 @@ class _Meta(msgspec.Struct, gc=False):
     weight_version: str | None = None
 
 
-class _Error(msgspec.Struct, gc=False):
-    message: str = ""
-    code: int = 500
-
-
-class _Answer(msgspec.Struct, gc=False):
+class _Answer(Answer, gc=False):
     meta_info: _Meta | None = None
-    error: _Error | None = None
 
 
-class SglangEngine(HttpEngine):
+class SglangEngine(HttpEngine[_Answer]):
     """Implements `proxy.engines.protocol.Engine`."""
 
     route = GENERATE
@@ -103,7 +92,9 @@ class SglangEngine(HttpEngine):
 
     def _chunk(self, payload: bytes, given: int) -> Chunk:
         """What is new behind `given` tokens."""
-        meta = self._decode(payload)
+        meta = self._decode(payload).meta_info
+        if meta is None:
+            raise self._upstream.fault("answered without meta_info")
         new = meta.completion_tokens - given
         entries = meta.output_token_logprobs[-new:] if new > 0 else []
         if len(entries) != max(new, 0):
@@ -124,24 +115,11 @@ class SglangEngine(HttpEngine):
     def _finish(self, chunk: Chunk, meta: _Meta, finish: _Finish) -> None:
         if finish.type == "abort" and finish.status_code is not None:
             raise self._upstream.refusal(finish.status_code, finish.message)
-        if finish.type not in _FINISH:
-            raise self._upstream.fault(f"gave finish_reason {finish.type!r}")
-        chunk.finish_reason = _FINISH[finish.type]
+        chunk.finish_reason = self._finish_reason(finish.type)
         chunk.stop_reason = finish.matched if isinstance(finish.matched, int | str) else None
         if meta.weight_version is not None and meta.completion_tokens:
             self._info.version = version_number(meta.weight_version, self._info.version)
             chunk.versions = (VersionSpan(self._info.version, 0, meta.completion_tokens),)
-
-    def _decode(self, payload: bytes) -> _Meta:
-        try:
-            answer = self._decoder.decode(payload)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
-        if answer.error is not None:
-            raise self._upstream.refusal(answer.error.code, answer.error.message)
-        if answer.meta_info is None:
-            raise self._upstream.fault("answered without meta_info")
-        return answer.meta_info
 
 
 def _sampling_params(s: Sampling) -> dict[str, Any]:

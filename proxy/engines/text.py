@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import orjson
 
-from proxy.engines.http_engine import HttpEngine
+from proxy.engines.http_engine import Answer, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import RequestError
-from proxy.records import FinishReason, Ids
+from proxy.records import Ids
 from proxy.rendering.tokenizer import Tokenizer
 
 ROUTE = "/v1/completions"
@@ -26,7 +26,6 @@ MAX_STOPS = 4
 """OpenAI's own bound."""
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "structured": None}
 """What OpenAI's route has no name for, with the value that asks for nothing."""
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -34,17 +33,11 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class _Error(msgspec.Struct, gc=False):
-    message: str = ""
-    code: int | str | None = 500
+class _Answer(Answer, gc=False):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
-class _Answer(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
-class TextEngine(HttpEngine):
+class TextEngine(HttpEngine[_Answer]):
     """Implements `proxy.engines.protocol.Engine`. It tells no tokens, versions or health."""
 
     route = ROUTE
@@ -54,9 +47,6 @@ class TextEngine(HttpEngine):
         super().__init__(url, **more)
         self._tokenizer = tokenizer
         self._info.text_only = True
-
-    async def abort(self, request_id: str) -> None:
-        """The closed connection is what ends a completion; there is no route for it."""
 
     def _body(
         self,
@@ -85,26 +75,12 @@ class TextEngine(HttpEngine):
 
     def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
         for payload in payloads:
-            for choice in self._decode(payload):
+            for choice in self._decode(payload).choices:
                 ids = self._tokenizer.encode(choice.text)
-                yield Chunk(ids, [math.nan] * len(ids), finish_reason=self._finish(choice))
-
-    def _finish(self, choice: _Choice) -> FinishReason | None:
-        if choice.finish_reason is None:
-            return None
-        if choice.finish_reason not in _FINISH:
-            raise self._upstream.fault(f"gave finish_reason {choice.finish_reason!r}")
-        return _FINISH[choice.finish_reason]
-
-    def _decode(self, payload: bytes) -> list[_Choice]:
-        try:
-            answer = self._decoder.decode(payload)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
-        if answer.error is not None:
-            code = answer.error.code if isinstance(answer.error.code, int) else 500
-            raise self._upstream.refusal(code, answer.error.message)
-        return answer.choices
+                chunk = Chunk(ids, [math.nan] * len(ids))
+                if choice.finish_reason is not None:
+                    chunk.finish_reason = self._finish_reason(choice.finish_reason)
+                yield chunk
 
 
 def _check(sampling: Sampling) -> None:

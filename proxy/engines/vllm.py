@@ -13,11 +13,11 @@ import msgspec
 import orjson
 
 from proxy.engines.generation import version_number
-from proxy.engines.http_engine import CONTROL_TIMEOUT_S, HttpEngine
+from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, HttpEngine
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import ProxyError
-from proxy.records import FinishReason, Ids, VersionSpan
+from proxy.records import Ids, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -25,11 +25,6 @@ REQUEST_PREFIX = "generate-tokens-"
 """vLLM knows a request of this route by its id behind this."""
 MISSING_LOGPROB = -9999.0
 """What vLLM sends for NaN, minus infinity, or a token that is not in its own table."""
-_FINISH = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.CUT,
-}
 
 
 class _Alternative(msgspec.Struct, gc=False):
@@ -61,17 +56,11 @@ class _Choice(msgspec.Struct, gc=False):
     weight_versions: list[_Version] | None = None
 
 
-class _Error(msgspec.Struct, gc=False):
-    message: str = ""
-    code: int = 500
+class _Answer(Answer, gc=False):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
-class _Answer(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
-class VllmEngine(HttpEngine):
+class VllmEngine(HttpEngine[_Answer]):
     """Implements `proxy.engines.protocol.Engine`."""
 
     route = GENERATE
@@ -128,15 +117,6 @@ class VllmEngine(HttpEngine):
             return choices, failure
         return choices, None
 
-    def _decode(self, payload: bytes) -> _Answer:
-        try:
-            answer = self._decoder.decode(payload)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
-        if answer.error is not None:
-            raise self._upstream.refusal(answer.error.code, answer.error.message)
-        return answer
-
     def _chunk(self, choices: list[_Choice], sampling: Sampling) -> Chunk:
         """One chunk from the choices of events that came together (all are choice 0)."""
         chunk = Chunk([], [])
@@ -145,7 +125,9 @@ class VllmEngine(HttpEngine):
             chunk.ids += choice.token_ids or ()
             tokens += (choice.logprobs and choice.logprobs.content) or ()
             if choice.finish_reason is not None:
-                self._finish(chunk, choice)
+                chunk.finish_reason = self._finish_reason(choice.finish_reason)
+                chunk.stop_reason = choice.stop_reason
+                chunk.versions = self._versions(choice.weight_versions or ())
         chunk.logprobs = [token.logprob for token in tokens]
         self._check(chunk, tokens)
         if sampling.top_logprobs:
@@ -153,13 +135,6 @@ class VllmEngine(HttpEngine):
                 [(a.token_id, a.logprob) for a in token.top_logprobs] for token in tokens
             ]
         return chunk
-
-    def _finish(self, chunk: Chunk, choice: _Choice) -> None:
-        if choice.finish_reason not in _FINISH:
-            raise self._upstream.fault(f"gave finish_reason {choice.finish_reason!r}")
-        chunk.finish_reason = _FINISH[choice.finish_reason]
-        chunk.stop_reason = choice.stop_reason
-        chunk.versions = self._versions(choice.weight_versions or ())
 
     def _versions(self, spans: Iterable[_Version]) -> tuple[VersionSpan, ...]:
         versions = tuple(
