@@ -29,7 +29,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python python3.12; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test test-swe-agent check format serve bench-proxy bench-rollout bench-train bench-algorithms bench-scale fuzz clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test test-swe-agent check format serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz clean
 
 setup: $(VENV)/.ready
 
@@ -168,6 +168,9 @@ fuzz: setup
 
 bench-train: reference
 	$(BIN)/python -m benchmarks.train $(ARGS)
+
+bench-weight-sync: setup
+	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(HARBOR) .cache .agents build *.egg-info

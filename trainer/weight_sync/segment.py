@@ -26,7 +26,7 @@ import xxhash
 
 ALIGN_BYTES = 64  # a cache line; also enough for any dtype's own alignment
 _HEAD_BYTES = 16
-_PIECE_BYTES = 1 << 18  # what was copied is hashed while it is still in the core's own cache
+_PIECE_BYTES = 1 << 20  # what was copied is hashed while it is still in the cache
 
 Named = tuple[str, torch.Tensor]
 
@@ -77,6 +77,43 @@ class SegmentWriter:
             self._size_bytes = max(size_bytes, 2 * self._size_bytes)
             os.ftruncate(self._fd, self._size_bytes)
             self._map = mmap.mmap(self._fd, self._size_bytes)
+        return self._map
+
+
+class SegmentReader:
+    """Reads one writer's segment again and again. It stays mapped from read to read, as to map it
+    costs as much as to copy it; so a dead writer's memory is held until its successor's is read.
+    """
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+        self._file = (-1, -1)
+
+    def receive(self, written: Written) -> list[Named]:
+        """The tensors, as views of the shared memory, once their digest shows that they are whole.
+
+        Raises:
+            FileNotFoundError: as `open_segment`.
+            ValueError: the memory was written to since.
+        """
+        tensors = read(self._mapped(written))
+        found = digest(tensors)
+        if found != written.digest:
+            raise ValueError(
+                f"weights received have digest {found}, the trainer sent {written.digest}: "
+                "the shared memory was written to during the update"
+            )
+        return tensors
+
+    def close(self) -> None:
+        self._map = None
+
+    def _mapped(self, written: Written) -> mmap.mmap:
+        status = Path(written.path).stat()
+        file = (status.st_dev, status.st_ino)
+        if self._map is None or file != self._file or len(self._map) < written.size_bytes:
+            self._map = open_segment(written.path, status.st_size)
+            self._file = file
         return self._map
 
 

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from trainer.weight_sync import segment
+from trainer.weight_sync.segment import SegmentReader, Written
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SharedMemoryEngine(
     update_info_cls = SharedMemoryUpdate
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
-        pass
+        self._reader = SegmentReader()
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -64,13 +64,8 @@ class SharedMemoryEngine(
             _repack_embeddings(self.model)
 
     def _load(self, update_info: SharedMemoryUpdate) -> None:
-        tensors = segment.read(segment.open_segment(update_info.path, update_info.size_bytes))
-        received = segment.digest(tensors)
-        if received != update_info.digest:
-            raise ValueError(
-                f"weights received have digest {received}, the trainer sent {update_info.digest}: "
-                "the shared memory was written to during the update"
-            )
+        written = Written(update_info.path, update_info.size_bytes, update_info.digest)
+        tensors = self._reader.receive(written)
         loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         missing = self._expected() - set(loaded or self._expected())
         if missing:
@@ -95,7 +90,7 @@ class SharedMemoryEngine(
         ]
 
     def shutdown(self) -> None:
-        pass
+        self._reader.close()
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.weight_sync.segment import SegmentWriter, digest, open_segment, read
+from trainer.weight_sync.segment import SegmentReader, SegmentWriter, digest, open_segment, read
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
@@ -95,6 +95,45 @@ def test_another_process_reads_it() -> None:
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == written.digest
     writer.close()
+
+
+def test_memory_that_was_written_to_since_is_not_received() -> None:
+    writer, reader = SegmentWriter(), SegmentReader()
+    written = writer.write([("w", torch.zeros(1000))])
+    ((_, got),) = reader.receive(written)
+    got[999] = 1e-30
+    with pytest.raises(ValueError, match="written to during the update"):
+        reader.receive(written)
+    writer.close()
+
+
+def test_a_reader_follows_its_writer_as_it_grows_and_the_one_after_it() -> None:
+    reader = SegmentReader()
+    for _ in range(2):
+        writer = SegmentWriter()  # the second gets the first one's path, not its memory
+        for size in (10, 1000, 100_000):
+            tensor = torch.randn(size)
+            ((_, got),) = reader.receive(writer.write([("w", tensor)]))
+            assert torch.equal(got, tensor)
+        writer.close()
+
+
+def test_a_reader_does_not_map_again_what_it_has_mapped() -> None:
+    writer, reader = SegmentWriter(), SegmentReader()
+    addresses = {
+        reader.receive(writer.write([("w", torch.randn(1000))]))[0][1].data_ptr() for _ in range(3)
+    }
+    assert len(addresses) == 1
+    writer.close()
+
+
+def test_a_dead_writers_memory_is_not_received() -> None:
+    writer, reader = SegmentWriter(), SegmentReader()
+    written = writer.write([("w", torch.ones(4))])
+    reader.receive(written)
+    writer.close()
+    with pytest.raises(FileNotFoundError):
+        reader.receive(written)
 
 
 def test_a_segment_dies_with_its_writer() -> None:

@@ -1,0 +1,178 @@
+"""A weight update through shared memory beside one copy of the same bytes (make bench-weight-sync).
+
+    make bench-weight-sync ARGS="--megabytes 50 500 --vllm"
+
+*stage* is the trainer's half, made while the engines still sample: each tensor is copied to shared
+memory and hashed on the way. *receive* is an engine's half, in a process of its own, while it is
+paused: hash, compare, copy into its own tensors. With `--vllm` a real vLLM does that half, with its
+own loader and its HTTP routes, on a model with random weights. Milliseconds of processor time (and
+of waiting, in brackets), the least of `--rounds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from proxy.engines.vllm_server import VllmOptions, VllmServer
+from trainer.model import DTYPES
+from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Written
+from trainer.weight_sync.sync import WeightSync
+
+ROWS, COLUMNS = 1024, 2048
+"""Of each tensor: a linear layer of a small model."""
+
+
+class Cost(NamedTuple):
+    cpu_ms: float
+    wall_ms: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 500, 2048])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--vllm", action="store_true", help="also into a real vLLM")
+    parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.receive:
+        _serve_receives()
+        return
+    print("| weights | a copy | stage | receive | stage / copy | receive / copy | both / copy |")
+    print("|---" * 7 + "|")
+    for megabytes in arguments.megabytes:
+        for dtype in arguments.dtypes:
+            print(_row(megabytes, DTYPES[dtype], arguments.rounds), flush=True)
+    if arguments.vllm:
+        print("\n| weights in vLLM | paused | whole update | paused / copy |")
+        print("|---" * 4 + "|")
+        for megabytes in arguments.megabytes:
+            print(_vllm_row(megabytes, arguments.rounds), flush=True)
+
+
+def _row(megabytes: int, dtype: torch.dtype, rounds: int) -> str:
+    weights = _weights(megabytes, dtype)
+    copy = _copy_cost([tensor for _, tensor in weights], rounds)
+    writer = SegmentWriter()
+    stage = _least(lambda: writer.write(weights), rounds)
+    received = _receive_cost(writer.write(weights), rounds)
+    writer.close()
+    shown = [f"{cost.cpu_ms:.1f} ({cost.wall_ms:.1f})" for cost in (copy, stage, received)]
+    both = stage.cpu_ms + received.cpu_ms
+    shown += [f"{ms / copy.cpu_ms:.2f}" for ms in (stage.cpu_ms, received.cpu_ms, both)]
+    return f"| {megabytes} MB {str(dtype).removeprefix('torch.')} | " + " | ".join(shown) + " |"
+
+
+def _weights(megabytes: int, dtype: torch.dtype) -> list[Named]:
+    count = max(1, (megabytes << 20) // (ROWS * COLUMNS * dtype.itemsize))
+    return [(f"layer.{i}", torch.randn(ROWS, COLUMNS).to(dtype)) for i in range(count)]
+
+
+def _copy_cost(tensors: list[torch.Tensor], rounds: int) -> Cost:
+    targets = [torch.empty_like(tensor) for tensor in tensors]
+
+    def copy() -> None:
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+
+    return _least(copy, rounds)
+
+
+def _receive_cost(written: Written, rounds: int) -> Cost:
+    command = [sys.executable, "-m", "benchmarks.weight_sync", "--receive"]
+    request = json.dumps([rounds, asdict(written)])
+    done = subprocess.run(command, input=request, capture_output=True, text=True, check=True)
+    return Cost(*json.loads(done.stdout))
+
+
+def _serve_receives() -> None:
+    """The engine's process: its tensors are there, as a model's are."""
+    rounds, fields = json.loads(sys.stdin.read())
+    reader, written = SegmentReader(), Written(**fields)
+    own = [torch.zeros_like(tensor) for _, tensor in reader.receive(written)]
+
+    def load() -> None:
+        for target, (_, tensor) in zip(own, reader.receive(written), strict=True):
+            target.copy_(tensor)
+
+    print(json.dumps(_least(load, rounds)))
+
+
+def _least(work: Callable[[], object], rounds: int) -> Cost:
+    """After one round to touch the memory."""
+    work()
+    cpu, wall = [], []
+    for _ in range(rounds):
+        started, used = time.perf_counter(), time.process_time()
+        work()
+        cpu.append(time.process_time() - used)
+        wall.append(time.perf_counter() - started)
+    return Cost(min(cpu) * 1e3, min(wall) * 1e3)
+
+
+def _vllm_row(megabytes: int, rounds: int) -> str:
+    """Waiting times: the processor time is another process's."""
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        path = Path(folder)
+        weights = _save_model(path, megabytes)
+        server = VllmServer(
+            VllmOptions(
+                model=path,
+                log=path / "vllm.log",
+                dtype="float32",
+                max_context_tokens=256,
+                weight_transfer='{"backend": "shm"}',
+                extra_args=("--skip-tokenizer-init",),
+            )
+        )
+        runner.run(server.start())
+        try:
+            sync = WeightSync(EngineControl([server.url]))
+            reports = [sync.push(weights, version) for version in range(1 + rounds)][1:]
+            sync.close()
+        finally:
+            runner.run(server.stop())
+    copy = _copy_cost([tensor for _, tensor in weights], rounds)
+    paused = min(report.paused_s for report in reports) * 1e3
+    total = min(report.total_s for report in reports) * 1e3
+    size = sum(tensor.nbytes for _, tensor in weights) >> 20
+    over = paused / copy.wall_ms
+    return f"| {size} MB float32 | {paused:.1f} ms | {total:.1f} ms | {over:.1f} |"
+
+
+def _save_model(path: Path, megabytes: int) -> list[Named]:
+    """A Qwen3 with random weights of about this size; its weights."""
+    layer = 4 * 1024 * (4 * 1024 + 3 * 3072)
+    settings = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=max(1, (megabytes << 20) // layer),
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(settings)
+    model.save_pretrained(path)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+if __name__ == "__main__":
+    main()
