@@ -24,7 +24,7 @@ from proxy.records import SessionKind
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
 from trainer.assembly import build_models
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, Saved
 from trainer.cluster.local import local_trainer
 from trainer.config import TrainerConfig
 from trainer.controller import TrainController
@@ -59,10 +59,13 @@ def scored_by(learner: Learner) -> Score:
 class ScriptedTrials:
     """Rollouts that are a function of the seed and the policy; `cut_at` ends the run unasked."""
 
-    def __init__(self, score: Score, cut_at: int | None, fail: bool = False) -> None:
+    def __init__(
+        self, score: Score, cut_at: int | None, fail: bool = False, reward: float | None = None
+    ) -> None:
         self._score = score
         self._left = cut_at
         self._fail = fail
+        self._reward = reward
 
     async def run(
         self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
@@ -84,7 +87,9 @@ class ScriptedTrials:
             np.zeros(12, np.int32),
         )
         status = RolloutStatus.FAILED if self._fail else RolloutStatus.DONE
-        reward = float(ids[mask].mean() > VOCABULARY / 2)
+        reward = self._reward
+        if reward is None:
+            reward = float(ids[mask].mean() > VOCABULARY / 2)
         return Rollout(f"t-{seed}", task, status, reward, segments=(segment,), num_turns=1)
 
 
@@ -191,6 +196,19 @@ def test_each_update_reaches_the_engine_with_its_version(checkpoint: Path, new_f
     ]
 
 
+def test_batches_without_a_signal_change_neither_weights_nor_version(
+    checkpoint: Path, new_folder: Any
+) -> None:
+    config = config_of(checkpoint, algorithm={"groups": "with_signal"}, trainer={"steps": 2})
+    folder = new_folder("a")
+    with fake_engine() as (engine, url):
+        assert asyncio.run(run_once(config, folder, url, reward=1.0)) == "done"
+        assert engine.calls.count("/update_weights") == 1
+        assert engine.version == "0"
+    assert [line["actor/update_steps"] for line in lines(folder)] == [0, 0]
+    assert [line["policy_version"] for line in lines(folder)] == [0, 0]
+
+
 def test_the_export_is_the_policy(checkpoint: Path, engine: str, new_folder: Any) -> None:
     folder, config = new_folder("a"), config_of(checkpoint, trainer={"steps": 1})
     asyncio.run(run_once(config, folder, engine))
@@ -230,6 +248,54 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(checkpoint: Path, tmp_p
     saved = checkpoints.latest()
     assert saved is not None
     checkpoints.load(saved, build_models(config_of(checkpoint)))
+
+
+def full_disk_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file that is written to save this step is cut at 4 KiB."""
+    save = Checkpoints.save
+
+    def limited(self: Checkpoints, number: int, *args: Any, **options: Any) -> Saved:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if number == step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            return save(self, number, *args, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(Checkpoints, "save", limited)
+
+
+def test_a_run_goes_on_where_a_checkpoint_on_schedule_cannot_be_saved(
+    checkpoint: Path,
+    engine: str,
+    new_folder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = new_folder("a")
+    config = config_of(checkpoint, trainer={"steps": 3}, logging={"progress": "plain"})
+    full_disk_at(2, monkeypatch)
+    assert asyncio.run(run_once(config, folder, engine)) == "done"
+    assert "warning: " in (said := capsys.readouterr().out)
+    assert "step-000002: could not be saved" in said
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+        "step-000001",
+        "step-000003",
+    ]
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(
+    checkpoint: Path, engine: str, new_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_folder("a")
+    full_disk_at(3, monkeypatch)
+    with pytest.raises(CheckpointError, match="step-000003: could not be saved"):
+        asyncio.run(run_once(config_of(checkpoint, trainer={"steps": 3}), folder, engine))
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+        "step-000001",
+        "step-000002",
+    ]
 
 
 def test_a_half_written_checkpoint_is_not_seen(checkpoint: Path, tmp_path: Path) -> None:
