@@ -1,9 +1,10 @@
 """python -m benchmarks.train: tokens/s and peak memory of a training step, side by side.
 
 Every contestant is a process of its own, so that peak memory is its own, and they make their steps
-in turn, so that a noisy machine is noisy for all. Tokens are the input tokens of all sequences
-(what a dense step computes), so shared prefixes show as a higher rate. CPU seconds tell what a step
-costs where other work takes part of the machine.
+in turn, so that a noisy machine is noisy for all. Peak memory is what the steps need above what
+model and libraries hold before the first: gradients, moments and activations. Tokens are the input
+tokens of all sequences (what a dense step computes), so shared prefixes show as a higher rate. CPU
+seconds tell what a step costs where other work takes part of the machine.
 """
 
 from __future__ import annotations
@@ -97,13 +98,13 @@ def _serve_steps(name: str, workload: str, path: str, arguments: argparse.Namesp
     vocabulary = MODELS[arguments.model]["vocab"]
     batch = build_batch(make_groups(WORKLOADS[workload], vocabulary))
     device, dtype = arguments.device, arguments.dtype
-    before = _peak_mb(device)
     with contextlib.redirect_stdout(sys.stderr):
         if name == "trl":
             step = contestants.trl(Path(path), batch, device, dtype)
         else:
             share = name == "tree"
             step = contestants.ours(Path(path), batch, device, dtype, share_prefixes=share)
+    before = _held_mb(device)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
         grad_norm = step()
@@ -146,6 +147,14 @@ def _peak_mb(device: str) -> float:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _held_mb(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 def _synchronize(device: str) -> None:
