@@ -64,7 +64,15 @@ $(HARBOR)/.ready: pyproject.toml
 
 # Third-party agents, pinned; nothing of them is changed. `bin` has them all on one PATH. Compiled
 # once: a sandbox sees them read-only, and would compile them anew in every trial (4.5 s of processor for 1.9 s).
-agents: $(AGENTS)/.ready
+agents: $(AGENTS)/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready)
+
+# These want Python 3.12, and each its own versions of what both use.
+$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready: $(AGENTS)/%/.ready: $(VENV)/.ready tests/e2e/agents/requirements-%.txt
+	test -x $(AGENTS)/$*/bin/python || $(HARBOR_PYTHON) -m venv $(AGENTS)/$*
+	$(BIN)/uv pip install -q --compile-bytecode --python $(AGENTS)/$*/bin/python -r tests/e2e/agents/requirements-$*.txt
+	mkdir -p $(AGENTS)/bin
+	ln -sf ../$*/bin/$* $(AGENTS)/bin/
+	touch $@
 
 $(AGENTS)/python/.ready: $(VENV)/.ready tests/e2e/agents/requirements.txt
 	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python

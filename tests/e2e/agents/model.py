@@ -25,11 +25,18 @@ SHELLS: dict[str, Any] = {
         "is_background": False,
         "description": "Runs the step",
     },
+    "terminal": lambda command: {"command": command, "security_risk": "LOW"},
     "run_command": lambda command: {"command": command},
 }
 FORCED = '<tool_call>\n{"name": "'
-SUBMIT_TOOL = "submit"
-"""How SWE-agent is; it asks to be told twice."""
+ENDS: dict[str, dict[str, str]] = {
+    "submit": {},  # SWE-agent's; it asks to be told twice
+    "finish": {"message": DONE},  # OpenHands'
+    "final_answer": {"answer": DONE},  # smolagents'
+}
+"""The tools by which an agent is told that its task is done."""
+LISTING = "*file listing* format"
+"""How aider asks for files."""
 _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 
 
@@ -37,6 +44,9 @@ def play(prompt: str) -> str:
     """The answer to a rendered prompt (ChatML, Qwen3's tool format)."""
     offered = _offered(prompt)
     shell = next((name for name in offered if name in SHELLS), None)
+    if LISTING in prompt:
+        word = "hi" if "I ran this command" in prompt else "ho"  # right when its test has failed
+        return f"I write it.\n\nout.txt\n```\n{word}\n```"
     if shell is None:
         return DONE
     if prompt.endswith(FORCED):  # `tool_choice` is required: the call has been begun
@@ -45,10 +55,9 @@ def play(prompt: str) -> str:
     done = max(prompt.count("<tool_response>\n"), prompt.count("\nObservation:\n"))
     if done < len(COMMANDS):
         return f"Step {done + 1}.\n" + _run(shell, COMMANDS[done], offered)
-    if SUBMIT_TOOL in offered:
-        return call(SUBMIT_TOOL, {})
-    if "final_answer" in offered:
-        return call("final_answer", {"answer": DONE})
+    end = next((name for name in offered if name in ENDS), None)
+    if end is not None:
+        return call(end, ENDS[end])
     return _run(shell, SUBMIT, offered) if SUBMIT in prompt else DONE
 
 

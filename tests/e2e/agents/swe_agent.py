@@ -9,11 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
-from agent_loop.launchers.command import CommandSettings
 from proxy.records import SessionKind
-from tests.e2e.agents.test_agents import AGENTS, EXAMPLES, Agent, assert_exact, proxy, trial
+from tests.e2e.agents.test_agents import AGENTS, Agent, assert_exact, example, proxy, trial
 from tests.proxy.conftest import RunningProxy
 
 __all__ = ["proxy"]
@@ -25,9 +23,8 @@ __all__ = ["proxy"]
 async def test_its_temperature_of_0_reaches_the_sampler_in_evaluation_alone(
     kind: SessionKind, temperature: float, proxy: RunningProxy, tmp_path: Path
 ) -> None:
-    example = yaml.safe_load((EXAMPLES / "swe_agent.yaml").read_text())
-    command = CommandSettings.model_validate(example["remote_agent"]["command"])
-    rollout = await trial(proxy, command, tmp_path, kind=kind, programs=AGENTS / "swe-agent/bin")
+    programs = AGENTS / "swe-agent/bin"
+    rollout = await trial(proxy, example("swe_agent"), tmp_path, kind=kind, programs=programs)
     if kind is SessionKind.TRAIN:
         assert_exact(rollout, Agent("swe_agent"), proxy)
     else:

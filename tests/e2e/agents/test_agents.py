@@ -43,6 +43,14 @@ class Agent:
 
     name: str
     causes: frozenset[str] = field(default_factory=frozenset)
+    turns: int = len(COMMANDS) + 1
+    """At least."""
+
+
+def _installed(name: str) -> pytest.MarkDecorator:
+    folder = AGENTS / name
+    there = (folder / ".ready").exists()
+    return needs(None if there else f"no {folder}: make agents, with Python 3.12")
 
 
 EXAMPLE_AGENTS = [
@@ -54,6 +62,7 @@ EXAMPLE_AGENTS = [
     Agent("opencode_messages"),
     Agent("qwen_code"),
     Agent("mini_swe_agent"),
+    pytest.param(Agent("openhands"), marks=_installed("openhands")),
 ]
 SDK_AGENTS = [
     (Agent("openai_sdk"), "chat"),
@@ -79,6 +88,13 @@ async def proxy(start_proxy: StartProxy) -> RunningProxy:
         end_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
     )
     return proxy
+
+
+def example(name: str, *more: str) -> CommandSettings:
+    """The command of `examples/agents`, with `more` arguments."""
+    loaded = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    command = CommandSettings.model_validate(loaded["remote_agent"]["command"])
+    return command.model_copy(update={"argv": (*command.argv, *more)})
 
 
 async def trial(
@@ -110,7 +126,7 @@ def assert_exact(rollout: Rollout, agent: Agent, proxy: RunningProxy) -> None:
     log = (Path(rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
     assert rollout.status is RolloutStatus.DONE, f"{rollout.error}\n{log}"
     assert rollout.reward == 1.0, log
-    assert rollout.num_turns > len(COMMANDS)
+    assert rollout.num_turns >= agent.turns
     assert set(rollout.forks) <= agent.causes, rollout.forks
     assert rollout.metrics["cut_turns"] == 0
     sampled = [call.answer_ids for call in proxy.engine.calls]
@@ -124,10 +140,16 @@ def assert_exact(rollout: Rollout, agent: Agent, proxy: RunningProxy) -> None:
 async def test_agent_finishes_its_task_and_leaves_an_exact_record(
     agent: Agent, proxy: RunningProxy, tmp_path: Path
 ) -> None:
-    example = yaml.safe_load((EXAMPLES / f"{agent.name}.yaml").read_text())
-    command = CommandSettings.model_validate(example["remote_agent"]["command"])
-    rollout = await trial(proxy, command, tmp_path)
+    rollout = await trial(proxy, example(agent.name), tmp_path)
     assert_exact(rollout, agent, proxy)
+
+
+@_installed("aider")
+async def test_aider_asks_again_when_its_test_fails(proxy: RunningProxy, tmp_path: Path) -> None:
+    """It leaves its reminder of the format out of what it sent before, so the second call forks."""
+    tested = example("aider", "--auto-test", "--test-cmd", "grep -qx hi out.txt")
+    rollout = await trial(proxy, tested, tmp_path)
+    assert_exact(rollout, Agent("aider", frozenset({"new_conversation"}), turns=2), proxy)
 
 
 @pytest.mark.parametrize(("agent", "dialect"), SDK_AGENTS, ids=str)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from agent_loop.launchers.command import CommandSettings
 from agent_loop.records import Rollout, RolloutStatus
@@ -19,17 +18,16 @@ from agent_loop.trajectory import flatten
 from proxy.engines.scripted import Fault, text_script
 from proxy.records import TurnStatus
 from tests.e2e.agents.model import DONE, call, play
-from tests.e2e.agents.test_agents import EXAMPLES, pytestmark, trial
+from tests.e2e.agents.test_agents import example, pytestmark, trial
 from tests.proxy.conftest import RunningProxy, StartProxy
 
 __all__ = ["pytestmark"]
 
 
-def example(name: str, *, without: str = "", **env: str) -> CommandSettings:
-    loaded = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
-    command = CommandSettings.model_validate(loaded["remote_agent"]["command"])
-    argv = tuple(part for part in command.argv if part != without)
-    return command.model_copy(update={"argv": argv, "env": {**command.env, **env}})
+def without(command: CommandSettings, argument: str) -> CommandSettings:
+    return command.model_copy(
+        update={"argv": tuple(part for part in command.argv if part != argument)}
+    )
 
 
 def plays(proxy: RunningProxy, script: Any) -> None:
@@ -82,7 +80,7 @@ async def test_parallel_sub_agents_are_paths_of_their_own(
     proxy = await start_proxy(max_context_tokens=131_072)
     plays(proxy, script)
     rollout = await trial(
-        proxy, example("claude_code", without="--bare"), tmp_path, prompt="Hand out the parts."
+        proxy, without(example("claude_code"), "--bare"), tmp_path, prompt="Hand out the parts."
     )
     assert rollout.status is RolloutStatus.DONE, rollout.error
     assert rollout.reward == 1.0
