@@ -35,8 +35,9 @@ VARIANTS: dict[str, list[str]] = {
         "algorithm.preset=decoupled_ppo",
         "trainer.mode=separate",
         "rollout.max_staleness=2",
-        # Trials of three batches at a time: each batch waits for the two before it.
+        # Trials of three batches at a time, and rewards that come two updates later.
         "rollout.concurrency=96",
+        "remote_agent.python.target=benchmarks.late_reward:run",
     ],
 }
 """Name → what differs from `CONFIG`."""

@@ -107,7 +107,8 @@ class EngineConfig(Section):
     verify: bool = True
     """After each update compare the engine's log-probabilities with the trainer's on a probe."""
     verify_tolerance: float = Field(0.0, ge=0)
-    """Largest mean |Δ log p|; 0: 1e-3 in float32, 2e-2 in bfloat16."""
+    """Largest mean |Δ log p|; 0: 1e-3 in float32, 0.1 in bfloat16 (where vLLM itself is 0.035 from
+    float32 on the quickstart's probe, whose tokens are improbable)."""
 
 
 class ProxyServerConfig(Section):
@@ -325,7 +326,7 @@ class TrainerConfig(Section):
     def mismatch_tolerance(self) -> float:
         """Largest mean |Δ log p| between trainer and engine on the same weights."""
         exact = self.model.compute_dtype == self.engine_dtype == "float32"
-        return self.engine.verify_tolerance or (1e-3 if exact else 2e-2)
+        return self.engine.verify_tolerance or (1e-3 if exact else 0.1)
 
     @model_validator(mode="after")
     def _some_agent(self) -> Self:
