@@ -1,8 +1,7 @@
 """The quickstart's agent as a function whose reward takes its time, as a test suite's does.
 
 What was sampled waits meanwhile for its reward, and the trainer goes on: this is what makes tokens
-old without work for the processor. Needs `examples/quickstart` on the path, as benchmarks.algorithms
-gives it.
+old without work for the processor. benchmarks.algorithms puts `examples/quickstart` on its path.
 """
 
 from __future__ import annotations
