@@ -7,15 +7,14 @@ from the policy as it is, without a grammar, and its log-probabilities are the p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import orjson
 
 from proxy.conversation import Conversation, Message, ToolCall
 from proxy.errors import RequestError
-
-if TYPE_CHECKING:
-    from proxy.rendering.rendering import Rendering
+from proxy.records import Ids
+from proxy.rendering.tokenizer import Tokenizer
 
 _PROBES = ("Ab", "zY")
 """Two words that begin and end differently: where renderings of them part, the model chooses."""
@@ -32,7 +31,20 @@ _BEGUN = " \n<{"
 """What the renderings of arguments, or of none, begin with in common: left to the model."""
 
 
-def call_opening(rendering: Rendering, name: str | None) -> list[int]:
+class Language(Protocol):
+    """Of a `Rendering`: how a conversation is written, and an answer read."""
+
+    name: str
+    tokenizer: Tokenizer
+
+    def full(self, conversation: Conversation) -> Ids: ...
+
+    def parse(
+        self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]], *, calls: bool
+    ) -> Message: ...
+
+
+def call_opening(rendering: Language, name: str | None) -> list[int]:
     """The tokens that begin a call, of the tool `name` or of any. Raises RequestError where the
     family's calls cannot be begun so."""
     tools = (name,) if name is not None else _PROBES
@@ -55,7 +67,7 @@ def call_opening(rendering: Rendering, name: str | None) -> list[int]:
     return rendering.tokenizer.encode(opening)
 
 
-def text_opening(rendering: Rendering, text: str) -> list[int]:
+def text_opening(rendering: Language, text: str) -> list[int]:
     """The tokens that begin an answer with `text`. Raises RequestError."""
     written = _written(rendering, Message("assistant", text)) or ""
     before, found, _ = written.partition(text)
@@ -68,7 +80,7 @@ def text_opening(rendering: Rendering, text: str) -> list[int]:
     return rendering.tokenizer.encode(before + text)
 
 
-def _written(rendering: Rendering, answer: Message) -> str | None:
+def _written(rendering: Language, answer: Message) -> str | None:
     """What the template writes of an answer behind the prompt that asks for one."""
     try:
         asked, whole = (
@@ -87,7 +99,7 @@ def _written(rendering: Rendering, answer: Message) -> str | None:
     return None
 
 
-def _is_read(rendering: Rendering, written: str, tool: str) -> bool:
+def _is_read(rendering: Language, written: str, tool: str) -> bool:
     """Whether the family's own reader finds the call in what its template writes."""
     ids = rendering.tokenizer.encode(written)
     prompt = rendering.full(Conversation([_ASKED]))

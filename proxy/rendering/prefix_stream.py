@@ -26,6 +26,9 @@ _OPENERS = "<[{|`«\N{FULLWIDTH VERTICAL LINE}"
 _WHOLE_ANSWER_IS_A_CALL = ("{", "[")
 """Some families call a tool by an answer that is JSON: told only when it is whole."""
 _WHOLE_CALLS = frozenset({"llama-3"})
+"""No marker ends such a call: one more character after its JSON makes all of it text. Gemma 4's
+calls leave whole, too (`calls.closes_of` has none for it): of a block that turns out malformed at
+its end its reader keeps no argument, and those that had left could not be taken back."""
 _CHANNEL_NAME = "thought"
 """Gemma's reasoning begins the answer, and itself with the channel's name, which is told apart when
 it is whole."""

@@ -189,9 +189,12 @@ class Rendering:
         *,
         held_chars: int,
     ) -> list[ToolCall]:
-        """Of an answer in the making: its calls, up to the first attempt that is none."""
+        """Of an answer in the making: its calls, up to the first attempt that is none, or of whose
+        arguments nothing is written yet: gpt-oss's reads as a call without any."""
         calls: list[ToolCall] = []
         for attempt in parsed.tool_calls:
+            if not attempt.raw.strip():
+                break
             read = self._read(attempt, parsed, sampled, prompt_end, tools, held_chars)
             if not read:
                 break
