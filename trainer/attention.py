@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import pad
 
 ATTENTION = "packed_paths"
 """The name under which transformers' models find this attention."""
@@ -96,14 +97,19 @@ def packed_attention(
 def attend_by_runs(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None
 ) -> Tensor:
-    """`[1, H, T, D]`, in autocast's type where that is on."""
+    """`[1, H, T, D]`, in autocast's type where that is on; values may have another head size."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
+    size, value_size = query.shape[-1], value.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    if size != value_size:  # the kernel has one size: zeros add nothing to a product
+        wide = max(size, value_size)
+        query, key, value = (pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
     out: Tensor = _AttendByRuns.apply(  # type: ignore[no-untyped-call]
         query, key, value, layout.runs, scale
     )
-    return out
+    return out[..., :value_size]
 
 
 class _AttendByRuns(Function):
@@ -117,7 +123,7 @@ class _AttendByRuns(Function):
         key: Tensor,
         value: Tensor,
         runs: tuple[Run, ...],
-        scale: float | None,
+        scale: float,
     ) -> Tensor:
         _, heads, tokens, size = query.shape
         out = query.new_empty(1, tokens, heads, size, dtype=torch.float32).transpose(1, 2)

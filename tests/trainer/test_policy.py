@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.rollouts import group
-from trainer.attention import attend_by_runs
 from trainer.batch import Batch, build_batch
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError, TrainingError
@@ -221,25 +219,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="its tokenizer has 97 tokens, its model only 96"):
         make_policy(tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_the_cuda_form_of_the_attention_sees_the_same(checkpoint: Path) -> None:
-    """FlexAttention, uncompiled and forward only on CPU, on the layout of random trees."""
-    batch = make_batch(10)
-    for share in (False, True):
-        for micro in make_policy(checkpoint, share_prefixes=share).pack(batch):
-            generator = torch.Generator().manual_seed(0)
-            shapes = ((1, 4, len(micro.ids), 8), (1, 2, len(micro.ids), 8))
-            query, key, value = (
-                torch.randn(shape, generator=generator)
-                for shape in (shapes[0], shapes[1], shapes[1])
-            )
-            spans = attend_by_runs(query, key, value, micro.layout, None)
-            flex = flex_attention(
-                query, key, value, block_mask=micro.layout.block_mask, enable_gqa=True
-            )
-            torch.testing.assert_close(spans, flex, atol=1e-5, rtol=1e-5)
 
 
 def test_eight_bit_needs_its_library(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
