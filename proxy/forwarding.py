@@ -14,6 +14,7 @@ agent before the holder has answered, so that where it dies first, the call is s
 from __future__ import annotations
 
 import socket
+from functools import partial
 
 import aiohttp
 from aiohttp import web
@@ -40,10 +41,24 @@ def own_address(config: ProxyConfig, port: int, own_socket: str | None) -> str:
         return _UNIX + own_socket
     if config.peer_url is not None:
         return config.peer_url.rstrip("/")
-    host = config.host
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostbyname(socket.gethostname())
+    host = _OUTWARD[config.host]() if config.host in _OUTWARD else config.host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _outward(family: socket.AddressFamily, anywhere: str, alone: str) -> str:
+    """This machine's address on its way out; nothing is sent. `alone`: where no way leads out."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((anywhere, 9))
+        except OSError:
+            return alone
+        return str(probe.getsockname()[0])
+
+
+_OUTWARD = {
+    "0.0.0.0": partial(_outward, socket.AF_INET, "192.0.2.1", "127.0.0.1"),
+    "::": partial(_outward, socket.AF_INET6, "2001:db8::1", "::1"),
+}
 
 
 def was_forwarded(request: web.Request) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -91,12 +93,14 @@ async def test_what_was_forwarded_goes_no_further(proxy: RunningProxy, tmp_path:
 
 
 def test_an_address_is_what_others_reach_us_by() -> None:
-    def address(socket: str | None = None, **settings: str) -> str:
-        return own_address(load_config(None, admin_key="a", **settings), 8001, socket)
+    def address(own_socket: str | None = None, **settings: str) -> str:
+        return own_address(load_config(None, admin_key="a", **settings), 8001, own_socket)
 
     assert address(host="10.0.0.7") == "http://10.0.0.7:8001"
     assert address(host="::1") == "http://[::1]:8001"
     assert address(peer_url="http://gpu-0:80/") == "http://gpu-0:80"
-    assert address(socket="/run/0.sock") == "unix:/run/0.sock"
-    assert address(host="0.0.0.0").startswith("http://")
-    assert "0.0.0.0" not in address(host="0.0.0.0")
+    assert address(own_socket="/run/0.sock") == "unix:/run/0.sock"
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        own = urlsplit(address(host="0.0.0.0"))
+        socket.create_connection((own.hostname, server.getsockname()[1]), 5).close()
+    assert urlsplit(address(host="::")).hostname not in (None, "::")
