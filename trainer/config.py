@@ -113,7 +113,8 @@ class EngineConfig(Section):
 
 class ProxyServerConfig(Section):
     url: str | None = None
-    """A proxy that runs already (its admin key in AGENTIC_PROXY_ADMIN_KEY); none: start one."""
+    """A proxy that runs already (its admin key in AGENTIC_PROXY_ADMIN_KEY); none: start one. Its
+    engines, which get the weights, go in `engine.urls`: who started them keeps them running."""
     host: str = "127.0.0.1"
     """Where our own proxy listens."""
     port: Port = 0
@@ -334,6 +335,15 @@ class TrainerConfig(Section):
             raise ValueError(
                 "no agent: set remote_agent.command.argv to the program that starts it, or one of "
                 "remote_agent.python, http, agent_name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_are_the_proxys(self) -> Self:
+        if self.proxy_server.url is not None and not self.engine.urls:
+            raise ValueError(
+                f"proxy_server.url={self.proxy_server.url}: a proxy that runs already samples from "
+                "its own engines; give them in engine.urls, so that they get the weights"
             )
         return self
 

@@ -70,9 +70,7 @@ async def _start_engines(
             await control.wait_for(asyncio.to_thread(running.check))
         return None
     replicas = [cluster.replica(number) for number in range(config.engine.replicas)]
-    # Of a proxy that is not ours we do not know what it calls our engines.
-    restarts = 0 if config.proxy_server.url else config.engine.restarts
-    engines = Engines(replicas, restarts=restarts)
+    engines = Engines(replicas, restarts=config.engine.restarts)
     stack.push_async_callback(engines.stop)
     await control.wait_for(engines.start())
     return engines
@@ -123,7 +121,7 @@ async def _keep_running(
     keeping: list[Coroutine[Any, Any, None]] = []
     if proxy is not None:
         keeping.append(_keep_proxy_running(proxy, tell))
-    if engines is not None:
+    if engines is not None and proxy is not None:
         keeping.append(engines.keep_running(proxy, client, trainer, tell))
     await first_to_end(keeping)
 

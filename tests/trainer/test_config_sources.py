@@ -72,9 +72,16 @@ def test_the_nearest_source_that_says_something_wins(
 
 def test_verl_names_are_understood_and_lose_to_the_command_line(file: Path) -> None:
     environment = {"LLM_PROXY_IP": "10.0.0.7", "PROXY_SERVER_URL": "http://10.0.0.8:1"}
-    config = load(file, ["proxy_server.url=http://10.0.0.9:2"], environment)
+    words = ["proxy_server.url=http://10.0.0.9:2", "engine.urls=[http://10.0.0.9:3]"]
+    config = load(file, words, environment)
     assert config.proxy_server.llm_proxy_ip == "10.0.0.7"
     assert config.proxy_server.url == "http://10.0.0.9:2"
+
+
+def test_a_proxy_that_runs_already_wants_its_engines_named(file: Path) -> None:
+    text = error_of(file, "proxy_server.url=http://10.0.0.9:2")
+    assert "proxy_server.url=http://10.0.0.9:2" in text
+    assert "engine.urls" in text
 
 
 def test_unrelated_environment_is_ignored(file: Path) -> None:

@@ -67,12 +67,12 @@ class Engines:
 
     async def keep_running(
         self,
-        proxy: Proxy | None,
+        proxy: Proxy,
         client: ProxyClient,
         trainer: Trainer,
         tell: Callable[[str], None],
     ) -> None:
-        """Until one ends for good. `proxy`: None if it is not ours.
+        """Until one ends for good.
 
         Raises:
             TrainerError: one ended more than `restarts` times, or did not start again.
@@ -98,7 +98,7 @@ class Engines:
     async def _keep(
         self,
         number: int,
-        proxy: Proxy | None,
+        proxy: Proxy,
         client: ProxyClient,
         trainer: Trainer,
         tell: Callable[[str], None],
@@ -110,15 +110,13 @@ class Engines:
                 break
             tell(f"warning: {name} ended with {how}; starting another")
             await self._note(lambda: self._running.discard(number))
-            if proxy is not None:
-                await proxy.set_engines(self.named)
+            await proxy.set_engines(self.named)
             await client.remove_engine(name)
             await replica.start()
             async with self._joining:
                 await trainer.use_engines([*self.urls, replica.url])
                 await self._note(lambda: self._running.add(number))
-            if proxy is not None:
-                await proxy.set_engines(self.named)
+            await proxy.set_engines(self.named)
             await client.add_engine(replica.url, name=name)
         raise TrainerError(f"{name} ended {self._restarts + 1} times (engine.restarts): {how}")
 
