@@ -47,7 +47,8 @@ class ModelConfig(BaseModel):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products; the weights that train are float32 always."""
     max_micro_batch_tokens: int = Field(8192, ge=1)
-    """Input tokens of a forward pass; a longer sequence has a pass for itself."""
+    """Input tokens of a forward pass; a longer sequence has a pass for itself. On a CPU only what
+    shares a prefix makes passes of more than 4096."""
     share_prefixes: bool = True
     """Compute the tokens that a group's sequences start with in common once (tree attention)."""
     gradient_checkpointing: bool = False
