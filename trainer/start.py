@@ -7,6 +7,7 @@ there, and its processes have ended.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def _follows(config: TrainerConfig, environment: Mapping[str, str]) -> bool:
     if seat is None or seat.rank == 0:
         return False
     check_seat(config, seat)
+    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun passes them on; rank 0 acts on them
+        signal.signal(number, signal.SIG_IGN)
     follow_rank_0(config, seat)
     return True
 
