@@ -33,6 +33,9 @@ STANDING_IN = frozenset({"qwen3", "qwen3.5"})
 """Families whose renderers only put texts' ids behind one another: they can be told stand-ins."""
 MAX_OPENINGS = 256
 """Remembered: each costs some renderings."""
+_FORGETTING = {"gemma4": ("<|channel>", "<channel|>"), "llama-3": ("<|end_header_id|>",)}
+"""Behind text or calls the first of these makes the family's reader return nothing of either,
+unless the second follows: Gemma 4's where an answer ran into its limit while it thought again."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
@@ -58,6 +61,9 @@ class Rendering:
         self.markers = find_markers(self.name, tokenizer)
         self._marks = self.closes | (self.markers.all if self.markers else frozenset())
         self._stand_ins = tokenizer.stand_ins if self.name in STANDING_IN else StandIns()
+        self._forgetting: list[int] = tokenizer.convert_tokens_to_ids(
+            list(_FORGETTING.get(self.name, ()))
+        )
         self._openings: dict[str | None, Ids] = {}
 
     def full(self, conversation: Conversation) -> Ids:
@@ -172,7 +178,24 @@ class Rendering:
     def parsed(
         self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
     ) -> ParsedResponse:
-        """The renderer's own reading of an answer, finished or not."""
+        """The renderer's own reading of an answer, finished or not; up to a token that would make
+        it forget what stands before."""
+        read = self._read_whole(sampled, prompt_end, tools)
+        late = self._forgets_at(sampled, read) if self._forgetting else None
+        return read if late is None else self._read_whole(sampled[:late], prompt_end, tools)
+
+    def _forgets_at(self, sampled: list[int], read: ParsedResponse) -> int | None:
+        """Where the answer has to be cut for its reader: see `_FORGETTING`."""
+        opens, *closes = self._forgetting
+        if closes and read.reasoning_complete is not False:
+            return None
+        closed = [at for at, token in enumerate(sampled) if token in closes]
+        start = max([1, *(at + 1 for at in closed)])
+        return next((at for at in range(start, len(sampled)) if sampled[at] == opens), None)
+
+    def _read_whole(
+        self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
+    ) -> ParsedResponse:
         try:
             return self._renderer.parse_response(
                 sampled, tools=tools or None, prompt_ids=self._answer_opening(prompt_end)

@@ -242,3 +242,16 @@ def test_stand_ins_leave_no_trace(family_of: Any, name: str) -> None:
         found.append((whole, None if bridged is None else bridged.tolist()))
     assert found[0] == found[1]
     assert found[0][1] is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "late"), [("gemma4", "<|channel>thought\nI wonder"), ("llama-3", "<|end_header_id|>")]
+)
+def test_what_was_said_is_not_taken_back_by_what_comes_late(
+    name: str, late: str, family_of: Any
+) -> None:
+    """An answer that ran into its limit in its second thought; a header in the middle of one."""
+    family: Family = family_of(name)
+    ids = family.rendering.tokenizer.encode(f"Let me look.{late}")
+    message = family.rendering.parse(ids, family.generation_prompt, [TOOL], calls=True)
+    assert message == Message("assistant", "Let me look.")
