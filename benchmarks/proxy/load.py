@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 CALLS_PER_SESSION = 100
+PATIENCE_S = 30.0
+"""A call that is not answered so long after the end has failed."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Load:
     sent: int = field(default_factory=lambda: time.time_ns() // 10**6 % 10**8)
     """From another number in every run: no request is repeated."""
     ends_at: float = 0.0
+    answered_at: float = 0.0
 
     async def run(self) -> dict[str, float]:
         address = urlsplit(self.url)
@@ -52,8 +55,9 @@ class Load:
                 address.hostname,
                 address.port,
             )
-        await asyncio.gather(*ended)
-        return self._summary(time.perf_counter() - begun)
+        _, unanswered = await asyncio.wait(ended, timeout=self.seconds + PATIENCE_S)
+        self.failures += len(unanswered)
+        return self._summary(self.answered_at - begun)
 
     def next_request(self, session: str) -> bytes:
         self.sent += 1
@@ -69,7 +73,7 @@ class Load:
         ordered = sorted(self.latencies_s) or [float("nan")]
         return {
             "requests": len(self.latencies_s),
-            "requests_per_s": len(self.latencies_s) / wall_s,
+            "requests_per_s": len(self.latencies_s) / max(wall_s, 1e-9),
             "p50_ms": ordered[len(ordered) // 2] * 1e3,
             "p99_ms": ordered[int(len(ordered) * 0.99)] * 1e3,
             "failures": self.failures,
@@ -124,6 +128,7 @@ class _Client(asyncio.Protocol):
         now = time.perf_counter()
         if self._ok:
             self._load.latencies_s.append(now - self._sent_at)
+            self._load.answered_at = now
         else:
             self._load.failures += 1
             if self._load.failures == 1:
