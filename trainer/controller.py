@@ -159,7 +159,7 @@ class TrainController:
         metrics = {"sync/paused_s": report.paused_s, "sync/total_s": report.total_s}
         if self.config.engine.verify and len(self.probe) > 1:
             ours = score_ids(self.learner, self.probe)
-            tolerance = self.config.mismatch_tolerance
+            tolerance = self.config.probe_tolerance
             metrics["sync/probe_abs_mean"] = self.sync.verify(self.probe, ours, tolerance)
         return metrics
 

@@ -97,13 +97,19 @@ class MlflowSink:
         self, experiment: str, name: str, config: Mapping[str, Any], run_id: str | None = None
     ) -> None:
         self._mlflow = _import("mlflow", "logging.mlflow_experiment")
-        if run_id is None:
-            self._mlflow.set_experiment(experiment)
-            run_id = str(self._mlflow.start_run(run_name=name).info.run_id)
-        else:
-            self._mlflow.start_run(run_id=run_id)
+        try:
+            if run_id is None:
+                self._mlflow.set_experiment(experiment)
+                run_id = str(self._mlflow.start_run(run_name=name).info.run_id)
+            else:
+                self._mlflow.start_run(run_id=run_id)
+            self._mlflow.log_dict(dict(config), "config.json")
+        except self._mlflow.MlflowException as error:
+            raise ConfigError(
+                f"logging.mlflow_experiment={experiment}: MLflow refuses the run ({error}); check "
+                "its server and MLFLOW_TRACKING_URI, or remove the key"
+            ) from error
         self.run_id = run_id
-        self._mlflow.log_dict(dict(config), "config.json")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step)

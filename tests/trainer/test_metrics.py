@@ -103,6 +103,15 @@ def test_a_resumed_run_goes_on_in_the_same_runs_of_mlflow_and_wandb(
     assert sorted(parts) == sorted(f"run-{tracked['wandb']}.wandb" for tracked in (one, one, other))
 
 
+def test_an_mlflow_run_that_is_gone_names_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    with pytest.raises(ConfigError, match=r"logging\.mlflow_experiment=e: .* not found"):
+        MlflowSink("e", "run", {}, run_id="0123456789abcdef0123456789abcdef")
+
+
 def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
