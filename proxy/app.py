@@ -67,7 +67,7 @@ def build_app(
         app.router.add_post(f"/v1/{route}", _data)
     if config.relay.token is not None:
         app.router.add_get(RELAY_PATH, _relay)
-    app.router.add_route("*", "/{path:.+}", _data)
+    app.router.add_route("*", r"/{path:[\s\S]+}", _data)
     app.cleanup_ctx.append(
         _parts(config, rendering, dialects, engines, store, siblings or Siblings())
     )

@@ -20,7 +20,7 @@ from proxy.config import EngineConfig, ProxyConfig
 from proxy.control_schema import NewEngine, NewReward, NewSession, Version, parsed
 from proxy.data_plane import api_key, read_body
 from proxy.engines.protocol import Engine
-from proxy.errors import EngineError, ProxyError, RequestError, SessionError
+from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
 from proxy.event_stream import EventStream
 from proxy.metrics import Metrics
 from proxy.openapi import OPERATIONS, document
@@ -194,7 +194,10 @@ class ControlPlane:
 
     async def _add_engine(self, request: web.Request) -> web.Response:
         new = parsed(NewEngine, await read_body(request))
-        engine = self._make_engine(EngineConfig.model_validate(new.model_dump()))
+        try:
+            engine = self._make_engine(EngineConfig.model_validate(new.model_dump()))
+        except ConfigurationError as error:
+            raise RequestError(error.message, param="url") from error
         await self._router.add(engine)
         return _json({"name": engine.info.name}, status=201)
 
@@ -247,7 +250,7 @@ class ControlPlane:
         return str(request.url.origin())
 
 
-_NAMED = r"/sessions/{trial_id:.+?}"
+_NAMED = r"/sessions/{trial_id:[\s\S]+?}"  # a line break, too, is ours to refuse
 ROUTES = (
     ("GET", "/health", "health"),
     ("GET", "/ready", "ready"),

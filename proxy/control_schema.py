@@ -6,9 +6,10 @@ tests hold every answer against its model, so that the document says what is so.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from proxy.errors import RequestError
 from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, TurnStatus
@@ -16,6 +17,18 @@ from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, T
 M = TypeVar("M", bound=BaseModel)
 MAX_TTL_S = 10 * 365 * 86400.0
 _SHOWN_CHARS = 80
+
+
+def _can_be_stored(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise ValueError(f"it cannot be stored: {error}") from error
+    return value
+
+
+_STORED = AfterValidator(_can_be_stored)
+"""JSON may hold integers past 64 bits, which no store here does."""
 
 
 class Schema(BaseModel):
@@ -32,17 +45,17 @@ class Limits(Schema):
 class NewSession(Schema):
     trial_id: str | None = None
     kind: SessionKind = SessionKind.TRAIN
-    sampling: dict[str, int | float] = Field(default_factory=dict)
+    sampling: Annotated[dict[str, int | FiniteFloat], _STORED] = Field(default_factory=dict)
     profile: str = "default"
     limits: Limits = Field(default_factory=Limits)
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, Any], _STORED] = Field(default_factory=dict)
     ttl_s: float | None = Field(None, ge=1, le=MAX_TTL_S)
 
 
 class NewReward(Schema):
     key: str = "reward"
     value: float = Field(allow_inf_nan=False)
-    parts: dict[str, float] = Field(default_factory=dict)
+    parts: dict[str, FiniteFloat] = Field(default_factory=dict)
     turn: int | None = Field(None, ge=0, le=2**31 - 1)
     branch: bool = False
 

@@ -93,9 +93,12 @@ async def test_answers_are_as_the_document_says(proxy: RunningProxy) -> None:
         ("/sessions", {"limits": {"max_turns": True}}, "limits.max_turns"),
         ("/sessions", {"sampling": {"temperature": "hot"}}, "sampling.temperature"),
         ("/sessions", {"ttl_s": 0}, "ttl_s"),
+        ("/sessions", {"metadata": {"a": [2**70]}}, "metadata"),
+        ("/sessions", {"sampling": {"seed": 2**70}}, "sampling"),
         ("/sessions", {"metdata": {}}, "metdata"),
         ("/engines", {}, "url"),
         ("/engines", {"url": "http://x", "kind": "tgi"}, "kind"),
+        ("/engines", {"url": "x:80"}, "engines: 'x:80'"),
     ],
 )
 async def test_a_refusal_names_the_field(
