@@ -213,12 +213,14 @@ class Rendering:
         held_chars: int,
     ) -> list[ToolCall]:
         """Of an answer in the making: its calls, up to the first attempt that is none, or of whose
-        arguments nothing is written yet: gpt-oss's reads as a call without any."""
+        arguments nothing is written yet: gpt-oss's reads as a call without any. A character of
+        which not every token is there waits."""
         calls: list[ToolCall] = []
         for attempt in parsed.tool_calls:
-            if not attempt.raw.strip():
+            written = replace(attempt, raw=attempt.raw.rstrip("\N{REPLACEMENT CHARACTER}"))
+            if not written.raw.strip():
                 break
-            read = self._read(attempt, parsed, sampled, prompt_end, tools, held_chars)
+            read = self._read(written, parsed, sampled, prompt_end, tools, held_chars)
             if not read:
                 break
             calls += read

@@ -95,7 +95,7 @@ def _pieces(rendering: Rendering, tokenizer: Tokenizer) -> list[list[int]]:
     special: Iterable[int] = tokenizer.fast.get_added_tokens_decoder()
     if isinstance(tokenizer, HarmonyTokenizer):
         special = tokenizer.convert_tokens_to_ids(list(SPECIAL))
-    call = ToolCall("call_0", "shell", '{"command": "ls"}')
+    call = ToolCall("call_0", "shell", '{"command": "ls été 数学 😀"}')
     asked = Conversation([Message("user", "List.")], [TOOL])
     start = len(rendering.full(asked))
     texts = ("Let me look.", " ", "\n", "été", '{"name": "shell", "arguments": {}}', "a < b [c]")
