@@ -121,6 +121,9 @@ class RankActor:
 class ActorGoneError(TrainerError):
     """An actor, or its node, has ended, or could not be started."""
 
+    at_fault = False
+    """Whether its own constructor failed, which another one would do, too."""
+
 
 async def awaited(ref: Any, whose: str) -> Any:
     """The result of an actor's method, or its own error, without Ray's wrapper.
@@ -133,4 +136,6 @@ async def awaited(ref: Any, whose: str) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        raise ActorGoneError(f"{whose} is gone: {' '.join(str(error).split())[:300]}") from error
+        gone = ActorGoneError(f"{whose} is gone: {' '.join(str(error).split())[:300]}")
+        gone.at_fault = getattr(error, "actor_init_failed", False)
+        raise gone from error

@@ -14,8 +14,10 @@ import math
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -36,6 +38,7 @@ from trainer.run_control import RunControl, first_to_end
 from trainer.run_folder import RunFolder
 
 Bundle = dict[str, float]
+CONNECT_TIMEOUT_S = 5.0
 
 
 @asynccontextmanager
@@ -118,6 +121,35 @@ class RayCluster:
         config, logs = self._config.proxy_server, self._folder.logs.absolute()
         return self._actor(ProxyActor, "proxy", 0, 0.0, config, settings, logs, admin_key, port)
 
+    async def placed(self, make: Callable[[], Any], whose: str) -> Any:
+        """A new actor, once a node runs it. One that was sent to a node which Ray did not know yet
+        to be lost is made again.
+
+        Raises:
+            TrainerError: the node of its bundle is gone, and no other has room for it.
+            ActorGoneError: it could not be made.
+        """
+        timeout_s = self._config.cluster.ready_timeout_s
+        lost = ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    actor = make()
+                    try:
+                        await awaited(actor.__ray_ready__.remote(), whose)
+                        return actor
+                    except ActorGoneError as error:
+                        ray.kill(actor)
+                        if error.at_fault:
+                            raise
+                        lost = f"{error}; "
+        except TimeoutError:
+            raise TrainerError(
+                f"{lost}{whose} found no node with room for its bundle in {timeout_s:g} s "
+                f"(cluster.ready_timeout_s): {_room()}; `agentic-train resume` goes on from the "
+                "last checkpoint"
+            ) from None
+
     @asynccontextmanager
     async def _trainer(self, probe: Sequence[int]) -> AsyncIterator[Trainer]:
         actors = [self._start_rank(rank) for rank in range(self._config.trainer.ranks)]
@@ -179,7 +211,8 @@ class RayReplica:
 
     async def start(self) -> None:
         if self._actor is None:
-            self._actor = self._cluster.start_engine(self._number)
+            make = partial(self._cluster.start_engine, self._number)
+            self._actor = await self._cluster.placed(make, self._whose)
         self.url = await awaited(self._actor.start.remote(), self._whose)
 
     async def wait(self) -> str:
@@ -187,6 +220,7 @@ class RayReplica:
             how: str = await awaited(self._actor.wait.remote(), self._whose)
             return how
         except ActorGoneError as error:
+            ray.kill(self._actor)  # it may only be out of reach; and its name is free then
             self._actor = None
             return str(error)
 
@@ -212,7 +246,9 @@ class RayProxy:
     async def start(self) -> None:
         """Raises TrainerError where it could not be placed on the same node again."""
         if self._actor is None:
-            self._actor = self._cluster.start_proxy(self._settings, self.admin_key, self._port)
+            settings = self._settings, self.admin_key, self._port
+            make = partial(self._cluster.start_proxy, *settings)
+            self._actor = await self._cluster.placed(make, "the proxy's actor")
         url = await awaited(self._actor.start.remote(), "the proxy's actor")
         if self.url not in ("", url):
             raise TrainerError(f"the proxy was at {self.url} and is at {url}: its node is gone")
@@ -223,6 +259,7 @@ class RayProxy:
             how: str = await awaited(self._actor.wait.remote(), "the proxy's actor")
             return how
         except ActorGoneError as error:
+            ray.kill(self._actor)  # it may only be out of reach; and its name is free then
             self._actor = None
             return str(error)
 
@@ -271,17 +308,25 @@ async def _follow(rank: int, actor: Any) -> NoReturn:
 
 
 async def _reserved(group: Any, wanted: Sequence[Bundle], cluster: ClusterConfig) -> None:
+    total = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in ("CPU", "GPU")}
+    missing = [name for name, n in total.items() if n > ray.cluster_resources().get(name, 0)]
+    # No node joins a cluster of our own.
+    timeout_s = 0.0 if missing and cluster.address is None else cluster.ready_timeout_s
     try:
-        async with asyncio.timeout(cluster.ready_timeout_s):
+        async with asyncio.timeout(timeout_s):
             await group.ready()
     except TimeoutError:
-        there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
-        free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
         raise ConfigError(
-            f"cluster: no room for {wanted} with strategy {cluster.strategy} in "
-            f"{cluster.ready_timeout_s:g} s; the cluster has {there}, of which are free {free}; "
-            "add nodes, or lower engine.replicas, trainer.ranks or what cluster.* reserves for each"
+            f"cluster: no room for {wanted} with strategy {cluster.strategy} in {timeout_s:g} s; "
+            f"{_room()}; add nodes, or lower engine.replicas, trainer.ranks or what cluster.* "
+            "reserves for each"
         ) from None
+
+
+def _room() -> str:
+    there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+    free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+    return f"the cluster has {there}, of which are free {free}"
 
 
 @contextlib.contextmanager
@@ -292,13 +337,17 @@ def _connected(config: TrainerConfig) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    address = config.cluster.address
     try:
+        _check_listens(address)
         ray.init(**_where(config))
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray raises what it likes, a bare Exception too
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        if address is None:
+            raise ConfigError(f"cluster.backend=ray: Ray does not start here ({said})") from error
         raise ConfigError(
-            f"cluster.address={config.cluster.address!r}: no Ray cluster answers "
-            f"({' '.join(str(error).split())[:200]}); start one with `ray start --head`, or leave "
-            "it empty for one on this machine"
+            f"cluster.address={address!r}: no Ray cluster answers ({said}); start one with "
+            "`ray start --head`, or leave it empty for one on this machine"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
@@ -306,6 +355,13 @@ def _connected(config: TrainerConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_listens(address: str | None) -> None:
+    """Ray itself would try for minutes. Raises OSError."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def _where(config: TrainerConfig) -> dict[str, Any]:

@@ -153,15 +153,21 @@ def test_a_killed_rank_ends_the_run_with_a_clear_message(tiny_model: Path, tmp_p
         asyncio.run(lose_a_rank())
 
 
-def test_a_cluster_without_room_is_said_at_once(tiny_model: Path, tmp_path: Path) -> None:
-    settings = config(tiny_model, cluster={"engine_cpus": 50, "ready_timeout_s": 1})
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [({"engine_cpus": 50}, "'CPU': 50"), ({"engine_gpus": 1}, "'GPU'")],
+)
+def test_a_cluster_without_room_is_said_at_once(
+    tiny_model: Path, tmp_path: Path, asked: dict[str, int], said: str
+) -> None:
+    settings = config(tiny_model, cluster=asked)
 
     async def connect() -> None:
         folder = RunFolder.create(tmp_path / "a")
         async with ray_cluster(settings, folder, RunControl()):
             pass
 
-    with pytest.raises(ConfigError, match=r"no room for .*'CPU': 50.*the cluster has .*'CPU': 1"):
+    with pytest.raises(ConfigError, match=rf"no room for .*{said}.* in 0 s"):
         asyncio.run(connect())
 
 

@@ -1,0 +1,104 @@
+"""Several nodes: Ray's own, each with its processes, on this machine. One of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.needs import skip_or_fail
+from tests.trainer.fake_server import FakeServer
+from tests.trainer.test_fit import config_of
+from trainer.errors import TrainerError
+from trainer.run_control import RunControl
+from trainer.run_folder import RunFolder
+from trainer.services import running_services
+
+try:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from trainer.cluster.ray_cluster import ray_cluster
+except ImportError:
+    skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """Three, each with room for one bundle; the first cannot be lost, as it has Ray's head."""
+    config = {
+        "worker_register_timeout_seconds": 300,
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 1000,
+    }
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # pytest's has too long a name
+        head = {**NODE, "_system_config": config, "temp_dir": folder}
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            nodes.add_node(**NODE)
+        ray.init(address=nodes.address, log_to_driver=False)
+        yield nodes
+        ray.shutdown()
+        nodes.shutdown()
+
+
+async def lose_the_node_of_an_engine(nodes: Any) -> str:
+    """The engine's name; its node is not the head."""
+    for name in ("engine-0", "engine-1"):
+        actor = ray.get_actor(name, namespace="agentic-rl")
+        its_id = await actor.__ray_call__.remote(
+            lambda self: ray.get_runtime_context().get_node_id()
+        )
+        node = next(node for node in nodes.list_all_nodes() if node.node_id == its_id)
+        if node is not nodes.head_node:
+            nodes.remove_node(node, allow_graceful=False)
+            return name
+    raise AssertionError("both engines are on the head")
+
+
+def test_the_engine_of_a_lost_node_goes_on_at_another_and_without_one_the_run_ends(
+    tiny_model: Path, tmp_path: Path, nodes: Any
+) -> None:
+    settings = config_of(
+        tiny_model,
+        engine={"replicas": 2, "verify": False, "verify_tolerance": 1e-3},
+        cluster={
+            "backend": "ray",
+            "engine_cpus": 0.6,
+            "rank_cpus": 0.6,
+            "ready_timeout_s": 60,
+        },
+    )
+    # Refused together with `shm`, as nodes are machines; here all of them have one memory.
+    spread = settings.cluster.model_copy(update={"strategy": "STRICT_SPREAD"})
+    settings = settings.model_copy(update={"cluster": spread})
+    folder = RunFolder.create(tmp_path / "run")
+
+    async def lose_nodes() -> None:
+        told: asyncio.Queue[str] = asyncio.Queue()
+        control = RunControl()
+        async with (
+            ray_cluster(settings, folder, control, FakeServer) as cluster,
+            cluster.trainer(()) as trainer,
+            running_services(settings, folder, control, cluster, trainer, told.put_nowait) as proxy,
+        ):
+            before = {engine["name"]: engine["url"] for engine in await proxy.engines()}
+            await trainer.sync_weights()
+            nodes.add_node(**NODE)
+            lost = await lose_the_node_of_an_engine(nodes)
+            assert (await told.get()).startswith(f"warning: {lost} ended with the actor of {lost}")
+            now = before
+            while len(now) < 2 or now == before:
+                now = {engine["name"]: engine["url"] for engine in await proxy.engines()}
+                await control.finish(asyncio.sleep(0.1))
+            await lose_the_node_of_an_engine(nodes)
+            await control.finish(asyncio.sleep(600))
+
+    with pytest.raises(TrainerError, match=r"the actor of engine-\d found no node with room .*CPU"):
+        asyncio.run(lose_nodes())

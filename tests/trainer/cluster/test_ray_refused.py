@@ -1,0 +1,69 @@
+"""Ray that is not there, or not as asked for: one line each, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.needs import skip_or_fail
+from tests.trainer.test_fit import config_of
+from trainer.cluster import open_cluster
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.run_control import RunControl
+from trainer.run_folder import RunFolder
+
+try:
+    import ray
+except ImportError:
+    skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
+
+
+def config(model: Path, **cluster: object) -> TrainerConfig:
+    return config_of(model, cluster={"backend": "ray"} | cluster)
+
+
+def open_once(settings: TrainerConfig, tmp_path: Path) -> None:
+    async def connect() -> None:
+        folder = RunFolder.create(tmp_path / "run")
+        async with open_cluster(settings, folder, RunControl()):
+            raise AssertionError("it opened")
+
+    asyncio.run(connect())
+
+
+def test_ray_that_is_not_installed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("trainer.cluster.ray_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"cluster\.backend=ray: .*agentic-rl\[ray\]"):
+        open_once(config(checkpoint), tmp_path)
+
+
+def test_an_address_where_nothing_listens(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.address='127\.0\.0\.1:1': no Ray .*refused"):
+        open_once(config(checkpoint, address="127.0.0.1:1"), tmp_path)
+
+
+def test_no_cluster_to_be_found(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cluster\.address='auto': no Ray .*ray start --head"):
+        open_once(config(checkpoint, address="auto"), tmp_path)
+
+
+def test_ray_that_does_not_start(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"cluster\.backend=ray: Ray does not start here \("):
+        open_once(config(checkpoint), tmp_path)
+    assert not ray.is_initialized()
