@@ -42,6 +42,7 @@ _REFUSED = (
     AttributeError,
     IndexError,
     KeyError,
+    RecursionError,
     TemplateError,
     TypeError,
     ValueError,

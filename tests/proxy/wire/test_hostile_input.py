@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.records import SessionKind
+from proxy.records import SessionKind, TurnStatus
 from tests.proxy.conftest import RunningProxy
 
 ROUTES = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")
@@ -242,3 +242,17 @@ async def test_what_would_change_the_sampling_and_is_passed_to_no_engine_is_refu
     assert status == 400
     assert f"{field}: nothing" in reply["error"]["message"]
     assert (await proxy.post(session, route, VALID | {field: neutral}))[0] == 200
+
+
+async def test_an_answer_nested_too_deep_to_be_read_is_told_as_it_is(proxy: RunningProxy) -> None:
+    """What a policy that falls apart samples: thousands of brackets."""
+    session = await proxy.session()
+    deep = "[" * 2000 + "]" * 2000
+    proxy.answers(f'<tool_call>\n{{"name": "f", "arguments": {{"a": {deep}}}}}\n</tool_call>')
+    asked = {**VALID, "max_tokens": 20_000}
+    status, reply = await proxy.post(session, "chat/completions", asked)
+    assert (status, deep in reply["choices"][0]["message"]["content"]) == (200, True)
+    events = await proxy.events(session, "chat/completions", {**asked, "stream": True})
+    assert events[-1] == b"data: [DONE]"
+    _, turns = await proxy.record(session)
+    assert [turn.status for turn in turns if turn.status is TurnStatus.CUT] == []
