@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,21 @@ def test_a_lock_pins_every_package(lock: Path) -> None:
     lines = [line for line in lock.read_text().splitlines() if re.match(r"[a-zA-Z]", line)]
     assert len(lines) > 20
     assert all("==" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("lock", "extra"),
+    [("proxy", None), ("trainer-cpu", "train"), ("trainer-cpu", "cpu"), ("trainer-cuda", "train")],
+)
+def test_a_lock_has_what_the_package_needs(lock: str, extra: str | None) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = project["dependencies"]
+    if extra is not None:
+        needed = needed + project["optional-dependencies"][extra]
+    names = {re.split(r"[^\w-]", each)[0] for each in needed} - {"agentic-rl"}
+    text = (ROOT / f"docker/{lock}.lock").read_text()
+    missing = {name for name in names if not re.search(rf"^{name}==", text, re.M)}
+    assert not missing, "make locks"
 
 
 def test_the_proxys_image_has_no_torch() -> None:
