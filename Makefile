@@ -9,6 +9,7 @@
 #   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
 #   make agents    Claude Code, Codex, opencode, … in .agents/, for tests and examples
 #   make test-swe-agent CHECKOUT=…  SWE-agent from a checkout of its repository, through the proxy
+#   make ray       a run on a Ray cluster of this machine: two vLLMs, two ranks, one vLLM killed
 #   make images    the container images, built and run by buildah (root; see docker/base_images.sh)
 #   make locks     docker/*.lock anew from pyproject.toml
 #   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
