@@ -30,7 +30,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python python3.12; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test test-swe-agent check format serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz clean
+.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test test-swe-agent ray check format serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz clean
 
 setup: $(VENV)/.ready
 
@@ -116,6 +116,9 @@ test-swe-agent: setup
 	$(BIN)/uv pip install -q --python $(AGENTS)/swe-agent/bin/python -e $(CHECKOUT) mcp
 	mkdir -p $(CHECKOUT)/trajectories
 	$(BIN)/python -m pytest tests/e2e/agents/swe_agent.py $(ARGS)
+
+ray: setup
+	$(BIN)/python -m pytest tests/e2e/on_ray.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
