@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from proxy.engines.vllm_server import VllmOptions, VllmServer
-from trainer.model import DTYPES
+from trainer.policy.model import DTYPES
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Written
 from trainer.weight_sync.sync import WeightSync

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.calls import Calls
 from proxy.config import EngineConfig, ProxyConfig
-from proxy.control_plane import ROUTES, ControlPlane
+from proxy.control.plane import ROUTES, ControlPlane
 from proxy.data_plane import DataPlane
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Engine
@@ -22,6 +22,7 @@ from proxy.engines.text import TextEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError
 from proxy.metrics import Metrics
+from proxy.processes.siblings import Siblings
 from proxy.profiles import Profiles
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
@@ -30,7 +31,6 @@ from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.routing import Router
 from proxy.sessions import Sessions
-from proxy.siblings import Siblings
 from proxy.store import open_store
 from proxy.store.protocol import Store
 from proxy.wire.chat import ChatDialect

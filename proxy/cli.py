@@ -14,10 +14,11 @@ from typing import Any
 
 import uvloop
 
-from proxy import logs, serving
+from proxy import logs
+from proxy.commands.sessions import add_commands
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError, EngineError
-from proxy.session_commands import add_commands
+from proxy.processes import serving
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -117,7 +117,7 @@ class ProxyConfig(BaseSettings):
     """What agents reach the proxy by, where it is not `http://HOST:PORT`."""
     peer_url: str | None = None
     """What other proxies on the same store reach this one by; default: host and port, or where host
-    is every address, this machine's on its way out. See proxy/forwarding.py."""
+    is every address, this machine's on its way out. See proxy/processes/forwarding.py."""
     admin_key: SecretStr | None = None
     """For the control plane; needed off loopback."""
     max_context_tokens: int | None = Field(default=None, ge=2)

@@ -19,10 +19,10 @@ from aiohttp import web
 from proxy.calls import Caller, Calls
 from proxy.config import ProxyConfig
 from proxy.errors import HeldElsewhere, ProxyError, RequestError
-from proxy.forwarding import RETRY_DELAYS_S, forward, was_forwarded
 from proxy.live_call import LiveCall
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
+from proxy.processes.forwarding import RETRY_DELAYS_S, forward, was_forwarded
 from proxy.recent import Recent
 from proxy.rendering.rendering import Rendering
 from proxy.sessions import LiveSession, Sessions

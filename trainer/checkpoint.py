@@ -48,7 +48,7 @@ class Saved:
 
 
 class Saves(Protocol):
-    """What is saved. Implementation: `trainer.learner.Learner`."""
+    """What is saved. Implementation: `trainer.policy.learner.Learner`."""
 
     def save_state(self, folder: Path) -> None: ...
 

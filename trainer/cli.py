@@ -76,7 +76,7 @@ def _run(words: Sequence[str], config: Path | None, *, check: bool) -> int:
         return _report(rest)
     if command not in ("train", "resume"):
         raise ConfigError(f"{command!r}: expected key=value, resume RUN or report RUN")
-    from trainer.start import begin, check_only, resume
+    from trainer.run.start import begin, check_only, resume
 
     if command == "resume":
         if not rest or "=" in rest[0]:
@@ -101,7 +101,7 @@ def _serve_swarm(address: str, state_dir: Path, config: Path | None) -> int:
 
 def _report(words: Sequence[str]) -> int:
     from trainer.report import write_report
-    from trainer.run_folder import RunFolder
+    from trainer.run.folder import RunFolder
 
     if len(words) != 1:
         raise ConfigError("report: give one run's folder, like runs/quickstart")

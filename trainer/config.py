@@ -22,8 +22,8 @@ from agent_loop.rewards.judge import JudgeSettings
 from agent_loop.rewards.verifier import VerifierSettings
 from agent_loop.swarm.batching import SwarmSettings
 from trainer.algorithms.config import AlgorithmConfig
-from trainer.model import ModelConfig
-from trainer.optimizer import OptimizerConfig
+from trainer.policy.model import ModelConfig
+from trainer.policy.optimizer import OptimizerConfig
 from trainer.weight_sync.transports import Backend
 
 RewardName = Literal["verifier", "grader", "judge", "posted"]

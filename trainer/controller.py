@@ -30,10 +30,10 @@ from trainer.checkpoint import (
 )
 from trainer.config import TrainerConfig
 from trainer.errors import TrainingError
-from trainer.flops import training_flops, utilisation
-from trainer.learner import Learner
-from trainer.probe import score_ids
-from trainer.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
+from trainer.policy.flops import training_flops, utilisation
+from trainer.policy.learner import Learner
+from trainer.policy.probe import score_ids
+from trainer.run.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
 from trainer.weight_sync.sync import WeightSync
 
 Metrics = dict[str, float]

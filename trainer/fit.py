@@ -19,9 +19,9 @@ from agent_loop.records import Group
 from trainer.cluster.trainer import Trainer
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
-from trainer.run_control import RunControl, StopRequested
-from trainer.run_log import RunLog
-from trainer.token_loss import Metrics
+from trainer.policy.token_loss import Metrics
+from trainer.run.control import RunControl, StopRequested
+from trainer.run.log import RunLog
 
 
 class Producer(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.remote_agent_loop import RemoteAgentLoop
-from trainer.assembly import batch_settings
-from trainer.run import Run, open_fit
+from trainer.run.assembly import batch_settings
+from trainer.run.run import Run, open_fit
 
 
 async def train(run: Run) -> str:

@@ -7,8 +7,8 @@ from contextlib import closing
 from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
 from agent_loop.remote_agent_loop import RemoteAgentLoop
-from trainer.assembly import async_settings
-from trainer.run import Run, open_fit
+from trainer.run.assembly import async_settings
+from trainer.run.run import Run, open_fit
 
 
 async def train(run: Run) -> str:

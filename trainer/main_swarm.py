@@ -9,7 +9,7 @@ from agent_loop.swarm.producer import SwarmProducer
 from agent_loop.swarm.serve import TRAINER_KEY_VARIABLE, URL_VARIABLE
 from agent_loop.swarm.wire import TrainerHello
 from trainer.errors import ConfigError
-from trainer.run import Run, open_fit
+from trainer.run.run import Run, open_fit
 
 
 async def train(run: Run) -> str:

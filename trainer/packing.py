@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from proxy.records import Ids
-from trainer.attention import Layout
 from trainer.batch import Batch
+from trainer.policy.attention import Layout
 
 Counts = npt.NDArray[np.int64]
 

@@ -18,10 +18,10 @@ import torch
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.config import Correction
 from trainer.batch import Batch
-from trainer.model import ModelConfig
-from trainer.optimizer import OptimizerConfig
-from trainer.policy import Policy
-from trainer.update import update_policy
+from trainer.policy.model import ModelConfig
+from trainer.policy.optimizer import OptimizerConfig
+from trainer.policy.policy import Policy
+from trainer.policy.update import update_policy
 
 Step = Callable[[], float]
 """Makes one step; its gradient norm before clipping, by which contestants are compared."""
@@ -87,13 +87,13 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
     trainer._prepare_inputs = lambda inputs: inputs
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = len(micros)
-    optimizer = trainer.optimizer
+    optimizer = trainer.policy.optimizer
 
     def step() -> float:
-        trainer.model.train()
+        trainer.policy.model.train()
         for micro in micros:
-            trainer.training_step(trainer.model, dict(micro), None)
-        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            trainer.training_step(trainer.policy.model, dict(micro), None)
+        norm = torch.nn.utils.clip_grad_norm_(trainer.policy.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(norm)

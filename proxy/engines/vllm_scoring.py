@@ -53,7 +53,7 @@ class _Answer(msgspec.Struct, gc=False):
 
 
 class VllmScorer:
-    """Implements `proxy.replay.Scorer`."""
+    """Implements `proxy.commands.replay.Scorer`."""
 
     _decoder = msgspec.json.Decoder(_Answer)
 

@@ -71,7 +71,7 @@ class Store(Protocol):
 
     async def holder(self, session_id: str) -> str | None:
         """The address of another living process that has an open turn in the session, and so serves
-        it (`proxy/forwarding.py`); None: there is none, or it has no address."""
+        it (`proxy/processes/forwarding.py`); None: there is none, or it has no address."""
         ...
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:

@@ -24,7 +24,7 @@ from tests.e2e.test_train_process import (
     trials,
 )
 from tests.needs import skip_or_fail
-from trainer.run_folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder, read_jsonl
 
 try:
     import ray  # noqa: F401

@@ -27,9 +27,9 @@ from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.engines.vllm_server import VllmServer
-from trainer.model import ModelConfig
-from trainer.optimizer import OptimizerConfig
-from trainer.policy import Policy
+from trainer.policy.model import ModelConfig
+from trainer.policy.optimizer import OptimizerConfig
+from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
 

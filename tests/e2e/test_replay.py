@@ -12,11 +12,11 @@ from aiohttp import web
 
 from proxy.app import build_app
 from proxy.client import ProxyClient
+from proxy.commands.replay import replay
 from proxy.config import load_config
 from proxy.engines.vllm_scoring import VllmScorer
 from proxy.engines.vllm_server import VllmServer
 from proxy.records import Turn
-from proxy.replay import replay
 
 pytestmark = pytest.mark.engine
 NOISE_NATS = 1e-3

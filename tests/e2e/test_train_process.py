@@ -23,10 +23,10 @@ import yaml
 from proxy.engines.vllm_server import VllmServer
 from tests.e2e.steady_agent import TURNS
 from trainer.checkpoint import Checkpoints
-from trainer.model import ModelConfig
-from trainer.optimizer import OptimizerConfig
-from trainer.policy import Policy
-from trainer.run_folder import RunFolder, read_jsonl
+from trainer.policy.model import ModelConfig
+from trainer.policy.optimizer import OptimizerConfig
+from trainer.policy.policy import Policy
+from trainer.run.folder import RunFolder, read_jsonl
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
 
@@ -40,7 +40,7 @@ REWARD = 'tr -dc a-z < answer | wc -c > "$REWARD_DIR/reward.txt"'
 TIMED = ("time", "throughput/", "sync/", "memory/", "rollout/seconds")
 KILLS = (
     ("agent_loop.remote_agent_loop:RemoteAgentLoop._trial", 3),  # while the first step samples
-    ("trainer.policy:Policy.step", 3),  # between two mini-batches of the second
+    ("trainer.policy.policy:Policy.step", 3),  # between two mini-batches of the second
     ("trainer.checkpoint:_export", 2),  # while the third's checkpoint is written
     ("trainer.weight_sync.control:EngineControl.finish_weight_update", 2),  # engine half updated
 )

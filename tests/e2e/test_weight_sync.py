@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 from trainer.errors import WeightSyncError
-from trainer.model import ModelConfig
-from trainer.optimizer import OptimizerConfig
-from trainer.policy import Policy
-from trainer.probe import score_ids
+from trainer.policy.model import ModelConfig
+from trainer.policy.optimizer import OptimizerConfig
+from trainer.policy.policy import Policy
+from trainer.policy.probe import score_ids
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Written
 from trainer.weight_sync.sync import WeightSync

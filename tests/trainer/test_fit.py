@@ -23,18 +23,18 @@ from agent_loop.tasks import Source, TaskStream
 from proxy.records import SessionKind
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
-from trainer.assembly import build_models
 from trainer.checkpoint import Checkpoints, Saved
 from trainer.cluster.local import local_trainer
 from trainer.config import TrainerConfig
 from trainer.controller import TrainController
 from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Fit
-from trainer.learner import Learner
-from trainer.probe import score_ids
-from trainer.run_control import RunControl
-from trainer.run_folder import RunFolder, read_jsonl, truncate_jsonl
-from trainer.run_log import RunLog
+from trainer.policy.learner import Learner
+from trainer.policy.probe import score_ids
+from trainer.run.assembly import build_models
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder, read_jsonl, truncate_jsonl
+from trainer.run.log import RunLog
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
 

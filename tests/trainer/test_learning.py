@@ -17,12 +17,12 @@ import torch
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
-from trainer.attention import Layout
 from trainer.batch import build_batch
-from trainer.learner import Learner, build_learner
-from trainer.model import ModelConfig, last_hidden
-from trainer.optimizer import OptimizerConfig
 from trainer.packing import MicroBatch
+from trainer.policy.attention import Layout
+from trainer.policy.learner import Learner, build_learner
+from trainer.policy.model import ModelConfig, last_hidden
+from trainer.policy.optimizer import OptimizerConfig
 
 ANSWER = 6
 PROMPT = (5, 6, 7)

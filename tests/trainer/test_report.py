@@ -18,7 +18,7 @@ from proxy.store import open_store
 from tests.needs import needs
 from trainer.report import write_report
 from trainer.report.transcript import longest_branch
-from trainer.run_folder import RunFolder
+from trainer.run.folder import RunFolder
 
 
 def turn(

@@ -21,7 +21,7 @@ from trainer.algorithms.policy_losses import log_linear_prox, m2_mask
 from trainer.algorithms.value_losses import clipped_value_loss
 from trainer.batch import Batch
 from trainer.errors import TrainingError
-from trainer.token_loss import LossFunction, Metrics, TokenLoss, ValueLossFunction
+from trainer.policy.token_loss import LossFunction, Metrics, TokenLoss, ValueLossFunction
 
 
 class Algorithm:

@@ -23,7 +23,7 @@ from trainer.algorithms.correction import Level, Scope
 from trainer.algorithms.kl import Estimator
 from trainer.algorithms.policy_losses import PolicyLoss
 from trainer.algorithms.presets import PRESETS, merge
-from trainer.optimizer import OptimizerConfig
+from trainer.policy.optimizer import OptimizerConfig
 
 Eps = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]

@@ -9,8 +9,8 @@ from trainer.cluster.local import LocalCluster
 from trainer.cluster.protocol import Cluster
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.run_control import RunControl
-from trainer.run_folder import RunFolder
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
 
 
 @asynccontextmanager

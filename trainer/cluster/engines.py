@@ -14,7 +14,7 @@ from proxy.client import ProxyClient
 from trainer.cluster.protocol import Proxy, Replica
 from trainer.cluster.trainer import Trainer
 from trainer.errors import TrainerError, WeightSyncError
-from trainer.run_control import first_to_end
+from trainer.run.control import first_to_end
 
 NEWS_S = 5.0
 """Until the end of an engine that no longer answers is known."""

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from trainer.assembly import build_models
 from trainer.config import TrainerConfig
 from trainer.config_sources import load
-from trainer.learner import follow
-from trainer.parallel import Seat
+from trainer.policy.learner import follow
+from trainer.policy.parallel import Seat
+from trainer.run.assembly import build_models
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ from trainer.checkpoint import Checkpoints
 from trainer.config import TrainerConfig
 from trainer.controller import TrainController
 from trainer.errors import TrainingError, WeightSyncError
-from trainer.learner import Learner
-from trainer.probe import score_ids
-from trainer.token_loss import Metrics
+from trainer.policy.learner import Learner
+from trainer.policy.probe import score_ids
+from trainer.policy.token_loss import Metrics
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
 

@@ -20,18 +20,18 @@ from typing import Any, NoReturn
 import torch
 
 from proxy.engines import guard
-from trainer.assembly import build_models
 from trainer.checkpoint import Checkpoints
 from trainer.cluster.lead_rank import LeadRank
 from trainer.cluster.local_engine import LocalReplica, engine_options
 from trainer.cluster.trainer import Trainer
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
-from trainer.learner import Learner
-from trainer.parallel import Seat
-from trainer.proxy_process import ProxyProcess
-from trainer.run_control import RunControl, first_to_end
-from trainer.run_folder import RunFolder
+from trainer.policy.learner import Learner
+from trainer.policy.parallel import Seat
+from trainer.run.assembly import build_models
+from trainer.run.control import RunControl, first_to_end
+from trainer.run.folder import RunFolder
+from trainer.run.proxy_process import ProxyProcess
 
 STOP_GRACE_S = 2.0
 """A rank has nothing to save."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 from trainer.config import TrainerConfig
 from trainer.errors import TrainerError
-from trainer.run_folder import RunFolder
+from trainer.run.folder import RunFolder
 
 MakeServer = Callable[[VllmOptions], VllmServer]
 

@@ -17,16 +17,16 @@ from typing import Any
 import ray
 
 from proxy.engines.vllm_server import VllmOptions
-from trainer.assembly import build_models
 from trainer.checkpoint import Checkpoints
 from trainer.cluster.lead_rank import LeadRank
 from trainer.cluster.local_engine import LocalReplica, MakeServer
 from trainer.config import ProxyServerConfig, TrainerConfig
 from trainer.errors import TrainerError
-from trainer.learner import Learner, follow
-from trainer.parallel import Seat
-from trainer.proxy_process import ProxyProcess
-from trainer.run_folder import RunFolder
+from trainer.policy.learner import Learner, follow
+from trainer.policy.parallel import Seat
+from trainer.run.assembly import build_models
+from trainer.run.folder import RunFolder
+from trainer.run.proxy_process import ProxyProcess
 
 
 class EngineActor:

@@ -32,10 +32,10 @@ from trainer.cluster.ray_actors import ActorGoneError, EngineActor, ProxyActor, 
 from trainer.cluster.trainer import Trainer
 from trainer.config import ClusterConfig, TrainerConfig
 from trainer.errors import ConfigError, TrainerError
-from trainer.parallel import Seat
-from trainer.proxy_process import ProxyProcess
-from trainer.run_control import RunControl, first_to_end
-from trainer.run_folder import RunFolder
+from trainer.policy.parallel import Seat
+from trainer.run.control import RunControl, first_to_end
+from trainer.run.folder import RunFolder
+from trainer.run.proxy_process import ProxyProcess
 
 Bundle = dict[str, float]
 CONNECT_TIMEOUT_S = 5.0

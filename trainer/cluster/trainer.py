@@ -12,7 +12,7 @@ from typing import Any
 from agent_loop.records import Group
 from trainer.cluster.lead_rank import LeadRank, Progress
 from trainer.errors import WeightSyncError
-from trainer.token_loss import Metrics
+from trainer.policy.token_loss import Metrics
 
 Call = Callable[..., Awaitable[Any]]
 """`(method of LeadRank, *arguments) → its result`, in a thread or in an actor."""

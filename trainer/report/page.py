@@ -13,7 +13,7 @@ import yaml
 from proxy.store import open_store
 from trainer.report.plot import histogram, line_plot
 from trainer.report.transcript import Piece, transcript
-from trainer.run_folder import RunFolder, read_jsonl, replace_file
+from trainer.run.folder import RunFolder, read_jsonl, replace_file
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1340px; padding: 0 1rem;

@@ -23,8 +23,8 @@ from trainer.cluster.local import check_seat, local_trainer, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump
 from trainer.errors import ConfigError, TrainerError
-from trainer.run_control import RunControl
-from trainer.run_folder import RunFolder, read_jsonl
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder, read_jsonl
 
 COMPARED = ("actor/loss", "actor/grad_norm", "actor/entropy", "reward/mean", "actor/lr")
 STEPS = 4
@@ -125,8 +125,8 @@ def test_no_rank_outlives_a_killed_run(checkpoint: Path, tmp_path: Path) -> None
     import asyncio, pathlib
     from trainer.cluster.local import local_trainer
     from trainer.config_sources import load
-    from trainer.run_control import RunControl
-    from trainer.run_folder import RunFolder
+    from trainer.run.control import RunControl
+    from trainer.run.folder import RunFolder
     folder = RunFolder(pathlib.Path({str(folder.path)!r}))
     async def main():
         async with local_trainer(load(folder.config), folder, RunControl(), ()) as trainer:

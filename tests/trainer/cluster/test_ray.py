@@ -29,10 +29,10 @@ from trainer.checkpoint import Checkpoints
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.fit import Fit
-from trainer.run_control import RunControl
-from trainer.run_folder import RunFolder
-from trainer.run_log import RunLog
-from trainer.services import running_services
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
+from trainer.run.log import RunLog
+from trainer.run.services import running_services
 from trainer.weight_sync.control import EngineControl
 
 try:

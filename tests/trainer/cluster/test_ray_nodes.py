@@ -14,9 +14,9 @@ from tests.needs import skip_or_fail
 from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import config_of
 from trainer.errors import TrainerError
-from trainer.run_control import RunControl
-from trainer.run_folder import RunFolder
-from trainer.services import running_services
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
+from trainer.run.services import running_services
 
 try:
     import ray

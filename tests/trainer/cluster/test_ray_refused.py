@@ -13,8 +13,8 @@ from tests.trainer.test_fit import config_of
 from trainer.cluster import open_cluster
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.run_control import RunControl
-from trainer.run_folder import RunFolder
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
 
 try:
     import ray

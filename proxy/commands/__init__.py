@@ -1,0 +1,1 @@
+"""What `agentic-proxy` does beside serving."""

@@ -1,0 +1,110 @@
+"""A session's events as they happen, whichever process of this proxy they happen in (SSE).
+
+Invariant: a listener is told each event once: what is stored, then what comes, here and from the
+siblings, each of which is listened to in the same way. It ends when the session has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from proxy.processes.siblings import Siblings, told_by_sibling
+from proxy.sessions import CLOSING, LiveSession
+from proxy.store.protocol import Store
+from proxy.wire.dialect import KEEP_ALIVE
+
+_log = logging.getLogger(__name__)
+
+QUEUED_EVENTS = 1000
+"""Per listener; one that falls this far behind loses events and reads the record."""
+
+
+class EventStream:
+    """One listener. Turns are told only as they come; the record has those of before."""
+
+    def __init__(
+        self, live: LiveSession, store: Store, siblings: Siblings, keep_alive_s: float
+    ) -> None:
+        self._live = live
+        self._store = store
+        self._siblings = siblings
+        self._keep_alive_s = keep_alive_s
+        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUED_EVENTS)
+        self._relays: dict[str, asyncio.Task[None]] = {}
+
+    async def answer(self, request: web.Request, since: int) -> web.StreamResponse:
+        """`since`: the number of the last event that the listener has."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        from_sibling = told_by_sibling(request)
+        self._live.listeners.add(self._queue)
+        try:
+            await response.prepare(request)
+            if not from_sibling:
+                await self._follow(request)
+                for event in await self._store.get_events(self._live.session.session_id, since):
+                    since = event["seq"]
+                    await response.write(_event(event))
+            while not self._has_ended():
+                try:
+                    async with asyncio.timeout(self._keep_alive_s):
+                        event = await self._queue.get()
+                except TimeoutError:
+                    await response.write(KEEP_ALIVE)
+                    if not from_sibling:
+                        await self._follow(request)
+                    continue
+                if event["kind"] != CLOSING and event.get("seq", since + 1) > since:
+                    await response.write(_event(event))
+        finally:
+            self._live.listeners.discard(self._queue)
+            for relay in self._relays.values():
+                relay.cancel()
+            await asyncio.gather(*self._relays.values(), return_exceptions=True)
+        return response
+
+    def _has_ended(self) -> bool:
+        relays_ended = all(relay.done() for relay in self._relays.values())
+        return self._live.closed.is_set() and self._queue.empty() and relays_ended
+
+    async def _follow(self, request: web.Request) -> None:
+        """Returns when every sibling is listened to that can be."""
+        opened = []
+        for name in [] if self._live.closed.is_set() else self._siblings.names:
+            relay = self._relays.get(name)
+            if relay is None or relay.done():
+                opened.append(asyncio.Event())
+                self._relays[name] = asyncio.create_task(self._relay(request, name, opened[-1]))
+        for event in opened:
+            await event.wait()
+
+    async def _relay(self, request: web.Request, sibling: str, opened: asyncio.Event) -> None:
+        try:
+            async with self._siblings.stream(request, sibling) as response:
+                opened.set()
+                async for line in response.content:
+                    if line.startswith(b"data: "):
+                        self._take(orjson.loads(line[6:]))
+        except aiohttp.ClientError as error:
+            _log.info("a process of this proxy cannot be listened to (any more): %r", error)
+        finally:
+            opened.set()
+            self._put({"kind": CLOSING})  # wakes the listener, who may have waited for us only
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "expired":  # which only the process that noticed knows
+            self._live.closed.set()
+        self._put(event)
+
+    def _put(self, event: dict[str, Any]) -> None:
+        if not self._queue.full():
+            self._queue.put_nowait(event)
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(event) + b"\n\n"

@@ -1,0 +1,315 @@
+"""The control plane: sessions, their records and rewards, events, engines, versions.
+
+Invariant: nothing here is answered without the admin key where one is set, and off loopback one is
+always set. No answer holds an API key but the one that creates it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+from aiohttp import web
+
+from proxy.config import EngineConfig, ProxyConfig
+from proxy.control.event_stream import EventStream
+from proxy.control.openapi import OPERATIONS, document
+from proxy.control.record_view import session_view, trajectories_view, turn_view
+from proxy.control.schema import NewEngine, NewReward, NewSession, Version, parsed
+from proxy.data_plane import api_key, read_body
+from proxy.engines.protocol import Engine
+from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
+from proxy.metrics import Metrics
+from proxy.processes.siblings import Siblings, told_by_sibling
+from proxy.record_format import CONTENT_TYPE, encode_record
+from proxy.records import Reward, Session, SessionKind, SessionStatus
+from proxy.routing import Router
+from proxy.sampling import check_pinned
+from proxy.sessions import Sessions
+from proxy.store.protocol import SessionFilter, Store
+
+MAX_WAIT_S = 300.0
+"""A long-poll is answered after this at the latest; the caller asks again."""
+
+
+class ControlPlane:
+    """One handler per route; `ROUTES` says which."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        sessions: Sessions,
+        store: Store,
+        router: Router,
+        metrics: Metrics,
+        make_engine: Callable[[EngineConfig], Engine],
+        siblings: Siblings,
+    ) -> None:
+        self._config = config
+        self._sessions = sessions
+        self._store = store
+        self._router = router
+        self._metrics = metrics
+        self._make_engine = make_engine
+        self._siblings = siblings
+        self._withdrawn = False
+
+    def withdraw(self) -> None:
+        """`/ready` says no from now on."""
+        self._withdrawn = True
+
+    async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
+        """Runs the handler of a route in `ROUTES`."""
+        try:
+            if not OPERATIONS[name].open_to_all:
+                self._check_admin(request)
+            response: web.StreamResponse = await getattr(self, f"_{name}")(request)
+            if name in _TOLD_TO_SIBLINGS:
+                await self._siblings.tell(request)
+        except ProxyError as error:
+            return _refused(error)
+        return response
+
+    def _check_admin(self, request: web.Request) -> None:
+        if self._config.admin_key is None:
+            return
+        wanted = self._config.admin_key.get_secret_value().encode()
+        given = (api_key(request.headers) or "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, wanted):
+            raise SessionError("the control plane wants the admin key", status=401)
+
+    async def _create(self, request: web.Request) -> web.Response:
+        trial_id = request.match_info.get("trial_id")
+        new = parsed(NewSession, await read_body(request))
+        session, key = await self._sessions.create(
+            unquote(trial_id) if trial_id is not None else new.trial_id,
+            kind=new.kind,
+            sampling=check_pinned(new.sampling),
+            profile=new.profile,
+            limits=new.limits.model_dump(exclude_none=True),
+            metadata=new.metadata,
+            ttl_s=new.ttl_s,
+        )
+        root = self._public_url(request)
+        return _json(
+            {
+                "trial_id": session.session_id,
+                "api_key": key,
+                "base_url": f"{root}/{session.session_id}/v1",
+                "anthropic_base_url": f"{root}/{session.session_id}",
+                "expires_at": session.expires_at,
+            },
+            status=201,
+        )
+
+    async def _list(self, request: web.Request) -> web.Response:
+        query = request.query
+        where = SessionFilter(
+            status=_choice(query.get("status"), SessionStatus, "status"),
+            kind=_choice(query.get("kind"), SessionKind, "kind"),
+            id_prefix=query.get("id_prefix", ""),
+            after=query.get("after"),
+            limit=int(_number(query.get("limit", "100"), "limit", 1, 1000)),
+        )
+        sessions = await self._store.list_sessions(where)
+        return _json({"sessions": [session_view(session) for session in sessions]})
+
+    async def _show(self, request: web.Request) -> web.Response:
+        session = await self._session(request)
+        turns = await self._store.get_turns(session.session_id)
+        return _json({**session_view(session), "turns": [turn_view(turn) for turn in turns]})
+
+    async def _trajectories(self, request: web.Request) -> web.Response:
+        session = await self._session(request)
+        turns = await self._store.get_turns(session.session_id)
+        if CONTENT_TYPE in request.headers.get("Accept", ""):
+            return web.Response(body=encode_record(session, turns), content_type=CONTENT_TYPE)
+        return _json({**session_view(session), "trajectories": trajectories_view(turns)})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = await self._session(request)
+        reward = Reward(**dict(parsed(NewReward, await read_body(request))))
+        if reward.turn is not None:
+            turns = await self._store.get_turns(session.session_id)
+            if reward.turn >= len(turns):
+                raise RequestError(f"turn: the session has {len(turns)} turns", param="turn")
+        added = await self._store.add_reward(session.session_id, reward)
+        if added:
+            live = await self._sessions.get(session.session_id)
+            await self._sessions.record_event(live, "reward", key=reward.key, value=reward.value)
+        return _json({"added": added})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        if told_by_sibling(request):
+            self._sessions.ended_elsewhere(_trial_id(request), "completed")
+        else:
+            await self._sessions.complete(_trial_id(request))
+        return _json({})
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        if told_by_sibling(request):
+            self._sessions.ended_elsewhere(_trial_id(request), "deleted")
+        else:
+            await self._sessions.delete(_trial_id(request))
+        return _json({})
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        live = await self._sessions.get(_trial_id(request))
+        if request.query.get("wait") == "completed":
+            wait_s = _number(request.query.get("timeout_s", "60"), "timeout_s", 0, 1e9)
+            try:
+                async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
+                    await live.closed.wait()
+            except TimeoutError:
+                return _json({"completed": False})
+            return _json({"completed": True})
+        since = int(_number(request.query.get("since", "0"), "since", 0, 2**53))
+        if "text/event-stream" in request.headers.get("Accept", ""):
+            keep_alive_s = self._config.limits.keep_alive_s
+            stream = EventStream(live, self._store, self._siblings, keep_alive_s)
+            return await stream.answer(request, since)
+        return _json({"events": await self._store.get_events(live.session.session_id, since)})
+
+    async def _engines(self, request: web.Request) -> web.Response:
+        engines = [
+            {
+                "name": info.name,
+                "url": info.url,
+                "healthy": info.healthy,
+                "in_flight": info.in_flight,
+                "version": info.version,
+                "model": info.model,
+                "max_context_tokens": info.max_context_tokens,
+                "text_only": info.text_only,
+                "details": info.details,
+            }
+            for info in self._router.infos
+        ]
+        return _json({"engines": engines, "paused": self._router.paused})
+
+    async def _add_engine(self, request: web.Request) -> web.Response:
+        new = parsed(NewEngine, await read_body(request))
+        try:
+            engine = self._make_engine(EngineConfig.model_validate(new.model_dump()))
+        except ConfigurationError as error:
+            raise RequestError(error.message, param="url") from error
+        await self._router.add(engine)
+        return _json({"name": engine.info.name}, status=201)
+
+    async def _remove_engine(self, request: web.Request) -> web.Response:
+        await self._router.remove(unquote(request.match_info["name"]))
+        return _json({})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._router.pause()
+        return _json({"paused": True})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._router.resume()
+        return _json({"paused": False})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        version = parsed(Version, await read_body(request)).version
+        self._router.set_version(version)
+        return _json({"version": version})
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        others = await self._siblings.ask(request)
+        return web.Response(body=self._metrics.exposition(others), content_type="text/plain")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return _json(document(ROUTES))
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        try:
+            if self._withdrawn:
+                raise EngineError("the proxy is stopping")
+            await self._router.check()
+            await self._store.list_sessions(SessionFilter(limit=1))
+        except ProxyError as error:
+            return _refused(error)
+        return _json({"status": "ready"})
+
+    async def _session(self, request: web.Request) -> Session:
+        session = await self._store.get_session(_trial_id(request))
+        if session is None:
+            raise SessionError(f"session {_trial_id(request)!r} is unknown", status=404)
+        return session
+
+    def _public_url(self, request: web.Request) -> str:
+        if self._config.public_url is not None:
+            return self._config.public_url.rstrip("/")
+        return str(request.url.origin())
+
+
+_NAMED = r"/sessions/{trial_id:[\s\S]+?}"  # a line break, too, is ours to refuse
+ROUTES = (
+    ("GET", "/health", "health"),
+    ("GET", "/ready", "ready"),
+    ("GET", "/openapi.json", "openapi"),
+    ("GET", "/metrics", "show_metrics"),
+    ("GET", "/sessions", "list"),
+    ("POST", "/sessions", "create"),
+    ("GET", _NAMED + "/trajectories", "trajectories"),
+    ("GET", _NAMED + "/events", "events"),
+    ("POST", _NAMED + "/rewards", "reward"),
+    ("POST", _NAMED + "/complete", "complete"),
+    ("GET", _NAMED, "show"),
+    ("POST", _NAMED, "create"),
+    ("DELETE", _NAMED, "delete"),
+    ("GET", "/engines", "engines"),
+    ("POST", "/engines/pause", "pause"),
+    ("POST", "/engines/resume", "resume"),
+    ("POST", "/engines", "add_engine"),
+    ("DELETE", "/engines/{name}", "remove_engine"),
+    ("PUT", "/policy_version", "set_version"),
+)
+_TOLD_TO_SIBLINGS = frozenset(
+    {"complete", "delete", "pause", "resume", "add_engine", "remove_engine", "set_version"}
+)
+
+
+def _trial_id(request: web.Request) -> str:
+    return unquote(request.match_info["trial_id"])
+
+
+def _choice(value: str | None, kind: Any, name: str) -> Any:
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise RequestError(f"{name}: one of {', '.join(kind)} is wanted, not {value!r}") from error
+
+
+def _number(text: str, name: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise RequestError(f"{name}: a number from {low} to {high} is wanted, not {text!r}")
+    return value
+
+
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY),
+        status=status,
+        content_type="application/json",
+    )
+
+
+def _refused(error: ProxyError) -> web.Response:
+    response = _json({"error": {"message": error.message}}, status=error.status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return response

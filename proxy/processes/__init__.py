@@ -1,0 +1,1 @@
+"""Proxy processes: one, several on one port, several on one store."""

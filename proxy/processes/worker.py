@@ -1,0 +1,46 @@
+"""One of several processes on one port (`python -m proxy.processes.worker`, see `workers.py`).
+
+Invariant: it says `listening` when it does, and ends when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import signal
+import sys
+
+import uvloop
+
+from proxy import logs
+from proxy.errors import ConfigurationError
+from proxy.processes.serving import listen, withdraw
+from proxy.processes.workers import Part
+
+
+def main() -> int:
+    part: Part = pickle.load(sys.stdin.buffer)
+    logs.set_up(part.config.log)
+    try:
+        uvloop.run(_serve(part))
+    except ConfigurationError as error:
+        sys.stderr.write(f"agentic-proxy: {error.message}\n")
+        return 2
+    return 0
+
+
+async def _serve(part: Part) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_reader(sys.stdin.fileno(), stop.set)
+    async with listen(part.config, own_socket=part.own_socket, siblings=part.siblings) as (app, _):
+        sys.stdout.write("listening\n")
+        sys.stdout.flush()
+        await stop.wait()
+        await withdraw(app, part.config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

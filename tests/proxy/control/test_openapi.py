@@ -1,0 +1,112 @@
+"""The document names every route of the control plane and no other, and answers are as it says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from pydantic import BaseModel
+
+from proxy.app import build_app
+from proxy.config import ProxyConfig
+from proxy.control import schema
+from proxy.control.openapi import OPERATIONS, document
+from proxy.control.plane import ROUTES
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+
+HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+def test_every_route_is_in_the_document_and_every_other_is_an_agents(checkpoint: Any) -> None:
+    described = {
+        (method.upper(), path)
+        for path, methods in document(ROUTES)["paths"].items()
+        for method in methods
+    }
+    app = build_app(ProxyConfig(model=checkpoint))
+    served = {
+        (route.method, re.sub(r"\{(\w+)[^}]*\}", r"{\1}", route.resource.canonical))
+        for route in app.router.routes()
+        if route.resource is not None and route.method not in ("HEAD", "OPTIONS")
+    }
+    agents = {(m, path) for m, path in served if path.startswith("/v1/") or path == "/{path}"}
+    assert served - agents == described
+    assert {name for _, _, name in ROUTES} == set(OPERATIONS)
+
+
+def test_every_reference_of_the_document_leads_somewhere() -> None:
+    made = document(ROUTES)
+    named = set(re.findall(r'"\$ref":"#/components/schemas/(\w+)"', orjson.dumps(made).decode()))
+    assert named
+    assert named <= set(made["components"]["schemas"])
+    ids = [o["operationId"] for methods in made["paths"].values() for o in methods.values()]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_answers_are_as_the_document_says(proxy: RunningProxy) -> None:
+    async def call(method: str, path: str, status: int, model: type[BaseModel], **body: Any) -> Any:
+        data = orjson.dumps(body) if body else None
+        async with proxy.http.request(
+            method, proxy.url + path, data=data, headers=HEADERS
+        ) as response:
+            text = await response.read()
+            assert response.status == status, text
+            return model.model_validate_json(text)
+
+    async with proxy.http.get(proxy.url + "/openapi.json") as response:
+        assert (await response.json())["openapi"] == "3.1.0"
+    await call("GET", "/health", 200, schema.Status)
+    await call("GET", "/ready", 200, schema.Status)
+    limits = {"max_turns": 9}
+    await call(
+        "POST", "/sessions/t", 201, schema.SessionCreated, sampling={"top_k": 5}, limits=limits
+    )
+    session = await proxy.session(metadata={"a": 1})
+    body = {"messages": [{"role": "user", "content": "Hi."}]}
+    assert (await proxy.post(session, "chat/completions", body))[0] == 200
+    own = f"/sessions/{session.trial_id}"
+    await call("POST", own + "/rewards", 200, schema.Added, value=1, parts={"x": 0.5}, turn=0)
+    await call("GET", "/sessions?limit=2", 200, schema.SessionList)
+    await call("GET", own, 200, schema.SessionRecord)
+    await call("GET", own + "/trajectories", 200, schema.SessionTrajectories)
+    await call("GET", own + "/events", 200, schema.Events)
+    await call("POST", own + "/complete", 200, schema.Nothing)
+    await call("GET", own + "/events?wait=completed", 200, schema.Events)
+    await call("GET", "/engines", 200, schema.Engines)
+    await call("POST", "/engines", 201, schema.EngineAdded, url="http://127.0.0.1:9", name="x")
+    await call("DELETE", "/engines/x", 200, schema.Nothing)
+    await call("POST", "/engines/pause", 200, schema.Paused)
+    await call("POST", "/engines/resume", 200, schema.Paused)
+    await call("PUT", "/policy_version", 200, schema.Version, version=3)
+    await call("GET", "/sessions/none", 404, schema.Error)
+    await call("DELETE", own, 200, schema.Nothing)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/sessions", {"kind": "test"}, "kind"),
+        ("/sessions", {"limits": {"max_turn": 1}}, "limits.max_turn"),
+        ("/sessions", {"limits": {"max_turns": True}}, "limits.max_turns"),
+        ("/sessions", {"sampling": {"temperature": "hot"}}, "sampling.temperature"),
+        ("/sessions", {"ttl_s": 0}, "ttl_s"),
+        ("/sessions", {"metadata": {"a": [2**70]}}, "metadata"),
+        ("/sessions", {"sampling": {"seed": 2**70}}, "sampling"),
+        ("/sessions", {"metdata": {}}, "metdata"),
+        ("/engines", {}, "url"),
+        ("/engines", {"url": "http://x", "kind": "tgi"}, "kind"),
+        ("/engines", {"url": "x:80"}, "engines: 'x:80'"),
+    ],
+)
+async def test_a_refusal_names_the_field(
+    proxy: RunningProxy, path: str, body: dict[str, Any], field: str
+) -> None:
+    async with (
+        aiohttp.ClientSession(headers=HEADERS) as http,
+        http.post(proxy.url + path, json=body) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["message"].startswith(field)

@@ -1,0 +1,63 @@
+"""Whatever is sent to the control plane, the answer is one that its document describes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from proxy.control.openapi import document
+from proxy.control.plane import ROUTES
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+
+SCHEMA = schemathesis.openapi.from_dict(document(ROUTES))
+OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations()]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+HANGS_S = 10.0
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"),
+    [
+        *((operation, GenerationMode.POSITIVE) for operation in OPERATIONS),
+        *((o, GenerationMode.NEGATIVE) for o in OPERATIONS if o.body or o.query),
+    ],
+    ids=lambda value: getattr(value, "label", None) or value.name,
+)
+async def test_every_answer_is_as_described(
+    operation: Any, mode: GenerationMode, proxy: RunningProxy
+) -> None:
+    session = await proxy.session()
+    await proxy.post(session, "chat/completions", {"messages": [{"role": "user", "content": "."}]})
+
+    def send(case: Case) -> None:
+        trial_id = case.path_parameters.get("trial_id")
+        if trial_id is not None and len(str(trial_id)) % 2:  # half of them name one that is there
+            case.path_parameters["trial_id"] = session.trial_id
+        if "wait" in case.query:
+            case.query["timeout_s"] = 0.01
+        case.call_and_validate(
+            base_url=proxy.url,
+            headers={"Authorization": f"Bearer {ADMIN_KEY}"},
+            checks=CHECKS,
+            timeout=HANGS_S,
+        )
+
+    strategy = operation.as_strategy(generation_mode=mode)
+    quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    await asyncio.to_thread(quick(given(strategy)(send)))

@@ -1,0 +1,70 @@
+"""Two gloo processes with sharded weights train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from tests.trainer.policy.test_policy import make_batch
+from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.policy.critic import Critic
+from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.optimizer import OptimizerConfig
+from trainer.policy.parallel import Ranks
+from trainer.policy.policy import Policy
+from trainer.policy.token_loss import Metrics
+from trainer.policy.update import update_critic, update_policy
+
+
+def train(checkpoint: Path, ranks: Ranks, lora: bool) -> tuple[Metrics, dict[str, Tensor]]:
+    """Two PPO updates with a critic, two mini-batches each; metrics and final weights."""
+    config = ModelConfig(
+        path=checkpoint, max_micro_batch_tokens=64, lora=LoraSettings(rank=2) if lora else None
+    )
+    torch.manual_seed(0)
+    # SGD-like: a large epsilon, as Adam would turn rounding noise in tiny gradients into steps
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-2)
+    policy = Policy(config, optimizer, ranks=ranks)
+    critic = Critic(config, optimizer, ranks=ranks)
+    algorithm = Algorithm(AlgorithmConfig.model_validate({"preset": "ppo", "mini_batches": 2}))
+    batch, metrics = make_batch(1), Metrics()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
+        batch.values = critic.compute_values(batch)
+        algorithm.compute_advantages(batch)
+        metrics |= update_critic(critic, algorithm, batch, generator=generator)
+        metrics = {f"critic/{name}": value for name, value in metrics.items()}
+        metrics |= update_policy(
+            policy, algorithm, batch, temperature=1.0, version=3, generator=generator
+        )
+    return metrics, dict(policy.named_hf_parameters())
+
+
+def worker(rank: int, checkpoint: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    ranks = Ranks.of_process_group("cpu")
+    results = [train(checkpoint, ranks, lora) for lora in (False, True)]
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
+    """All weights, and adapters alone."""
+    mp.spawn(worker, (checkpoint, tmp_path), nprocs=2)
+    results = torch.load(tmp_path / "results.pt")
+    for lora, (metrics, weights) in zip((False, True), results, strict=True):
+        expected_metrics, expected_weights = train(checkpoint, Ranks(), lora)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-4)
+        assert weights.keys() == expected_weights.keys()
+        for name, weight in weights.items():
+            expected = expected_weights[name]
+            torch.testing.assert_close(weight, expected, atol=1e-4, rtol=1e-3, msg=name)

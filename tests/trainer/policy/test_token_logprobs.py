@@ -1,0 +1,43 @@
+"""The chunked log-probabilities and entropies against log_softmax over the whole vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.policy import token_logprobs as module
+from trainer.policy.token_logprobs import token_logprobs
+
+
+@pytest.mark.parametrize("chunk_logits", [1 << 24, 150], ids=["one chunk", "many chunks"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients_are_those_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, chunk_logits: int, temperature: float
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_LOGITS", chunk_logits)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        (torch.randn(shape, generator=generator) * 2).requires_grad_()
+        for shape in ((11, 6), (40, 6))
+    )
+    ids = torch.randint(0, 40, (11,), generator=generator)
+    a, b = torch.randn(2, 11, generator=generator)
+
+    whole = (hidden @ weight.T / temperature).log_softmax(-1)
+    expected = whole.gather(1, ids[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
+    got = token_logprobs(hidden, weight, ids, temperature, entropy_grad=True)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    gradients = [
+        torch.autograd.grad((logp * a + entropy * b).sum(), (hidden, weight))
+        for logp, entropy in (got, expected)
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_without_a_bonus_the_entropy_has_no_gradient() -> None:
+    hidden = torch.randn(3, 4, requires_grad=True)
+    logp, entropy = token_logprobs(hidden, torch.randn(9, 4), torch.tensor([1, 2, 3]), 1.0)
+    assert logp.requires_grad
+    assert not entropy.requires_grad

@@ -1,0 +1,156 @@
+"""Metrics reach every place; a place that cannot be reached is told before anything starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import wandb
+
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.run.folder import RunFolder
+from trainer.run.log import RunLog
+from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, TensorBoardSink, WandbSink
+from trainer.run.progress import Progress
+
+
+def test_a_step_is_a_line_that_any_json_reader_reads(tmp_path: Path) -> None:
+    log = MetricsLog([JsonlSink(tmp_path / "m.jsonl")])
+    log.log(1, {"reward/mean": 0.5, "advantage/max": float("nan")})
+    line = json.loads((tmp_path / "m.jsonl").read_text())
+    assert line["step"] == 1
+    assert line["reward/mean"] == 0.5
+    assert line["advantage/max"] is None
+    log.close()
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog([TensorBoardSink(tmp_path / "tb")])
+    for step in (1, 2):
+        log.log(step, {"reward/mean": step / 4})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("sink", "key"),
+    [(WandbSink, "logging.wandb_project"), (MlflowSink, "logging.mlflow_experiment")],
+)
+def test_a_logger_that_is_not_installed_names_its_key(
+    sink: type[WandbSink] | type[MlflowSink], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, key.removeprefix("logging.").partition("_")[0], None)
+    with pytest.raises(ConfigError, match=key):
+        sink("project", "run", {})
+
+
+def test_mlflow_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    log = MetricsLog([MlflowSink("experiment", "run", {"rollout": {"group_size": 3}})])
+    for step in (1, 2):
+        log.log(step, {"reward/mean": step / 4})
+    log.close()
+    (config,) = tmp_path.glob("*/*/artifacts/config.json")
+    assert json.loads(config.read_text()) == {"rollout": {"group_size": 3}}
+    (series,) = tmp_path.glob("*/*/metrics/reward/mean")
+    lines = [line.split()[1:3] for line in series.read_text().splitlines()]
+    assert lines == [["0.25", "1"], ["0.5", "2"]]
+
+
+def test_a_resumed_run_goes_on_in_the_same_runs_of_mlflow_and_wandb(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    offline_wandb(tmp_path, monkeypatch)
+    config = TrainerConfig.model_validate(
+        {
+            "model": {"path": checkpoint},
+            "remote_agent": {"command": {"argv": ["true"]}},
+            "logging": {
+                "wandb_project": "project",
+                "mlflow_experiment": "experiment",
+                "tensorboard": False,
+                "progress": "none",
+            },
+        }
+    )
+    folders = [RunFolder.create(tmp_path / part / "run") for part in ("one", "other")]
+    for folder, first in ((folders[0], 1), (folders[1], 1), (folders[0], 3)):
+        log = RunLog(config, folder, saved_step=first - 1)
+        for step in (first, first + 1):
+            log.step(step, {"reward/mean": step / 4}, [])
+        log.close()
+    wandb.teardown()
+    one, other = (folder.read_summary()["tracking"] for folder in folders)
+    assert one["mlflow"] != other["mlflow"]
+    assert one["wandb"] != other["wandb"]
+    recorded = {
+        path.parent.parent.name: path for path in tmp_path.glob("mlflow/*/*/metrics/reward")
+    }
+    assert recorded.keys() == {one["mlflow"], other["mlflow"]}
+    lines = (recorded[one["mlflow"]] / "mean").read_text().splitlines()
+    assert [line.split()[2] for line in lines] == ["1", "2", "3", "4"]
+    parts = [path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert sorted(parts) == sorted(f"run-{tracked['wandb']}.wandb" for tracked in (one, one, other))
+
+
+def test_an_mlflow_run_that_is_gone_names_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    with pytest.raises(ConfigError, match=r"logging\.mlflow_experiment=e: .* not found"):
+        MlflowSink("e", "run", {}, run_id="0123456789abcdef0123456789abcdef")
+
+
+def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+
+def test_wandb_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline_wandb(tmp_path, monkeypatch)
+    sink = WandbSink("project", "run", {"rollout": {"group_size": 3}})
+    log = MetricsLog([sink])
+    log.log(7, {"reward/mean": 0.15625})
+    log.close()
+    wandb.teardown()  # its service writes the file's end as it ends
+    (recorded,) = tmp_path.glob(f"wandb/offline-run-*/run-{sink.run_id}.wandb")
+    content = recorded.read_bytes()
+    assert b"reward/mean" in content
+    assert b"0.15625" in content
+    assert b"group_size" in content
+
+
+def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("plain", steps=20)
+    progress.phase(3, "sampling")
+    progress.step(3, {"reward/mean": 0.25, "mismatch/logp_abs_mean": 4e-7, "other": 1.0})
+    progress.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "step  3/20" in line
+    assert "reward 0.250" in line
+    assert "mismatch 4.0e-07" in line
+
+
+def test_a_terminal_shows_the_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("rich", steps=20)
+    progress.phase(3, "sampling")
+    progress.say("a line")
+    progress.close()
+    assert "a line" in capsys.readouterr().out
+
+
+def test_no_progress_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("none", steps=1)
+    progress.step(1, {"reward/mean": 1.0})
+    assert capsys.readouterr().out == ""

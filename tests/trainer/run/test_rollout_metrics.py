@@ -1,0 +1,87 @@
+"""The numbers that a run is judged by, against ones computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
+from trainer.batch import build_batch
+from trainer.run.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
+
+TASK = Task("t", {})
+
+
+def rollout(
+    name: str,
+    reward: float | None,
+    status: RolloutStatus = RolloutStatus.DONE,
+    versions: tuple[int, ...] = (3, 3),
+    logprobs: tuple[float, ...] = (-1.0, -2.0),
+) -> Rollout:
+    count = len(versions)
+    segment = Segment(
+        parent=-1,
+        ids=np.arange(count + 1, dtype=np.int32),
+        mask=np.arange(count + 1) > 0,
+        logprobs=np.array([0.0, *logprobs], np.float32),
+        versions=np.array([-1, *versions], np.int32),
+        turns=np.zeros(count + 1, np.int32),
+    )
+    return Rollout(name, TASK, status, reward, segments=(segment,), num_turns=2)
+
+
+def test_failed_rollouts_are_counted_and_in_no_mean() -> None:
+    rollouts = [
+        rollout("a", 1.0),
+        rollout("b", 0.0, RolloutStatus.TRUNCATED),
+        rollout("c", 0.0, RolloutStatus.FAILED),
+        rollout("d", None),
+    ]
+    metrics = rollout_metrics([Group("g", TASK, rollouts)], success_at=1.0)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["rollout/success"] == 0.5
+    assert metrics["rollout/failed"] == 0.25
+    assert metrics["rollout/truncated"] == 0.25
+    assert metrics["rollout/untrainable"] == 0.5
+    assert metrics["rollout/sampled_tokens"] == 4.0
+
+
+def test_rewards_are_also_per_source() -> None:
+    groups = [
+        Group("g", Task("x", {}, source="x"), [rollout("a", 1.0)]),
+        Group("h", Task("y", {}, source="y"), [rollout("b", 0.0)]),
+    ]
+    for group in groups:
+        group.rollouts[0].task = group.task
+    metrics = rollout_metrics(groups, success_at=1.0)
+    assert metrics["reward/source/x"] == 1.0
+    assert metrics["reward/source/y"] == 0.0
+
+
+def test_groups_without_a_difference_are_counted() -> None:
+    same = Group("g", TASK, [rollout("a", 1.0), rollout("b", 1.0)])
+    other = Group("h", TASK, [rollout("c", 1.0), rollout("d", 0.0)])
+    assert rollout_metrics([same, other], success_at=1.0)["rollout/uniform_groups"] == 0.5
+
+
+def test_staleness_is_per_token() -> None:
+    batch = build_batch([Group("g", TASK, [rollout("a", 1.0, versions=(3, 5))])])
+    metrics = staleness_metrics(batch, 5)
+    assert metrics["staleness/mean"] == 1.0
+    assert metrics["staleness/max"] == 2.0
+    assert metrics["staleness/tokens_at_0"] == metrics["staleness/tokens_at_2"] == 1.0
+
+
+def test_mismatch_counts_tokens_of_the_present_weights_alone() -> None:
+    batch = build_batch([Group("g", TASK, [rollout("a", 1.0, versions=(3, 5))])])
+    metrics = mismatch_metrics(batch, torch.tensor([-9.0, -2.25]), 5)
+    assert metrics["mismatch/logp_abs_mean"] == pytest.approx(0.25)
+    assert metrics["mismatch/all_abs_mean"] == pytest.approx((8 + 0.25) / 2)
+    weights = np.exp([-8.0, -0.25])
+    assert metrics["mismatch/ess"] == pytest.approx(weights.sum() ** 2 / 2 / (weights**2).sum())
+    k3 = sum(math.expm1(d) - d for d in (-8.0, -0.25)) / 2
+    assert metrics["mismatch/k3"] == pytest.approx(k3)

@@ -1,0 +1,108 @@
+"""The critic: a decoder with a scalar head, which values the state each token was sampled in.
+
+Invariant: the value of a token is read where the token is predicted, before it is seen. Packing,
+prefix sharing, sharding and the step are the policy's.
+
+Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch, `D` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.batch import Batch
+from trainer.errors import TrainingError
+from trainer.packing import MicroBatch
+from trainer.policy.model import DTYPES, ModelConfig, blocks, last_hidden, load_model
+from trainer.policy.optimizer import OptimizerConfig, Stepper
+from trainer.policy.parallel import Ranks
+from trainer.policy.policy import pack_for
+from trainer.policy.token_loss import Metrics, ValueLossFunction
+
+
+class ValueModel(nn.Module):
+    """A causal model's decoder and a linear head that starts at 0."""
+
+    def __init__(self, model: Any, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.compute_dtype = compute_dtype
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """`[M]` float32."""
+        hidden = last_hidden(self.model.get_decoder(), micro, self.compute_dtype)
+        values: Tensor = self.head(hidden[micro.predictors].to(self.head.weight.dtype))
+        return values.float().sum(-1)  # of one: a new tensor, as FSDP2 takes no view
+
+
+class Critic:
+    """Example:
+    critic = Critic(ModelConfig(path=…), OptimizerConfig(lr=1e-5))
+    batch.values = critic.compute_values(batch)
+    algorithm.compute_advantages(batch)
+    metrics = update_critic(critic, algorithm, batch, generator=generator)
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        device: str | torch.device = "cpu",
+        ranks: Ranks | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        """All of the critic is trained: `config.lora` is the policy's and does not count here."""
+        self.config = config.model_copy(update={"lora": None})
+        self.ranks = ranks or Ranks()
+        self.device = torch.device(device)
+        model = load_model(self.config)
+        self.module = ValueModel(model, DTYPES[config.compute_dtype]).to(self.device)
+        model.get_output_embeddings().requires_grad_(model.config.tie_word_embeddings)
+        self.ranks.shard(self.module, blocks(model), self.module.compute_dtype)
+        self.stepper = Stepper(self.module, optimizer, total_steps)
+
+    def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
+        """The batch (or some of its sequences) as this rank's micro-batches."""
+        return pack_for(self.module.model, self.config, self.ranks, batch, sequences)
+
+    @torch.no_grad()
+    def compute_values(self, batch: Batch) -> Tensor:
+        """`[N]` float32: what the critic expects from each trained token on."""
+        self.module.eval()
+        values = torch.zeros(batch.num_tokens)
+        for micro in self.pack(batch):
+            values[micro.targets] = self.module(micro.to(self.device)).cpu()
+        return self.ranks.sum(values)
+
+    def forward_backward(self, micro: MicroBatch, batch: Batch, loss: ValueLossFunction) -> Metrics:
+        """Adds the gradient of the micro-batch's losses; its contributions to the metrics.
+
+        Raises TrainingError, naming rollout and turn, where a loss is not finite.
+        """
+        self.module.train()
+        result = loss(self.module(micro.to(self.device)), micro.targets)
+        finite = torch.isfinite(result.losses)
+        if not finite.all():
+            token = int(micro.targets[int((~finite).nonzero()[0])])
+            raise TrainingError(f"{batch.name(token)}: the critic's loss of a token is not finite")
+        (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+        return {name: float(value.detach()) for name, value in result.metrics.items()}
+
+    def step(self) -> Metrics:
+        """As the policy's."""
+        return self.stepper.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and schedule, for torch's DCP."""
+        return self.stepper.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stepper.load_state_dict(state)

@@ -1,0 +1,208 @@
+"""The policy in training: scores of recorded tokens, gradients of a loss over them, the step.
+
+Invariant: a step's gradient is that of the sum of the per-token losses over all its micro-batches.
+The loss function weighs each token by a denominator of the whole batch, so how it was cut into
+micro-batches (or ranks) changes nothing but rounding.
+
+Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.batch import Batch
+from trainer.errors import TrainingError
+from trainer.packing import MicroBatch, pack
+from trainer.policy.model import (
+    DTYPES,
+    CausalScorer,
+    ModelConfig,
+    blocks,
+    context_tokens,
+    load_model,
+    named_hf_parameters,
+    vocabulary,
+)
+from trainer.policy.optimizer import OptimizerConfig, Stepper
+from trainer.policy.parallel import Ranks
+from trainer.policy.token_loss import LossFunction, Metrics
+
+CPU_FILL_TOKENS = 4096
+"""A CPU computes what is in its cache faster: a matrix product of 4,096 rows of 128 ran at 83
+GFLOP/s, one of 22,725 at 59, and memory goes with the size of a pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the policy says of each trained token: `[N]` float32 each, on the CPU.
+
+    Example: Scores(logprobs=[-0.1 -2.3 -0.7], entropy=[0.4 1.9 0.8])
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class Policy:
+    """A Hugging Face causal model with its optimizer.
+
+    Example:
+        policy = Policy(ModelConfig(path=…), OptimizerConfig(lr=1e-5))
+        batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
+        for micro in policy.pack(batch):
+            metrics = policy.forward_backward(micro, batch, loss, temperature=1.0)
+        metrics |= policy.step()
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        ranks: Ranks | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        """Without an `optimizer` the policy is frozen: a reference or a teacher."""
+        self.config = config
+        self.ranks = ranks or Ranks()
+        self.device = torch.device(device)
+        self.model: Any = load_model(config, trainable=optimizer is not None).to(self.device)
+        self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype])
+        self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
+        self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
+
+    @property
+    def stepper(self) -> Stepper:
+        """The optimizer and its schedule; TrainingError for a frozen policy, which has none."""
+        if self._stepper is None:
+            raise TrainingError("this policy is frozen: it was made without an optimizer")
+        return self._stepper
+
+    def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
+        """The batch (or some of its sequences) as this rank's micro-batches.
+
+        Raises TrainingError for a rollout longer than the model's context.
+        """
+        return pack_for(self.model, self.config, self.ranks, batch, sequences)
+
+    @torch.no_grad()
+    def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
+        """Log-probability and entropy of every trained token at the rollout's temperature."""
+        self.scorer.eval()
+        logprobs, entropy = torch.zeros(2, batch.num_tokens)
+        for micro in self.pack(batch):
+            scores = self._score(micro, batch, temperature, entropy_grad=False)
+            logprobs[micro.targets], entropy[micro.targets] = (score.cpu() for score in scores)
+        return Scores(self.ranks.sum(logprobs), self.ranks.sum(entropy))
+
+    def forward_backward(
+        self,
+        micro: MicroBatch,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        temperature: float,
+        entropy_grad: bool = False,
+    ) -> Metrics:
+        """Adds the gradient of the micro-batch's losses; its contributions to the metrics.
+
+        Raises TrainingError, naming rollout and turn, where a loss is not finite.
+        """
+        self.scorer.train()
+        logprobs, entropy = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
+        result = loss(logprobs, entropy, micro.targets)
+        if not torch.isfinite(result.losses).all():
+            _raise_not_finite(batch, micro, logprobs.detach(), result.losses.detach())
+        (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+        return {name: float(value.detach()) for name, value in result.metrics.items()}
+
+    def step(self) -> Metrics:
+        """Clips the gradient, updates the weights, clears the gradient.
+
+        Raises GradientError, leaving the weights as they are, where the gradient is not finite.
+        """
+        return self.stepper.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and schedule, for torch's DCP; TrainingError if it is frozen."""
+        return self.stepper.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stepper.load_state_dict(state)
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` as in a Hugging Face checkpoint; tied weights appear once."""
+        return named_hf_parameters(self.model)
+
+    def adapters_off(self) -> AbstractContextManager[Any]:
+        """Within it the policy is its own reference: LoRA's adapters do not count.
+
+        Raises TrainingError for a policy without adapters.
+        """
+        if self.config.lora is None:
+            raise TrainingError("this policy has no adapters to switch off: set model.lora")
+        manager: AbstractContextManager[Any] = self.model.disable_adapter()
+        return manager
+
+    def _score(
+        self, micro: MicroBatch, batch: Batch, temperature: float, *, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        ids = batch.ids[micro.targets].to(self.device)
+        scores: tuple[Tensor, Tensor] = self.scorer(
+            micro.to(self.device), ids, temperature, entropy_grad=entropy_grad
+        )
+        return scores
+
+
+def pack_for(
+    model: Any,
+    config: ModelConfig,
+    ranks: Ranks,
+    batch: Batch,
+    sequences: Iterable[int] | None,
+) -> list[MicroBatch]:
+    """This rank's micro-batches of the batch, within the model's context and the memory budget.
+
+    Raises TrainingError for a rollout longer than the model's context, or with a token outside
+    its vocabulary.
+    """
+    limit, size = context_tokens(model), vocabulary(model)
+    for index, ids in enumerate(batch.sequences):
+        if len(ids) and int(ids.max()) >= size:
+            trial = batch.trial_ids[int(batch.sequence_rollout[index])]
+            raise TrainingError(
+                f"rollout {trial}: token {int(ids.max())} is outside the model's vocabulary of"
+                f" {size}; the engine serves a model with another one"
+            )
+        if len(ids) > limit:
+            trial = batch.trial_ids[int(batch.sequence_rollout[index])]
+            raise TrainingError(
+                f"rollout {trial}: a sequence of {len(ids)} tokens is longer than the model's"
+                f" context of {limit}; lower the engine's context length to it"
+            )
+    micros = pack(
+        batch,
+        max_tokens=config.max_micro_batch_tokens,
+        fill_tokens=None if model.device.type == "cuda" else CPU_FILL_TOKENS,
+        share_prefixes=config.share_prefixes,
+        sequences=sequences,
+        multiple_of=ranks.size,
+    )
+    return ranks.share(micros)
+
+
+def _raise_not_finite(batch: Batch, micro: MicroBatch, logprobs: Tensor, losses: Tensor) -> None:
+    bad = int((~torch.isfinite(losses)).nonzero()[0])
+    raise TrainingError(
+        f"{batch.name(int(micro.targets[bad]))}: the loss of a token is {float(losses[bad])}"
+        f" (log-probability {float(logprobs[bad])}, recorded"
+        f" {float(batch.logprobs[micro.targets[bad]])})"
+    )

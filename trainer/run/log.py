@@ -1,0 +1,117 @@
+"""What a run tells: metrics, finished trials, progress, the summary; one object that knows where.
+
+Invariant: `summary.json` is true at any time: it is replaced after every step and evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from agent_loop.evaluator import EvalReport
+from agent_loop.records import Rollout
+from trainer.config import TrainerConfig
+from trainer.run.folder import RunFolder
+from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
+from trainer.run.progress import Progress
+
+
+class RunLog:
+    def __init__(self, config: TrainerConfig, folder: RunFolder, *, saved_step: int = 0) -> None:
+        """`saved_step`: of the checkpoint that the run goes on from."""
+        self._folder = folder
+        self.saved_step = saved_step
+        self.summary: dict[str, Any] = folder.read_summary()
+        tracked: dict[str, str] = self.summary.setdefault("tracking", {})
+        self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked))
+        self._trials = folder.trials_log.open("a", buffering=1)
+        self._started = time.monotonic()
+        self.progress = Progress(config.logging.progress, config.trainer.steps)
+        self._wall_before_s = float(self.summary.get("wall_s", 0.0))
+        self._summarise(status="running")
+
+    @property
+    def wall_s(self) -> float:
+        """Of the whole run, the parts before a resume included."""
+        return self._wall_before_s + time.monotonic() - self._started
+
+    @property
+    def evaluations(self) -> dict[str, Any]:
+        """Those made so far, by name."""
+        made: dict[str, Any] = self.summary.get("eval", {})
+        return made
+
+    def step(self, step: int, metrics: Mapping[str, float], rollouts: Iterable[Rollout]) -> None:
+        self._metrics.log(step, metrics)
+        self._log_trials(step, "train", rollouts)
+        self.progress.step(step, metrics)
+        self._summarise(steps=step)
+
+    def evaluation(self, step: int, name: str, report: EvalReport) -> None:
+        """`name`: before, after, or the step of one on schedule."""
+        values = report.as_dict()
+        values["reward"] = values.pop("mean_reward")
+        values["trials"] = values.pop("rollouts")
+        overall = report.overall
+        scores = {"eval/success": overall.success, "eval/reward": overall.mean_reward}
+        scores |= {f"eval/pass_at_{k}": share for k, share in overall.pass_at_k.items() if k > 1}
+        self._metrics.log(step, scores)
+        self._log_trials(step, "eval", report.rollouts)
+        low, high = overall.interval
+        self.progress.say(
+            f"evaluation {name}: success {overall.success:.3f} (95% {low:.2f} to {high:.2f}), "
+            f"{overall.rollouts} trials of {overall.tasks} tasks, {overall.failed} failed"
+        )
+        self._summarise(eval=self.evaluations | {name: {"step": step} | values})
+
+    def finish(self, status: str, **values: Any) -> None:
+        """`status`: done, stopped, or failed."""
+        self._summarise(status=status, **values)
+
+    def close(self) -> None:
+        self.progress.close()
+        self._metrics.close()
+        self._trials.close()
+
+    def _summarise(self, **values: Any) -> None:
+        self.summary |= values | {"wall_s": round(self.wall_s, 1)}
+        self._folder.write_summary(self.summary)
+
+    def _log_trials(self, step: int, kind: str, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            line = {
+                "step": step,
+                "kind": kind,
+                "trial_id": rollout.trial_id,
+                "task_id": rollout.task.task_id,
+                "source": rollout.task.source,
+                "status": rollout.status.value,
+                "reward": rollout.reward,
+                "turns": rollout.num_turns,
+                "sampled_tokens": int(rollout.metrics.get("sampled_tokens", 0)),
+                "seconds": round(rollout.times_s.get("total", 0.0), 3),
+                "error": rollout.error,
+            }
+            self._trials.write(json.dumps(line) + "\n")
+
+
+def _sinks(
+    config: TrainerConfig, folder: RunFolder, first_step: int, tracked: dict[str, str]
+) -> list[Sink]:
+    """`tracked`: the run's ids at the services that it is logged to; new ones are added."""
+    resolved = config.model_dump(mode="json")
+    name = folder.path.name
+    sinks: list[Sink] = [JsonlSink(folder.metrics)]
+    if config.logging.tensorboard:
+        sinks.append(TensorBoardSink(folder.tensorboard, purge_step=first_step))
+    if project := config.logging.wandb_project:
+        wandb = WandbSink(project, name, resolved, tracked.get("wandb"))
+        tracked["wandb"] = wandb.run_id
+        sinks.append(wandb)
+    if experiment := config.logging.mlflow_experiment:
+        mlflow = MlflowSink(experiment, name, resolved, tracked.get("mlflow"))
+        tracked["mlflow"] = mlflow.run_id
+        sinks.append(mlflow)
+    return sinks
