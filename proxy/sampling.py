@@ -53,6 +53,7 @@ def resolve(
         max_tokens=_max_tokens(session.sampling, options, prompt_tokens, context_tokens),
         stop=options.stop,
         stop_token_ids=stop_token_ids,
+        logprobs=options.logprobs,
         top_logprobs=options.top_logprobs,
         structured=options.structured,
         trained=session.kind is SessionKind.TRAIN,

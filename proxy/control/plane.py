@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +25,7 @@ from proxy.data_plane import api_key, read_body
 from proxy.engines.protocol import Engine
 from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
 from proxy.metrics import Metrics
+from proxy.processes.forwarding import tell, was_forwarded
 from proxy.processes.siblings import Siblings, told_by_sibling
 from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
@@ -145,17 +146,23 @@ class ControlPlane:
         return _json({"added": added})
 
     async def _complete(self, request: web.Request) -> web.Response:
-        if told_by_sibling(request):
-            self._sessions.ended_elsewhere(_trial_id(request), "completed")
-        else:
-            await self._sessions.complete(_trial_id(request))
-        return _json({})
+        return await self._end(request, "completed", self._sessions.complete)
 
     async def _delete(self, request: web.Request) -> web.Response:
-        if told_by_sibling(request):
-            self._sessions.ended_elsewhere(_trial_id(request), "deleted")
-        else:
-            await self._sessions.delete(_trial_id(request))
+        return await self._end(request, "deleted", self._sessions.delete)
+
+    async def _end(
+        self, request: web.Request, kind: str, end: Callable[[str], Awaitable[None]]
+    ) -> web.Response:
+        """Its calls in flight are cut, also at another proxy on the store."""
+        trial_id = _trial_id(request)
+        if told_by_sibling(request) or was_forwarded(request):
+            self._sessions.ended_elsewhere(trial_id, kind)
+            return _json({})
+        holder = await self._store.holder(trial_id)
+        await end(trial_id)
+        if holder is not None:
+            await tell(request, holder)
         return _json({})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:

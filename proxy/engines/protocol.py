@@ -31,6 +31,8 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    """Whether the agent is shown them; they are recorded in any case."""
     top_logprobs: int = 0
     """Alternatives per token, for agents that ask for them."""
     structured: dict[str, Any] | None = None

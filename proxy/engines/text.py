@@ -89,8 +89,8 @@ def _check(sampling: Sampling) -> None:
         value = getattr(sampling, name)
         if value != neutral:
             raise RequestError(f"{name}: the text-only engine cannot honour {value!r}", param=name)
-    if sampling.top_logprobs:
-        raise RequestError("the text-only engine has no log-probabilities", param="top_logprobs")
+    if sampling.logprobs or sampling.top_logprobs:
+        raise RequestError("the text-only engine has no log-probabilities", param="logprobs")
     if len(sampling.stop) > MAX_STOPS:
         raise RequestError(
             f"stop: the text-only engine takes {MAX_STOPS}, not {len(sampling.stop)}", param="stop"

@@ -13,6 +13,8 @@ agent before the holder has answered, so that where it dies first, the call is s
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from functools import partial
 
@@ -21,9 +23,12 @@ from aiohttp import web
 
 from proxy.config import ProxyConfig
 
+_log = logging.getLogger(__name__)
+
 FORWARDED = "X-Agentic-Proxy-Forwarded"
 """On what is forwarded, so that it goes no further."""
 CONNECT_TIMEOUT_S = 2.0
+TELL_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Between looks at who holds a session whose holder does not answer: it has died, and the store
 will know, or its port is closed, and it lets go."""
@@ -67,22 +72,42 @@ def was_forwarded(request: web.Request) -> bool:
 
 async def forward(request: web.Request, address: str) -> web.StreamResponse | None:
     """The holder's answer, passed on as it comes; None: it gave none, or is not the holder now."""
-    unix = address.startswith(_UNIX)
-    connector = aiohttp.UnixConnector(address.removeprefix(_UNIX)) if unix else None
-    url = ("http://holder" if unix else address) + request.path_qs
-    headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_THE_CONNECTION}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, auto_decompress=False
-    ) as http:
+    async with _client(address) as http:
         try:
-            answer = await http.request(
-                request.method, url, data=await request.read(), headers={**headers, FORWARDED: "1"}
-            )
+            answer = await _send(http, request, address)
         except (aiohttp.ClientConnectionError, TimeoutError):
             return None
         async with answer:
             return None if answer.status == _MISDIRECTED else await _pass_on(request, answer)
+
+
+async def tell(request: web.Request, address: str) -> None:
+    """The holder is asked the same of the control plane; one that is gone has nothing to end."""
+    try:
+        async with (
+            asyncio.timeout(TELL_TIMEOUT_S),
+            _client(address) as http,
+            await _send(http, request, address) as answer,
+        ):
+            answer.raise_for_status()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        _log.warning("%s was not told that its session has ended: %r", address, error)
+
+
+def _client(address: str) -> aiohttp.ClientSession:
+    unix = address.startswith(_UNIX)
+    connector = aiohttp.UnixConnector(address.removeprefix(_UNIX)) if unix else None
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+
+
+async def _send(
+    http: aiohttp.ClientSession, request: web.Request, address: str
+) -> aiohttp.ClientResponse:
+    url = ("http://holder" if address.startswith(_UNIX) else address) + request.path_qs
+    headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_THE_CONNECTION}
+    headers[FORWARDED] = "1"
+    return await http.request(request.method, url, data=await request.read(), headers=headers)
 
 
 async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

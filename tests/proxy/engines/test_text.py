@@ -116,7 +116,8 @@ async def test_stops_that_it_cannot_pass_on_are_refused(
         ({"min_p": 0.1}, "min_p"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"response_format": {"type": "json_object"}}, "structured"),
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 2}, "logprobs"),
     ],
 )
 async def test_what_would_change_the_answer_and_cannot_be_passed_on_is_refused(

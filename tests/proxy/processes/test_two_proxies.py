@@ -109,6 +109,21 @@ async def test_a_retry_at_the_other_gets_what_was_recorded(
     assert len(one.engine.calls) == 2
 
 
+@pytest.mark.parametrize("end", ["complete", "delete"])
+async def test_a_session_that_is_ended_at_one_is_cut_at_the_other(
+    two_proxies: list[RunningProxy], end: str
+) -> None:
+    one, two = two_proxies
+    session = await one.session()
+    one.engine.token_delay_s = 30.0
+    running = asyncio.create_task(one.post(session, CHAT, chat("For ever.")))
+    await one.engine.called.wait()
+    await getattr(two.control, end)(session.trial_id)
+    status, reply = await running
+    assert status == (409 if end == "complete" else 404), reply
+    assert len(one.engine.aborts) == 1
+
+
 async def test_what_ran_elsewhere_meanwhile_is_gone_on_from(
     two_proxies: list[RunningProxy],
 ) -> None:
