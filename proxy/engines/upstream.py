@@ -37,7 +37,11 @@ class Upstream:
         Raises ConfigurationError for a URL or key that cannot be sent.
         """
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Content-Type": "application/json"}
+        headers = {
+            "Accept": "*/*",
+            "User-Agent": "agentic-proxy",
+            "Content-Type": "application/json",
+        }
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         try:

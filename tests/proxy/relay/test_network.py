@@ -101,7 +101,7 @@ async def test_a_generation_goes_on_across_a_cut_cable(
             engine=url,
             wrapper=("ip", "netns", "exec", cable.namespace),
         )
-        engine = await proxy.processes.worker()
+        engine = await proxy.worker()
         chunks = sample(engine, max_tokens=200)
         read = list((await anext(chunks)).ids)
         cable.pull()
@@ -126,7 +126,7 @@ async def test_calls_are_cut_when_the_cable_stays_out(
             engine=url,
             wrapper=("ip", "netns", "exec", cable.namespace),
         )
-        engine = await proxy.processes.worker()
+        engine = await proxy.worker()
         chunks = sample(engine, max_tokens=2000)
         await anext(chunks)
         cable.pull()
@@ -134,7 +134,7 @@ async def test_calls_are_cut_when_the_cable_stays_out(
             with pytest.raises(EngineError, match=r"did not come back within 0\.5 s"):
                 await ids_of(chunks)
         cable.plug()
-        assert await (await proxy.processes.worker()).probe()
+        assert await (await proxy.worker()).probe()
 
 
 async def test_a_frozen_workers_call_goes_on_when_it_thaws(
@@ -142,7 +142,7 @@ async def test_a_frozen_workers_call_goes_on_when_it_thaws(
 ) -> None:
     proxy = await open_proxy(silence_s=0.5, grace_s=60)
     worker = await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.01
     chunks = sample(engine)
     read = list((await anext(chunks)).ids)

@@ -29,7 +29,7 @@ async def test_gives_what_the_workers_engine_sampled(
     server.version = 3
     proxy = await open_proxy()
     await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     chunks = [chunk async for chunk in sample(engine, stream=stream, temperature=0.5)]
     assert [i for c in chunks for i in c.ids] == ANSWER
     expected = [scripted_logprob(a, b) for a, b in zip([13, *ANSWER], ANSWER, strict=False)]
@@ -48,7 +48,7 @@ async def test_tokens_arrive_as_they_are_sampled(
 ) -> None:
     proxy = await open_proxy()
     await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.02
     async for chunk in sample(engine):
         first = chunk.ids
@@ -62,7 +62,7 @@ async def test_a_reader_that_goes_away_aborts_the_generation(
 ) -> None:
     proxy = await open_proxy()
     await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.02
     async with contextlib.aclosing(sample(engine)) as chunks:  # type: ignore[type-var]
         await anext(chunks)
@@ -76,7 +76,7 @@ async def test_a_slow_reader_holds_the_engines_stream_back(
 ) -> None:
     proxy = await open_proxy(window=2)
     await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.001
     read: list[int] = []
     async for chunk in sample(engine):
@@ -92,7 +92,7 @@ async def test_an_engines_failure_is_the_calls_failure(
 ) -> None:
     proxy = await open_proxy()
     await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.healthy = False
     with pytest.raises(EngineError, match="gpu-0"):
         await engine.check()
@@ -107,7 +107,7 @@ async def test_a_call_past_the_workers_limit_is_refused(
 ) -> None:
     proxy = await open_proxy()
     await start_worker(proxy, "--max-calls", "1")
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.02
     async with contextlib.aclosing(sample(engine)) as first:  # type: ignore[type-var]
         await anext(first)
@@ -120,7 +120,7 @@ async def test_a_worker_killed_in_mid_answer_cuts_the_call(
 ) -> None:
     proxy = await open_proxy(grace_s=0.2)
     worker = await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.02
     chunks = sample(engine)
     await anext(chunks)
@@ -138,7 +138,7 @@ async def test_a_restarted_worker_takes_its_name_and_cuts_the_old_calls(
 ) -> None:
     proxy = await open_proxy(grace_s=60)
     worker = await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.02
     chunks = sample(engine)
     await anext(chunks)
@@ -148,7 +148,7 @@ async def test_a_restarted_worker_takes_its_name_and_cuts_the_old_calls(
     with pytest.raises(EngineError, match="another process took its name"):
         await ids_of(chunks)
     server.token_delay_s = 0.0
-    assert await ids_of(sample(await proxy.processes.worker())) == ANSWER
+    assert await ids_of(sample(await proxy.worker())) == ANSWER
     assert [call.finish_reason for call in server.calls] == ["abort", "stop"]
 
 
@@ -157,7 +157,7 @@ async def test_a_stopped_worker_finishes_its_calls_and_takes_no_more(
 ) -> None:
     proxy = await open_proxy()
     worker = await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     server.token_delay_s = 0.01
     read: list[int] = []
     async for chunk in sample(engine):
@@ -174,7 +174,7 @@ async def test_two_workers_of_one_name_are_one_too_many(
 ) -> None:
     proxy = await open_proxy()
     await start_worker(proxy)
-    engine = await proxy.processes.worker()
+    engine = await proxy.worker()
     second = await start_worker(proxy)
     assert "a worker named 'gpu-0' is connected: give each its own --name" in await second.ended()
     assert await ids_of(sample(engine)) == ANSWER
@@ -186,7 +186,7 @@ async def test_several_workers_serve_side_by_side(
     proxy = await open_proxy()
     for name in ("gpu-0", "gpu-1"):
         await start_worker(proxy, name=name)
-    engines = [await proxy.processes.worker(), await proxy.processes.worker()]
+    engines = [await proxy.worker(), await proxy.worker()]
     assert {engine.info.name for engine in engines} == {"gpu-0", "gpu-1"}
     answers = await asyncio.gather(*(ids_of(sample(engine)) for engine in engines))
     assert answers == [ANSWER, ANSWER]
