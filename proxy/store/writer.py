@@ -108,6 +108,8 @@ class GroupWriter:
             return
         try:
             gathered, begun = self._gathered, time.monotonic()
+            if not gathered:  # handed over since, by `close`
+                return
             self._commits += 1
             if (
                 self._handed_over != self._done

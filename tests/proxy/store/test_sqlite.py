@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,16 +49,39 @@ async def test_locked_store_refuses_the_call_and_recovers(tmp_path: Path) -> Non
 async def test_a_lock_held_by_others_does_not_stop_the_event_loop(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s.sqlite", busy_timeout_s=60.0)
     await store.create_session(a_session())
-    other = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
+    other = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
+    went_on = threading.Event()
+
+    def let_go() -> bool:
+        in_time = went_on.wait(10)
+        other.execute("ROLLBACK")
+        return in_time
+
+    released = asyncio.create_task(asyncio.to_thread(let_go))
     waiting = asyncio.create_task(store.begin_turn(an_intent()))
-    await asyncio.sleep(0.05)  # which a loop that waits for the lock would not end
-    assert not waiting.done()
-    other.execute("ROLLBACK")
-    other.close()
+    for _ in range(8):  # turns of the event loop, of which one tries to commit
+        await asyncio.sleep(0)
+    went_on.set()
+    assert await released
     await waiting
+    other.close()
     assert len(await store.get_turns("task/7-a")) == 1
     await store.close()
+
+
+async def test_a_slow_commit_makes_the_thread_wait_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SLOW_S", -1.0)  # the first is slow already
+    connections = [
+        sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None, check_same_thread=False)
+        for _ in range(2)
+    ]
+    group = writer.GroupWriter(connections[0], at_once=connections[1], max_pending=4)
+    threads = [await group.write(lambda _: threading.current_thread().name) for _ in range(3)]
+    assert threads == [threading.current_thread().name, "store-writer", "store-writer"]
+    await group.close()
 
 
 async def test_the_log_is_moved_into_the_database(
