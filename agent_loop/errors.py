@@ -1,7 +1,8 @@
 """The agent loop's errors: one type per boundary. A failed trial is data, not a crash.
 
-Caught once, in `remote_agent_loop`, where each becomes a rollout that is `failed` and says why;
-`ConfigurationError` (of the proxy) is for what can be known before the first trial starts.
+`remote_agent_loop` is the one place that catches them: each becomes a rollout that is `failed` and
+carries the message. `ConfigurationError` (of the proxy) reports what is wrong before the first
+trial starts.
 
 AgentLoopError
 ├── LaunchError       the agent could not be started or watched: our side, not the agent's
@@ -17,20 +18,20 @@ from proxy.errors import ConfigurationError
 
 
 class AgentLoopError(Exception):
-    pass
+    """A trial or a batch could not be completed; the message is one line."""
 
 
 class LaunchError(AgentLoopError):
-    pass
+    """The agent could not be started or watched."""
 
 
 class RewardError(AgentLoopError):
-    pass
+    """A trial could not be judged."""
 
 
 class TrajectoryError(AgentLoopError):
-    pass
+    """A recorded session is not a tree of sampled tokens."""
 
 
 class TaskFileError(ConfigurationError):
-    pass
+    """A task file cannot be read: file and line, what was found, what to do."""

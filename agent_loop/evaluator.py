@@ -1,7 +1,7 @@
-"""How good the policy is on held-out tasks: success, mean reward and pass@k, per source.
+"""Evaluates the policy on held-out tasks: success, mean reward and pass@k, per source.
 
-Invariant: evaluation runs in EVAL sessions (the agent's own sampling, no token trainable), and
-its rollouts go nowhere but into the report. A failed trial is counted and left out of every mean.
+Invariant: evaluation runs in EVAL sessions (the agent's own sampling, no trainable token), and its
+rollouts are used in the report only. A failed trial is counted and left out of every mean.
 """
 
 from __future__ import annotations
@@ -12,27 +12,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agent_loop.producers.groups import GroupRun, RunsTrials
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import SessionKind
+from proxy.section import Section
 
 Z_95 = 1.959964
 """Standard normal quantile of a two-sided 95 % interval."""
 
 
-class EvalSettings(BaseModel):
-    """Example: EvalSettings(rollouts_per_task=4, ks=(1, 4))"""
+class EvalConfig(Section):
+    """The `eval` section of a run. Example: EvalConfig(repeats=4)"""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rollouts_per_task: int = Field(1, ge=1)
-    ks: tuple[int, ...] = (1,)
-    """The k of pass@k; those above `rollouts_per_task` are left out."""
-    success_reward: float = 1.0
+    before: bool = True
+    """Evaluate before the first step."""
+    after: bool = True
+    """Evaluate after the last step."""
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: none in between."""
+    repeats: int = Field(1, ge=1)
+    """Trials per held-out task; more than 1 also gives pass@k for each power of two up to it."""
+    limit: int | None = Field(None, ge=1)
+    """Number of held-out tasks to use; None: all."""
+    success_at: float = 1.0
     """A rollout whose reward is at least this is a success."""
-    max_concurrent: int = Field(32, ge=1)
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k of pass@k. Example: EvalConfig(repeats=5).ks == (1, 2, 4)"""
+        return tuple(2**i for i in range(self.repeats.bit_length()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +53,8 @@ class Score:
     success: float
     """Mean over tasks of the share of its rollouts that succeeded; NaN without a rollout."""
     interval: tuple[float, float]
-    """95 % Wilson interval of `success`, the tasks being the sample: rollouts of one task are
-    not independent."""
+    """95 % Wilson interval of `success` over tasks, because rollouts of one task are not
+    independent."""
     mean_reward: float
     pass_at_k: Mapping[int, float]
     tasks: int
@@ -55,13 +65,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
+    """The scores of one evaluation, and its rollouts."""
+
     version: int
     overall: Score
     per_source: Mapping[str, Score]
     rollouts: Sequence[Rollout]
 
     def as_dict(self) -> dict[str, Any]:
-        """Without the rollouts, for `summary.json`."""
+        """The report without its rollouts, for `summary.json`."""
         return {
             "version": self.version,
             **asdict(self.overall),
@@ -70,17 +82,28 @@ class EvalReport:
 
 
 class Evaluator:
+    """Example: report = await Evaluator(loop, tasks, EvalConfig(repeats=4)).evaluate(version=12)"""
+
     def __init__(
-        self, loop: RunsTrials, tasks: Sequence[Task], settings: EvalSettings, *, seed: int = 0
+        self,
+        loop: RunsTrials,
+        tasks: Sequence[Task],
+        config: EvalConfig,
+        *,
+        concurrency: int = 32,
+        seed: int = 0,
     ) -> None:
+        """At most `concurrency` trials run at the same time."""
         self._loop = loop
         self._tasks = tasks
-        self._settings = settings
+        self._config = config
+        self._concurrency = concurrency
         self._seed = seed
 
     async def evaluate(self, version: int) -> EvalReport:
-        """All tasks once, with the same seeds every time. May run beside training."""
-        slots = asyncio.Semaphore(self._settings.max_concurrent)
+        """Runs every task `repeats` times, with the same seeds in each evaluation. Training may
+        continue at the same time."""
+        slots = asyncio.Semaphore(self._concurrency)
         async with asyncio.TaskGroup() as running:
             started = [
                 running.create_task(
@@ -88,7 +111,7 @@ class Evaluator:
                         self._loop,
                         task,
                         number=number,
-                        size=self._settings.rollouts_per_task,
+                        size=self._config.repeats,
                         seed=self._seed,
                         version=lambda: version,
                         slots=slots,
@@ -103,31 +126,30 @@ class Evaluator:
         sources = sorted({group.task.source for group in groups})
         return EvalReport(
             version,
-            score(groups, self._settings),
+            score(groups, self._config),
             {
-                source: score([g for g in groups if g.task.source == source], self._settings)
+                source: score([g for g in groups if g.task.source == source], self._config)
                 for source in sources
             },
             [rollout for group in groups for rollout in group.rollouts],
         )
 
 
-def score(groups: Sequence[Group], settings: EvalSettings) -> Score:
+def score(groups: Sequence[Group], config: EvalConfig) -> Score:
     judged = [[r for r in group.rollouts if _judged(r)] for group in groups]
     judged = [rollouts for rollouts in judged if rollouts]
     successes = [
-        sum(r.reward is not None and r.reward >= settings.success_reward for r in rollouts)
+        sum(r.reward is not None and r.reward >= config.success_at for r in rollouts)
         for rollouts in judged
     ]
     flat = [rollout for rollouts in judged for rollout in rollouts]
     share = _mean([c / len(rollouts) for c, rollouts in zip(successes, judged, strict=True)])
-    ks = [k for k in settings.ks if k <= settings.rollouts_per_task]
     counted = [(len(rollouts), c) for c, rollouts in zip(successes, judged, strict=True)]
     return Score(
         success=share,
         interval=wilson_interval(share, len(judged)),
         mean_reward=_mean([r.reward for r in flat if r.reward is not None]),
-        pass_at_k={k: _mean([pass_at_k(n, c, k) for n, c in counted if n >= k]) for k in ks},
+        pass_at_k={k: _mean([pass_at_k(n, c, k) for n, c in counted if n >= k]) for k in config.ks},
         tasks=len(judged),
         rollouts=len(flat),
         failed=sum(len(group.rollouts) for group in groups) - len(flat),

@@ -1,8 +1,8 @@
-"""Harbor task folders as tasks, and a task as the folder that a Harbor trial is given.
+"""Reads Harbor task folders as tasks, and finds the folder of a task for a Harbor trial.
 
-A folder is a task when it has a task.toml, an `environment/` and its instruction: instruction.md,
-or one in `steps/<name>/` for each of its steps. What was read is kept as Parquet under a name made
-of the files' contents. Invariant: a changed task is never served from the cache.
+A folder is a task if it holds a task.toml, an `environment/` and an instruction: instruction.md,
+or one instruction in `steps/<name>/` for each step. The tasks are cached as a Parquet file, whose
+name contains a hash of the files' contents. Invariant: a changed task is never read from the cache.
 """
 
 from __future__ import annotations
@@ -10,61 +10,81 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import Field, field_validator
 
 from agent_loop.errors import TaskFileError
 from agent_loop.records import Task
+from proxy.section import Section
 
 TASK_FILE = "task.toml"
 LOCAL_PATH = "local_task_path"
 _ROW_VERSION = b"1"
-"""Part of the cache's name: another one when the rows change their form."""
+"""Part of the cache's hash; to be changed whenever the format of the rows changes."""
 
 
-@dataclass(frozen=True, slots=True)
-class HarborDataset:
-    """Example: HarborDataset(Path("tasks/train"), source="files", limit=100)"""
+class HarborDataConfig(Section):
+    """The keys of a run's `data` section for Harbor task folders.
 
-    root: Path
-    """Its immediate folders are the tasks."""
-    source: str = ""
-    """Name of the source; empty: the root's name."""
-    ability: str = "agent"
-    """Kept in the task's data, as verl's datasets have it."""
-    limit: int | None = None
-    """The first so many by name; None: all."""
-    cache_dir: Path | None = None
-    """None: read the folders each time."""
-    overwrite: bool = False
-    """Read the folders and write the cache anew."""
+    Example: HarborDataConfig(train_harbor_dir="tasks/train", harbor_train_limit=100)
+    """
+
+    train_harbor_dir: tuple[Path, ...] = ()
+    """Folders whose immediate subfolders are Harbor tasks to train on."""
+    val_harbor_dir: tuple[Path, ...] = ()
+    """Folders whose immediate subfolders are held-out Harbor tasks."""
+    harbor_dataset_dirs: tuple[Path, ...] = ()
+    """Additional folders that are searched for a task's folder by its `instance_id`."""
+    harbor_cache_dir: Path | None = None
+    """Folder for Parquet copies of the tasks; a copy is used as long as the task folders are
+    unchanged. None: read the task folders each time."""
+    harbor_overwrite: bool = False
+    """Read the task folders again and replace the Parquet copy."""
+    harbor_data_source: str = ""
+    """Name of the source of Harbor tasks; empty: the folder's name."""
+    harbor_ability: str = "agent"
+    """The value of the `ability` column in the tasks' data, as verl's datasets have it."""
+    harbor_train_limit: int | None = Field(None, ge=1)
+    """Number of tasks to use of each training folder, the first by name; None: all."""
+    harbor_val_limit: int | None = Field(None, ge=1)
+    """Number of tasks to use of each held-out folder, the first by name; None: all."""
+
+    @field_validator("train_harbor_dir", "val_harbor_dir", "harbor_dataset_dirs", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        """Accepts one folder, a list of folders, or folders separated as in PATH."""
+        return tuple(filter(None, value.split(":"))) if isinstance(value, str) else value
+
+    @property
+    def harbor_roots(self) -> tuple[Path, ...]:
+        """All folders in which a task's folder may be."""
+        return (*self.train_harbor_dir, *self.val_harbor_dir, *self.harbor_dataset_dirs)
 
 
-def read_harbor_dir(dataset: HarborDataset) -> list[Task]:
-    """All tasks below the root, by name.
+def read_harbor_dir(root: Path, config: HarborDataConfig, limit: int | None = None) -> list[Task]:
+    """The first `limit` tasks of the folder by name, or all of them.
 
     Raises:
-        TaskFileError: no such folder, no task in it, or a task that is not whole.
+        TaskFileError: the folder does not exist or holds no task, or a task is incomplete.
     """
-    root = dataset.root
     if not root.is_dir():
         raise TaskFileError(f"{root}: not a folder; give one that holds Harbor task folders")
-    folders = sorted(path.parent for path in root.glob(f"*/{TASK_FILE}"))[: dataset.limit]
+    folders = sorted(path.parent for path in root.glob(f"*/{TASK_FILE}"))[:limit]
     if not folders:
-        raise TaskFileError(f"{root}: no Harbor task in it ({TASK_FILE} one folder below)")
-    rows = _cached_rows(dataset, folders) if dataset.cache_dir else list(map(_row, folders))
-    source = dataset.source or root.name
-    shared = {"data_source": source, "ability": dataset.ability}
+        raise TaskFileError(f"{root}: no Harbor task in it (no subfolder holds {TASK_FILE})")
+    rows = _rows(root, config, folders)
+    source = config.harbor_data_source or root.name
+    shared = {"data_source": source, "ability": config.harbor_ability}
     return [Task(row["task_id"], {**row, **shared}, source) for row in rows]
 
 
 def resolve_task_dir(task: Task, roots: Sequence[Path], template: str = "") -> Path | None:
-    """Where the task's folder is: its own `local_task_path`, else `root/<instance_id>` below the
-    first root that has it, else the template with `{instance_id}` and `{task_id}` put in; None
-    when none of them is a task folder.
+    """The task's folder: the first task folder among its `local_task_path`, `<instance_id>` in each
+    of the roots, and the template with `{instance_id}` and `{task_id}` replaced; None if there is
+    none.
     """
     instance = str(task.data.get("instance_id") or task.task_id)
     candidates = [Path(root) / instance for root in roots]
@@ -79,7 +99,7 @@ def resolve_task_dir(task: Task, roots: Sequence[Path], template: str = "") -> P
 def _row(folder: Path) -> dict[str, Any]:
     config = _config(folder)
     if not (folder / "environment").is_dir():
-        raise TaskFileError(f"{folder}: no environment/ in it, which a Harbor task has")
+        raise TaskFileError(f"{folder}: no environment/ in it; a Harbor task needs one")
     instructions = {name: _instruction(path) for name, path in _instructions(folder, config)}
     return {
         "task_id": folder.name,
@@ -112,19 +132,20 @@ def _instruction(path: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise TaskFileError(
-            f"{path}: cannot read the instruction ({error.strerror}); a Harbor task has one, "
-            "a task of several steps one for each of its steps"
+            f"{path}: cannot read the instruction ({error.strerror}); a Harbor task needs "
+            "instruction.md, or one in each folder of steps/"
         ) from None
 
 
-def _cached_rows(dataset: HarborDataset, folders: Sequence[Path]) -> list[dict[str, Any]]:
-    # Imported here: it is wanted by this alone, and comes with the trainer's packages.
+def _rows(root: Path, config: HarborDataConfig, folders: Sequence[Path]) -> list[dict[str, Any]]:
+    if config.harbor_cache_dir is None:
+        return list(map(_row, folders))
+    # Imported here: only the cache needs it, and it is one of the trainer's packages.
     import pyarrow
     from pyarrow import parquet
 
-    assert dataset.cache_dir is not None
-    path = dataset.cache_dir / f"{dataset.root.name}-{_signature(folders)}.parquet"
-    if path.is_file() and not dataset.overwrite:
+    path = config.harbor_cache_dir / f"{root.name}-{_signature(folders)}.parquet"
+    if path.is_file() and not config.harbor_overwrite:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
         return rows
     rows = list(map(_row, folders))
@@ -136,7 +157,7 @@ def _cached_rows(dataset: HarborDataset, folders: Sequence[Path]) -> list[dict[s
 
 
 def _signature(folders: Sequence[Path]) -> str:
-    """Of everything that a row is made of: the folders' places and their files' contents."""
+    """A hash of everything that a row is made from: the folders' paths and the files' contents."""
     digest = hashlib.sha256(_ROW_VERSION)
     for folder in folders:
         files = [folder / TASK_FILE, folder / "instruction.md"]

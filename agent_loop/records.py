@@ -1,22 +1,29 @@
-"""What a trial becomes: token tree → `Segment`s → `Trajectory`s, in one `Rollout`; many a `Group`.
+"""The records of the agent loop, in the order in which the data meets them.
 
-Invariant: a sampled token has `mask` True in exactly one segment, and in exactly one of a
-rollout's trajectories, however many paths run through it.
+`Task` → `Trial` → `AgentResult` → `FinishedTrial` → `Graded` → `Segment` → `Trajectory` →
+`Rollout` → `Group`. Invariant: a sampled token has `mask` True in exactly one segment, and in
+exactly one of a rollout's trajectories, however many paths run through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from proxy.records import Ids, Logprobs
+from proxy.records import Ids, Logprobs, Session, Turn
+from proxy.wall import Wall
 
 Mask = npt.NDArray[np.bool_]
+
+REWARD_ROUNDING = 1e-6
+"""Rewards that differ by no more than this share of the largest one count as equal: the sum of a
+few float32 values has a relative error of about 1e-7, and a meaningful difference is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,109 @@ class Task:
     data: Mapping[str, Any]
     source: str = "default"
 
+    @property
+    def prompt(self) -> str:
+        """The task's `prompt`, `instruction` or `question`; empty if it has none of them."""
+        for name in ("prompt", "instruction", "question"):
+            if isinstance(value := self.data.get(name), str):
+                return value
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One attempt at a task, with a session and a directory of its own.
+
+    Example: Trial(trial_id="sum-17-9fJq", task=Task(…), base_url="http://127.0.0.1:8080/v1",
+                   api_key="sk-…", model="policy", directory=Path("run/trials/sum-17-9fJq"),
+                   timeout_s=300.0, seed=7)
+    """
+
+    trial_id: str
+    task: Task
+    base_url: str
+    """URL of the session, with `/v1`, as OpenAI's SDKs expect it."""
+    api_key: str
+    model: str
+    """The model name that the agent is given."""
+    directory: Path
+    """The trial's directory. It exists and is empty before the launcher runs; logs stay in it."""
+    timeout_s: float
+    """Seconds that the agent may run."""
+    seed: int = 0
+    wall: Wall | None = None
+    """What is hidden from a local agent's processes; None: nothing. The trial's own directory stays
+    visible."""
+    hidden_fields: frozenset[str] = frozenset()
+    """Fields of the task's data that rewards see and the agent does not."""
+
+    @property
+    def agent_data(self) -> dict[str, Any]:
+        """The task's data as the agent gets it."""
+        data = self.task.data
+        return {name: value for name, value in data.items() if name not in self.hidden_fields}
+
+    @property
+    def workspace(self) -> Path:
+        """The agent's working directory."""
+        return self.directory / "work"
+
+    @property
+    def task_file(self) -> Path:
+        """The agent's view of the task's data, as JSON."""
+        return self.directory / "task.json"
+
+
+class AgentEnd(StrEnum):
+    """How an agent ended."""
+
+    EXITED = "exited"
+    """The agent ended by itself, with success."""
+    CRASHED = "crashed"
+    """The agent ended by itself, with an error (an exit code other than 0, an exception)."""
+    TIMED_OUT = "timed_out"
+    """The agent was ended at its deadline. Its work may still be verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """What a launcher knows when the agent has ended.
+
+    Example: AgentResult(AgentEnd.CRASHED, error="exit code 2", wall_s=1.4)
+    """
+
+    end: AgentEnd
+    error: str | None = None
+    """One line on what went wrong; None if `end` is EXITED."""
+    wall_s: float = 0.0
+    reward: float | None = None
+    """The reward that the launcher knows (such as a function's return value); None: no reward."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTrial:
+    """A trial whose agent has ended and whose session is completed: the input of a reward
+    source."""
+
+    trial: Trial
+    agent: AgentResult
+    session: Session
+    turns: Sequence[Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """The opinion of a reward source. Example: Graded(1.0, parts={"reward": 1.0, "style": 0.5})"""
+
+    value: float | None
+    """The reward to train with; None: this source has no opinion."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+NO_OPINION = Graded(None)
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -42,15 +152,15 @@ class Segment:
     parent: int
     """Index of the segment before this one in the rollout's `segments`; -1 for a root."""
     ids: Ids
-    """`[T]`"""
+    """`[T]`, token ids."""
     mask: Mask
     """`[T]`, True where the policy sampled the token and it is to be trained."""
     logprobs: Logprobs
     """`[T]`, as recorded at sampling; 0 where `mask` is False."""
     versions: Ids
-    """`[T]`, the weights' version that sampled the token; -1 where `mask` is False."""
+    """`[T]`, the version of the weights that sampled the token; -1 where `mask` is False."""
     turns: Ids
-    """`[T]`, index of the turn that the token is part of (its prompt or its answer)."""
+    """`[T]`, index of the turn that the token belongs to (its prompt or its answer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +181,23 @@ class Trajectory:
 
 
 class RolloutStatus(StrEnum):
+    """How a trial ended."""
+
     DONE = "done"
+    """The agent ended by itself, with success."""
     TRUNCATED = "truncated"
-    """Ended by a limit (agent's time-out, length): its reward, if a verifier gave one, stands."""
+    """A limit ended the trial (the agent's time, the length of an answer). A verifier's reward
+    counts."""
     FAILED = "failed"
-    """Our side or the sandbox failed: excluded from training and counted."""
+    """The trainer's side, the verifier or the sandbox failed: excluded from training and
+    counted."""
     ABORTED = "aborted"
-    """Ended by us: a straggler, a stop rule, Ctrl-C."""
+    """The trainer ended the trial: a straggler, a stop rule, Ctrl-C."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """A trial with its reward(s) and its tree.
+    """A trial with its rewards and its tree. `trial_outcome.py` builds it completely, in one place.
 
     Example: Rollout(trial_id="sum-17-9fJq", task=Task(…), status=RolloutStatus.DONE,
                      reward=1.0, segments=(Segment(…),), turn_returns={0: 1.0, 1: 1.0})
@@ -92,23 +207,27 @@ class Rollout:
     task: Task
     status: RolloutStatus
     reward: float | None
-    """What trains. None is *no reward*: never 0, never trained."""
+    """The reward to train with. None is *no reward*: it is not 0, and is never trained."""
     segments: tuple[Segment, ...] = ()
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     turn_returns: Mapping[int, float] = field(default_factory=dict)
-    """Turn index → the return credited to it; absent turns have `reward`. (Discounts, turn and
-    branch rewards, and the credit policy for side calls end here.)"""
+    """Turn index → the return credited to the turn, after discounts, rewards of turns and branches,
+    and the credit policy for side calls; the return of a turn that is not listed is `reward`."""
+    turn_shares: Mapping[int, float] = field(default_factory=dict)
+    """Turn index → the share of `reward` in the turn's return: `discount ** distance` in a chain
+    without forks, and 1 for a turn that is not listed. Baselines are multiplied by this share."""
     truncated_turns: tuple[int, ...] = ()
-    """Turns whose answer ended with `finish_reason` length."""
+    """Indices of the turns whose answer ended with `finish_reason` length."""
     num_turns: int = 0
+    """Number of answered turns."""
     forks: Mapping[str, int] = field(default_factory=dict)
-    """Fork cause → how often."""
+    """Cause of a fork → number of forks."""
     started_version: int = 0
-    """The policy version when the trial was started."""
+    """The policy's version when the trial was started."""
     error: str | None = None
-    """One line, when `status` is not DONE."""
+    """One line on why `status` is not DONE; None if it is DONE."""
     times_s: Mapping[str, float] = field(default_factory=dict)
-    """`total`, `agent`, `verifier`, `generate`, `queue` …"""
+    """Phase → seconds spent in it: `total`, `agent`, `verifier`, `generate`, `queue` …"""
     metrics: Mapping[str, float] = field(default_factory=dict)
     logs: str | None = None
     """Folder with the agent's output."""
@@ -116,6 +235,7 @@ class Rollout:
 
     @property
     def trainable(self) -> bool:
+        """Whether it has a reward and a token to train."""
         return (
             self.status in (RolloutStatus.DONE, RolloutStatus.TRUNCATED)
             and self.reward is not None
@@ -124,31 +244,46 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> int:
+        """Number of tokens to train."""
         return int(sum(segment.mask.sum() for segment in self.segments))
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that sampled a token of it; `started_version` if none did."""
+        """Version of the oldest weights that sampled a trained token; `started_version` if there
+        is no such token."""
         oldest = [int(s.versions[s.mask].min()) for s in self.segments if s.mask.any()]
         return min(oldest, default=self.started_version)
 
     @property
     def newest_version(self) -> int:
-        """The newest weights that sampled a token of it; `started_version` if none did."""
+        """Version of the newest weights that sampled a trained token; `started_version` if there
+        is no such token."""
         newest = [int(s.versions[s.mask].max()) for s in self.segments if s.mask.any()]
         return max(newest, default=self.started_version)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one task that share a baseline."""
+    """The rollouts of one task that share a baseline.
+
+    Example: Group("g17", Task("sum-17", …), (Rollout(…), Rollout(…)))
+    """
 
     group_id: str
     task: Task
-    rollouts: list[Rollout]
+    rollouts: Sequence[Rollout]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the rewards of its trainable rollouts are all equal, up to rounding."""
+        rewards = [r.reward for r in self.rollouts if r.trainable and r.reward is not None]
+        if not rewards:
+            return True
+        largest = max(abs(reward) for reward in rewards)
+        return max(rewards) - min(rewards) <= REWARD_ROUNDING * largest
 
     @property
     def oldest_version(self) -> int:
-        """Of the rollouts that can be trained; of all where none can."""
+        """The oldest version of the trainable rollouts, or of all rollouts if none is trainable."""
         counted = [r for r in self.rollouts if r.trainable] or self.rollouts
         return min((r.oldest_version for r in counted), default=0)

@@ -1,6 +1,6 @@
-"""A `Group` as bytes, for the replay buffer: msgpack with the arrays as raw little-endian bytes.
+"""Serialises a `Group` for the replay buffer: msgpack, with arrays as raw little-endian bytes.
 
-Invariant: `decode_group(encode_group(group))` equals `group`, arrays bit for bit.
+Invariant: `decode_group(encode_group(group))` equals `group`, and its arrays are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 
 FORMAT = 1
-"""Raised when a field changes its meaning; a buffer of another format is refused."""
+"""Number of the format, increased when a field changes its meaning; other numbers are refused."""
 
 
 def encode_group(group: Group) -> bytes:
@@ -23,12 +23,14 @@ def encode_group(group: Group) -> bytes:
 
 
 def decode_group(data: bytes) -> Group:
-    """Raises ValueError: not a group of this format. The arrays are read-only views."""
+    """The group, whose arrays are read-only views of `data`. Raises ValueError: another format."""
     fields = _DECODER.decode(data)
     if fields.format != FORMAT:
-        raise ValueError(f"group format {fields.format}, this reader knows {FORMAT}")
+        raise ValueError(
+            f"the group has format {fields.format}, but this version reads format {FORMAT}"
+        )
     task = Task(**fields.task)
-    return Group(fields.group_id, task, [_decode(rollout, task) for rollout in fields.rollouts])
+    return Group(fields.group_id, task, tuple(_decode(r, task) for r in fields.rollouts))
 
 
 class _Segment(msgspec.Struct, array_like=True):
@@ -59,9 +61,9 @@ _DECODER = msgspec.msgpack.Decoder(_Group)
 
 _PLAIN = (
     *("trial_id", "reward", "num_turns", "started_version", "error", "logs", "seed"),
-    *("reward_parts", "forks", "times_s", "metrics"),
+    *("reward_parts", "forks", "times_s", "metrics", "turn_shares"),
 )
-"""Fields of a rollout that msgpack knows as they are."""
+"""Names of the rollout's fields that msgpack encodes without a conversion."""
 
 
 def _task(task: Task) -> dict[str, Any]:

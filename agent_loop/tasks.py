@@ -1,11 +1,11 @@
-"""Tasks: read from files, drawn from weighted sources in an order that a small cursor resumes.
+"""Reads tasks from files, and draws them from weighted sources in an order that can be resumed.
 
 Invariant: the n-th draw is a function of the sources, the seed and n alone. A stream restored
-from its `Cursor` continues with exactly the tasks that the first one would have drawn.
+from a `Cursor` continues with exactly the tasks that the original stream would have drawn.
 
-A line of a JSONL file (a row of a Parquet file) is one JSON object. Its `task_id` (or `id`) names
-the task, and must be unique in the file; without one it is `<source>-<line>`. The object as a
-whole is the task's data.
+Each line of a JSONL file, or row of a Parquet file, is one JSON object. Its `task_id` (or `id`)
+names the task and must be unique in the file; the default is `<source>-<line>`. The whole object is
+the task's data.
 """
 
 from __future__ import annotations
@@ -18,18 +18,101 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+from pydantic import Field
 
 from agent_loop.errors import TaskFileError
+from agent_loop.harbor_tasks import HarborDataConfig, read_harbor_dir
 from agent_loop.records import Task
+from proxy.errors import ConfigurationError
 
 Order = npt.NDArray[np.int64]
 
 SHOWN_CHARS = 80
-"""Of a broken line, so that the message stays one line."""
+"""Maximum number of characters of a broken line in an error message, which is one line."""
+
+
+class DataConfig(HarborDataConfig):
+    """The `data` section of a run. Example: DataConfig(train_files=("tasks/train.jsonl",))"""
+
+    train_files: tuple[Path, ...] = ()
+    """Files of tasks to train on: JSONL, one object per line, or Parquet, one task per row."""
+    val_files: tuple[Path, ...] = ()
+    """Files of held-out tasks, for evaluation only."""
+    weights: Mapping[str, float] = Field(default_factory=dict)
+    """How often tasks of a source (a file's name without its ending) are drawn, relative to the
+    others; default 1."""
+    shuffle: bool = True
+    """Shuffle the tasks of a source in each epoch; false: keep the order of the file."""
+    seed: int = 0
+    """Seed of the order of tasks."""
+
+
+def training_tasks(data: DataConfig, *, needs_prompt: bool = False) -> TaskStream:
+    """The stream of all tasks to train on.
+
+    Raises:
+        ConfigurationError: no task is configured, a weight names no source, a task has no prompt
+            although the agent needs one, or (TaskFileError) a file cannot be read.
+    """
+    if not data.train_files and not data.train_harbor_dir:
+        raise ConfigurationError(
+            "data.train_files: missing; give at least one file of tasks, or a folder of "
+            "Harbor tasks in data.train_harbor_dir"
+        )
+    read = {file.stem: read_tasks(file) for file in data.train_files}
+    for root in data.train_harbor_dir:
+        source = data.harbor_data_source or root.name
+        tasks = read_harbor_dir(root, data, data.harbor_train_limit)
+        read.setdefault(source, []).extend(tasks)
+    if needs_prompt:
+        _refuse_without_prompt(task for tasks in read.values() for task in tasks)
+    unknown = set(data.weights) - read.keys()
+    if unknown:
+        raise ConfigurationError(
+            f"data.weights: {sorted(unknown)} name no source; the sources are {list(read)}"
+        )
+    sources = [Source(name, tasks, data.weights.get(name, 1.0)) for name, tasks in read.items()]
+    return TaskStream(sources, seed=data.seed, shuffle=data.shuffle)
+
+
+def held_out_tasks(data: DataConfig, *, needs_prompt: bool = False) -> list[Task]:
+    """All held-out tasks; the list may be empty.
+
+    Raises:
+        ConfigurationError: a file or folder is also used for training, a task has no prompt
+            although the agent needs one, or (TaskFileError) a file cannot be read.
+    """
+    _refuse_shared(data.train_files, data.val_files, "files")
+    _refuse_shared(data.train_harbor_dir, data.val_harbor_dir, "harbor_dir")
+    tasks = [task for file in data.val_files for task in read_tasks(file)]
+    for root in data.val_harbor_dir:
+        tasks += read_harbor_dir(root, data, data.harbor_val_limit)
+    if needs_prompt:
+        _refuse_without_prompt(tasks)
+    return tasks
+
+
+def _refuse_without_prompt(tasks: Iterable[Task]) -> None:
+    for task in tasks:
+        if not task.prompt:
+            raise ConfigurationError(
+                f"task {task.task_id!r} of source {task.source!r} has no prompt, and "
+                "remote_agent.command uses it ({prompt} or TASK_PROMPT); give each task a "
+                '"prompt", "instruction" or "question", or use TASK_FILE in the command'
+            )
+
+
+def _refuse_shared(train: Sequence[Path], held_out: Sequence[Path], key: str) -> None:
+    trained = {path.resolve() for path in train}
+    both = [path for path in held_out if path.resolve() in trained]
+    if both:
+        raise ConfigurationError(
+            f"data.val_{key}: {both[0]} is also in data.train_{key}; remove it from one of them"
+        )
 
 
 def read_jsonl(path: Path, source: str | None = None) -> list[Task]:
-    """All tasks of a JSONL file, empty lines skipped.
+    """All tasks of a JSONL file. Empty lines are skipped.
 
     Raises:
         TaskFileError: the file is missing or empty, or a line is not a task.
@@ -51,7 +134,7 @@ def read_jsonl(path: Path, source: str | None = None) -> list[Task]:
 
 
 def read_parquet(path: Path, source: str | None = None) -> list[Task]:
-    """All rows of a Parquet file, each as a line of a JSONL file would be.
+    """All tasks of a Parquet file: each row is read like a line of a JSONL file.
 
     Raises:
         TaskFileError: it cannot be read, a row is not a task, or pyarrow is not installed.
@@ -72,7 +155,11 @@ def read_parquet(path: Path, source: str | None = None) -> list[Task]:
 
 
 def read_tasks(path: Path, source: str | None = None) -> list[Task]:
-    """By the file's ending: `.parquet`, else JSONL. Raises TaskFileError."""
+    """All tasks of a file: Parquet if its name ends with `.parquet`, else JSONL.
+
+    Raises:
+        TaskFileError: as `read_parquet` and `read_jsonl`.
+    """
     return read_parquet(path, source) if path.suffix == ".parquet" else read_jsonl(path, source)
 
 
@@ -103,13 +190,13 @@ def _tasks(path: Path, rows: Iterable[tuple[int, Any]], source: str) -> list[Tas
 def _task(path: Path, number: int, data: Any, source: str) -> Task:
     if not isinstance(data, dict):
         raise TaskFileError(
-            f"{path}:{number}: a task is a JSON object, this is {type(data).__name__}: "
+            f"{path}:{number}: a task is a JSON object, but this is a {type(data).__name__}: "
             f'{_shown(str(data))}; write it like {{"task_id": "a-1", "prompt": "…"}}'
         )
     task_id = data.get("task_id", data.get("id", f"{source}-{number}"))
     if not isinstance(task_id, str | int) or task_id == "":
         raise TaskFileError(
-            f"{path}:{number}: task_id {task_id!r} is not a name; give a non-empty string"
+            f"{path}:{number}: task_id {task_id!r} is not a name; use a non-empty string"
         )
     return Task(task_id=str(task_id), data=data, source=source)
 
@@ -132,7 +219,7 @@ class Source:
 
 @dataclass(slots=True)
 class Cursor:
-    """How far a stream is: draws so far, per source.
+    """The position of a stream: the number of draws per source.
 
     Example: Cursor(taken={"arithmetic": 96, "shell": 32})
     """
@@ -145,20 +232,21 @@ class Cursor:
 
 
 class TaskStream:
-    """Endless draws. A source's epochs are each a fresh permutation; the mix of sources keeps to
-    the weights at every prefix (each draw goes to the source that is furthest behind its share).
+    """An endless stream of tasks. Each epoch of a source is a new permutation of its tasks. The
+    sources are mixed by their weights at any length of the stream, because each draw takes the
+    source that is furthest behind its share.
     """
 
     def __init__(self, sources: Sequence[Source], *, seed: int, shuffle: bool = True) -> None:
         self._sources = {source.name: source for source in sources}
         if not sources or len(self._sources) != len(sources):
             names = [source.name for source in sources]
-            raise TaskFileError(f"task sources {names}: give at least one, each with its own name")
+            raise TaskFileError(f"task sources {names}: give at least one, with different names")
         for source in sources:
             if not source.weight > 0 or not source.tasks:
                 raise TaskFileError(
                     f"task source {source.name!r}: weight {source.weight}, {len(source.tasks)} "
-                    "tasks; the weight must be above 0 and there must be a task"
+                    "tasks; the weight must be greater than 0, and there must be at least 1 task"
                 )
         self._total_weight = sum(source.weight for source in sources)
         self._seed = seed
@@ -167,7 +255,7 @@ class TaskStream:
         self.cursor = Cursor({source.name: 0 for source in sources})
 
     def __len__(self) -> int:
-        """Tasks in one epoch of all sources."""
+        """Number of tasks in one epoch of all sources."""
         return sum(len(source.tasks) for source in self._sources.values())
 
     def draw(self) -> Task:
@@ -177,8 +265,9 @@ class TaskStream:
         return source.tasks[int(self._order(source, epoch)[position])]
 
     def restore(self, taken: Mapping[str, int]) -> None:
-        """Continues behind `taken`. A source that the cursor does not know starts level with the
-        others' share, so that it is not drawn alone until it has caught up.
+        """Continues after the draws in `taken`. A source that is missing in `taken` starts at the
+        number of draws that its weight would have given it; otherwise it alone would be drawn
+        until it had caught up.
         """
         known = {name: count for name, count in taken.items() if name in self._sources}
         weight = sum(self._sources[name].weight for name in known)

@@ -1,13 +1,14 @@
-"""Token tree → segments → trajectories: what of a recorded session is trained, and where.
+"""Token tree → segments → trajectories: which tokens of a recorded session are trained, and where.
 
-Invariant: every token that the policy sampled in an answered turn has `mask` True in exactly one
-segment, nothing else has; and a path from a root segment to a leaf is a prefix of what the engine
-saw and gave back, id by id.
+Invariant: `mask` is True for exactly the tokens that the policy sampled in answered turns, each in
+exactly one segment; and a path from a root segment to a leaf is, id by id, a prefix of the prompt
+and answer of one engine call.
 
-How. A turn's own tokens (its prompt after the shared ones, then its answer) are one *block*. A
-turn hangs on its parent's path at `shared_tokens`, which may lie in the block of a grandparent:
-`_attach` finds the block. Blocks are cut where others hang (`_cut`), and what leads to no trained
-token is dropped (`_prune`). All of it is numpy over whole blocks; nothing is done per token.
+The algorithm: A turn's own tokens (its prompt after the tokens that it shares with its parent, then
+its answer) form one *block*. The block is attached to the parent's path after `shared_tokens`
+tokens, a point that may lie in the block of an earlier ancestor: `_attach` finds that block. `_cut`
+cuts each block where others are attached, and `_prune` drops segments that lead to no trained
+token. All steps are numpy operations on whole blocks; nothing loops over tokens.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from proxy.records import Ids, Logprobs, Turn
 def build_segments(
     turns: Sequence[Turn], *, untrained: Collection[int] = ()
 ) -> tuple[Segment, ...]:
-    """The session's tree, each segment behind its parent.
+    """The session's tree; each segment comes after its parent.
 
-    `untrained` are turns that take no credit (`credit.py`): context like any prompt. For an eval
-    session the caller names them all.
+    `untrained` holds the indices of turns without credit (`credit.py`), which are context like any
+    prompt. For an EVAL session the caller passes all indices.
 
     Raises:
         TrajectoryError: the turns are not a tree of sampled tokens.
@@ -39,8 +40,8 @@ def build_segments(
 
 
 def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
-    """One trajectory per leaf. A segment that several share is trained in the first of them and
-    context in the others.
+    """One trajectory per leaf. A segment that several trajectories share is trained in the first of
+    them and is context in the others.
     """
     inner = {segment.parent for segment in segments}
     claimed = np.zeros(len(segments), bool)
@@ -69,7 +70,7 @@ def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
 
 @dataclass(slots=True)
 class _Block:
-    """Arrays as in `Segment`, all `[T]`, of one turn's own tokens."""
+    """One turn's own tokens; arrays as in `Segment`, all `[T]`."""
 
     ids: Ids
     mask: Mask
@@ -90,7 +91,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Hang:
-    """Where a block begins: behind `offset` tokens of block `block`; block -1 for a root."""
+    """Where a block is attached: after `offset` tokens of block `block`; -1 for a root."""
 
     block: int
     offset: int
@@ -115,7 +116,7 @@ def _block(turn: Turn, index: int, credited: bool) -> _Block:
 def _check(turn: Turn, index: int) -> None:
     where = f"session {turn.session_id!r} turn {index}"
     if turn.index != index:
-        raise TrajectoryError(f"{where}: has index {turn.index}; give all turns, in order")
+        raise TrajectoryError(f"{where}: has index {turn.index}; pass all turns, in order")
     if turn.parent is not None and not 0 <= turn.parent < index:
         raise TrajectoryError(f"{where}: parent {turn.parent} is not an earlier turn")
     if not turn.sampled:
@@ -135,7 +136,7 @@ def _check(turn: Turn, index: int) -> None:
 
 
 def _attach(turns: Sequence[Turn]) -> list[_Hang]:
-    """Climbs from each turn's parent to the block that holds the last token they share."""
+    """Finds, for each turn, the block that holds the last token that it shares with its parent."""
     hangs: list[_Hang] = []
     for index, turn in enumerate(turns):
         owner, shared = turn.parent, turn.shared_tokens
@@ -154,7 +155,7 @@ def _attach(turns: Sequence[Turn]) -> list[_Hang]:
 
 
 def _cut(blocks: Sequence[_Block], hangs: Sequence[_Hang]) -> list[Segment]:
-    """Cuts each block where another hangs on it."""
+    """Cuts each block where other blocks are attached to it."""
     cuts: list[set[int]] = [{len(block.ids)} for block in blocks]
     for hang in hangs:
         if hang.block >= 0:
@@ -174,7 +175,8 @@ def _cut(blocks: Sequence[_Block], hangs: Sequence[_Hang]) -> list[Segment]:
 
 
 def _prune(pieces: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Drops what leads to no trained token: whole branches, and the tail of a leaf."""
+    """Drops whole branches without a trained token, and the tokens of a leaf after its last trained
+    token."""
     leads = np.array([bool(piece.mask.any()) for piece in pieces], bool)
     children = np.zeros(len(pieces), int)
     for index in range(len(pieces) - 1, -1, -1):

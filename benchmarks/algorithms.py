@@ -1,11 +1,11 @@
-"""Each algorithm on the quickstart's task, from the same starter model: does it learn?
+"""Trains each algorithm on the quickstart's task from the same starter model.
 
     make starter bench-algorithms                       all of `VARIANTS`, seed 0
     make bench-algorithms ARGS="rloo gspo --seed 1"
 
-One run after the other, each a whole `agentic-train` with a real vLLM. Prints a Markdown table:
-held-out success before and after, mean training success by quarters of the run, updates between
-sampling and training (mean and largest of a token), and wall seconds.
+The runs follow one another; each is a complete `agentic-train` with a real vLLM. Prints a Markdown
+table: held-out success before and after, mean training success by quarter of the run, number of
+updates between sampling and training of a token (mean and largest), and wall seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "quickstart" / "algorithms.yaml"
 
 VARIANTS: dict[str, list[str]] = {
-    # Advantages of a critic need no group that disagrees, but the critic has to be learnt first.
+    # A critic gives advantages also in groups with equal rewards, but must first be trained.
     "ppo": ["algorithm.preset=ppo"],
     "grpo": ["algorithm.preset=grpo"],
     "dr_grpo": ["algorithm.preset=dr_grpo"],
@@ -35,12 +35,12 @@ VARIANTS: dict[str, list[str]] = {
         "algorithm.preset=decoupled_ppo",
         "trainer.mode=separate",
         "rollout.max_staleness=2",
-        # Trials of three batches at a time, and rewards that come two updates later.
+        # The trials of three batches run at the same time, and rewards arrive two updates later.
         "rollout.concurrency=96",
         "remote_agent.python.target=benchmarks.late_reward:run",
     ],
 }
-"""Name → what differs from `CONFIG`."""
+"""Name → the settings that differ from `CONFIG`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str, seed: int, steps: int) -> Path:
-    """One training run to its end; its folder."""
+    """Runs the training to its end, and returns the run's folder."""
     folder = ROOT / "runs" / "algorithms" / f"{name}-seed{seed}"
     subprocess.run(
         [
@@ -85,7 +85,7 @@ def run(name: str, seed: int, steps: int) -> Path:
 
 
 def row(name: str, folder: Path) -> str:
-    """The table's line, from what the run left."""
+    """The line of the table, read from the run's folder."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if "rollout/success" in line]

@@ -1,7 +1,7 @@
-"""The quickstart's agent as a function whose reward takes its time, as a test suite's does.
+"""The quickstart's agent as a function whose reward arrives late, like that of a test suite.
 
-What was sampled waits meanwhile for its reward, and the trainer goes on: this is what makes tokens
-old without work for the processor. benchmarks.algorithms puts `examples/quickstart` on its path.
+The trainer continues while sampled tokens wait for their reward, so the tokens become stale without
+using CPU time. benchmarks.algorithms puts `examples/quickstart` on the import path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agent_loop.launchers.calls import AgentCall
 
 GRADING_S = 10.0
-"""Some two updates of an idle machine with two cores."""
+"""About two updates on an idle machine with two cores."""
 
 
 def run(call: AgentCall) -> float:

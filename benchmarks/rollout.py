@@ -1,13 +1,13 @@
-"""`make bench-rollout`: what asynchronous production gains, and what the loop itself costs.
+"""`make bench-rollout`: the gain of asynchronous production, and the cost of the loop itself.
 
 1. *Schedules.* The real producers, a scripted engine and agents in virtual time (the clock jumps
-   to the next timer; nothing but durations is simulated). An agent's time is log-normal with
-   σ = 1.2: 8 turns, half of it sampling, half in its tools. The engine has 32 slots, 64 trials run
-   at a time, a batch is 8 groups of 8, a training step takes 60 s and a weight update 2 s, the
-   same for every row; trainer and engine have devices of their own.
-2. *Overhead.* 1,000 trials at a time through `RemoteAgentLoop`: a real proxy process, a scripted
-   engine process, and as agent a shell that makes one call, which all 1,000 wait for at once.
-   CPU of the loop's own process and of the command launcher's supervisors, per trial.
+   to the next timer; only durations are simulated). The time of an agent is log-normal with σ =
+   1.2: 8 turns, half of the time sampling, half in its tools. The engine has 32 slots, 64 trials
+   run at a time, a batch is 8 groups of 8, a training step takes 60 s and a weight update 2 s, the
+   same for every row. Trainer and engine have separate devices.
+2. *Overhead.* 1,000 concurrent trials through `RemoteAgentLoop`, with a real proxy process and a
+   scripted engine process. Each agent is a shell that makes one call; all 1,000 wait at the same
+   time. Reports CPU of the loop's process and of the command launcher's supervisors, per trial.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.launchers.command import CommandLauncher, CommandSettings
-from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
+from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
-from agent_loop.producers.groups import BatchSettings
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Rollout, RolloutStatus, Task
-from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
 from agent_loop.tasks import Source, TaskStream
 from agent_loop.trajectory import build_segments
+from agent_loop.trial_config import TrialConfig
 from proxy.client import ProxyClient
 from proxy.records import SessionKind, Turn, TurnStatus, VersionSpan
 from tests.agent_loop.virtual_time import run_in_virtual_time
@@ -49,11 +50,11 @@ SLOTS = 32
 TOKENS_PER_S = 50
 TRAIN_S = 60.0
 UPDATE_S = 2.0
-BATCH = {"groups": 8, "group_size": 8, "max_concurrent": 64}
+BATCH = {"groups_per_step": 8, "group_size": 8, "concurrency": 64}
 
 
 class Trials:
-    """Trials whose agents take log-normal time; counts what the engine did."""
+    """Trials whose agents take log-normal time. Measures how busy the engine is."""
 
     def __init__(self, version: Callable[[], int]) -> None:
         self.version = version
@@ -108,15 +109,15 @@ def _turn(index: int, before: list[Turn], tokens: int, version: int) -> Turn:
 
 
 async def _schedule(policy: dict[str, Any] | None, steps: int) -> dict[str, float]:
-    """One row; None is the synchronous producer."""
+    """One row of the table. None is the synchronous producer."""
     producer: SyncProducer | AsyncProducer
     current = [0]
     trials = Trials(lambda: current[0])
     stream = TaskStream([Source("a", [Task(f"a{i}", {}, "a") for i in range(1000)])], seed=0)
     if policy is None:
-        producer = SyncProducer(trials, stream, BatchSettings(**BATCH), seed=0)
+        producer = SyncProducer(trials, stream, RolloutConfig(**BATCH), seed=0)
     else:
-        settings = AsyncSettings(**BATCH, **policy)
+        settings = RolloutConfig(**BATCH, **policy)
         producer = AsyncProducer(trials, stream, settings, seed=0, buffer=ReplayBuffer(":memory:"))
         producer.start(0)
     clock = asyncio.get_running_loop().time
@@ -136,7 +137,7 @@ async def _schedule(policy: dict[str, Any] | None, steps: int) -> dict[str, floa
     lost += producer.counts["tokens_dropped"] + producer.counts["tokens_masked"]
     if isinstance(producer, AsyncProducer):
         await producer.close()
-    samples = steps * BATCH["groups"] * BATCH["group_size"]
+    samples = steps * BATCH["groups_per_step"] * BATCH["group_size"]
     return {
         "samples/s": samples / wall_s,
         "engine idle": 1 - trials.busy_s / (SLOTS * wall_s),
@@ -157,7 +158,7 @@ def schedules(steps: int) -> None:
         "staleness 2, old tokens masked": {"max_staleness": 2, "stale": "mask"},
         "staleness 2, tail batches of 4": {"max_staleness": 2, "tail_groups": 4},
     }
-    print(f"schedules: {steps} steps of {BATCH['groups']} groups of {BATCH['group_size']}")
+    print(f"schedules: {steps} steps of {BATCH['groups_per_step']} groups of {BATCH['group_size']}")
     print(
         "| | samples/s | ratio | engine idle | trainer idle | staleness | too old | tokens lost |"
     )
@@ -189,9 +190,14 @@ read -r _ status _ <&3; [ "$status" = 200 ]; ok=$?; cat <&3 >/dev/null; exit $ok
 async def _overhead(folder: Path, trials: int, answer_s: float) -> None:
     with _servers(folder, answer_s) as url:
         async with ProxyClient(url, "bench", max_connections=100) as proxy:
-            launcher = CommandLauncher(CommandSettings(argv=("bash", "-c", AGENT)))
-            settings = LoopSettings(trials_dir=folder / "trials", timeout_s=600, max_retries=0)
-            loop = RemoteAgentLoop(proxy, launcher, LauncherReward(), settings)
+            launcher = CommandLauncher(CommandConfig(argv=("bash", "-c", AGENT)))
+            loop = RemoteAgentLoop(
+                proxy,
+                launcher,
+                LauncherReward(),
+                folder / "trials",
+                trial=TrialConfig(timeout_s=600, max_retries=0),
+            )
             cpu_s, began = time.process_time(), time.monotonic()
             rollouts = await asyncio.gather(
                 *(loop.run(Task(f"t{i}", {}), kind=SessionKind.TRAIN) for i in range(trials))
@@ -212,7 +218,7 @@ async def _overhead(folder: Path, trials: int, answer_s: float) -> None:
 
 @contextmanager
 def _servers(folder: Path, answer_s: float) -> Iterator[str]:
-    """A scripted engine and a proxy in front of it, each a process. Yields the proxy's URL."""
+    """Starts a scripted engine and a proxy as processes. Yields the proxy's URL."""
     tokens = 50
     engine = _start(
         "proxy.engines.scripted",

@@ -1,8 +1,8 @@
-"""Where 10, 100 and 1,000 GPUs break first: the real router, simulated engines and agents.
+"""What limits 10, 100 and 1,000 GPUs: the real router with simulated engines and agents.
 
-Time is virtual: the clock jumps to the next timer. What is real is `proxy.routing.Router`, one per
-proxy, each with its own view of the load, as in a deployment; its CPU time is measured. What is
-simulated is said in `Model`. `make bench-scale` prints the tables of docs/scale.md.
+Time is virtual: the clock jumps to the next timer. Each proxy has a real `proxy.routing.Router`
+with its own view of the load, as in a deployment; its CPU time is measured. `Model` describes what
+is simulated. `make bench-scale` prints the tables of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Model:
     """Prompt tokens that a turn adds (a tool's output)."""
     sampled_tokens: int = 300
     agent_median_s: float = 5.0
-    """Between two calls, log-normal with sigma 1.2: a mean of 10 s."""
+    """Mean time between two calls; log-normal with sigma 1.2."""
     decode_tokens_s: float = 60.0
-    """Of one sequence; together no more than `batch_tokens_s`."""
+    """Decoding speed of one sequence; all sequences together reach at most `batch_tokens_s`."""
     batch_tokens_s: float = 3000.0
     prefill_tokens_s: float = 20_000.0
     cache_tokens: int = 400_000
-    """A replica's KV cache: about 35 of these conversations, half-way."""
+    """Size of a replica's KV cache: about 35 of these conversations when they are half-way."""
 
 
 @dataclass
 class Replica:
-    """Implements `Engine`. It answers after what prefill and decoding take at its present load."""
+    """Implements `Engine`. It answers after the time that prefill and decoding take at its load."""
 
     number: int
     model: Model
@@ -60,7 +60,7 @@ class Replica:
         return View(self)
 
     def take(self, session: str, prompt: int) -> float:
-        """Seconds until the answer is whole."""
+        """Seconds until the answer is complete."""
         held = self.cached.pop(session, 0)
         known = min(held, prompt)
         if asyncio.get_running_loop().time() > self.figures.from_s:
@@ -112,7 +112,7 @@ class View:
 
 @dataclass
 class Figures:
-    """Of the calls that began after `from_s`, so that caches are warm."""
+    """Covers the calls that began after `from_s`, when the caches are warm."""
 
     from_s: float
     hit_tokens: int = 0
@@ -121,7 +121,7 @@ class Figures:
 
 
 async def agent(name: str, router: Router, model: Model, until_s: float, figures: Figures) -> None:
-    """Conversations one after another, the first of them joined somewhere in its middle."""
+    """Runs conversations one after another; the first one starts somewhere in its middle."""
     rng = random.Random(name)
     loop = asyncio.get_running_loop()
     turn, talk = rng.randrange(model.turns), 0
@@ -134,7 +134,7 @@ async def agent(name: str, router: Router, model: Model, until_s: float, figures
         call = router.generate(
             ids, Sampling(model.sampled_tokens), request_id=session, session_id=session
         )
-        async for _ in call:
+        async for _ in call.stream():
             pass
         if began > figures.from_s:
             figures.waits_s.append(loop.time() - began)
@@ -146,7 +146,7 @@ async def agent(name: str, router: Router, model: Model, until_s: float, figures
 async def simulate(
     gpus: int, agents: int, proxies: int, share: int, seconds: float, model: Model
 ) -> str:
-    """`share`: how many of the replicas each proxy knows."""
+    """`share` is the number of replicas that each proxy knows."""
     figures = Figures(from_s=seconds / 2)
     replicas = [Replica(number, model, figures) for number in range(gpus)]
     routers = []
@@ -168,7 +168,7 @@ async def simulate(
 
 
 def choosing_us(replicas: int, sessions: int = 20_000) -> float:
-    """CPU microseconds of one routed call among so many replicas, the engine's part being none."""
+    """CPU microseconds of one routed call among `replicas` replicas, without the engine's part."""
     model = Model(sampled_tokens=0, prefill_tokens_s=1e12)
 
     async def calls() -> None:
@@ -178,7 +178,7 @@ def choosing_us(replicas: int, sessions: int = 20_000) -> float:
             call = router.generate(
                 ids, Sampling(1), request_id=f"s{number}", session_id=f"s{number}"
             )
-            async for _ in call:
+            async for _ in call.stream():
                 pass
 
     before = time.process_time()
@@ -188,7 +188,7 @@ def choosing_us(replicas: int, sessions: int = 20_000) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of virtual time")
     parser.add_argument("--gpus", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--agents-per-gpu", type=int, nargs="+", default=[25, 50, 100])
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
-"""A weight update through shared memory beside one copy of the same bytes (make bench-weight-sync).
+"""A weight update through shared memory, compared with one copy (make bench-weight-sync).
 
     make bench-weight-sync ARGS="--megabytes 50 500 --vllm"
 
-*stage* is the trainer's half, made while the engines still sample: each tensor is copied to shared
-memory and hashed on the way. *receive* is an engine's half, in a process of its own, while it is
-paused: hash, compare, copy into its own tensors. With `--vllm` a real vLLM does that half, with its
-own loader and its HTTP routes, on a model with random weights. Milliseconds of processor time (and
-of waiting, in brackets), the least of `--rounds`.
+*stage* is the trainer's half, while the engines still sample: it copies each tensor to shared
+memory and hashes it. *receive* is an engine's half, in a separate process, while the engine is
+paused: it hashes, compares and copies into its own tensors. With `--vllm`, a real vLLM does that
+half with its own loader and HTTP routes, on a model with random weights. The figures are
+milliseconds of CPU time (wall time in brackets), the minimum of `--rounds`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Wri
 from trainer.weight_sync.sync import WeightSync
 
 ROWS, COLUMNS = 1024, 2048
-"""Of each tensor: a linear layer of a small model."""
+"""Shape of each tensor: a linear layer of a small model."""
 
 
 class Cost(NamedTuple):
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 500, 2048])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--vllm", action="store_true", help="also into a real vLLM")
+    parser.add_argument("--vllm", action="store_true", help="also update a real vLLM")
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def _receive_cost(written: Written, rounds: int) -> Cost:
 
 
 def _serve_receives() -> None:
-    """The engine's process: its tensors are there, as a model's are."""
+    """The engine's process, with tensors that already exist, as in a model."""
     rounds, fields = json.loads(sys.stdin.read())
     reader, written = SegmentReader(), Written(**fields)
     own = [torch.zeros_like(tensor) for _, tensor in reader.receive(written)]
@@ -114,7 +114,7 @@ def _serve_receives() -> None:
 
 
 def _least(work: Callable[[], object], rounds: int) -> Cost:
-    """After one round to touch the memory."""
+    """The minimum cost of `rounds` rounds, after one round that touches the memory."""
     work()
     cpu, wall = [], []
     for _ in range(rounds):
@@ -126,7 +126,7 @@ def _least(work: Callable[[], object], rounds: int) -> Cost:
 
 
 def _vllm_row(megabytes: int, rounds: int) -> str:
-    """Waiting times: the processor time is another process's."""
+    """Reports wall times, because the CPU time is spent in another process."""
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         path = Path(folder)
         weights = _save_model(path, megabytes)
@@ -156,7 +156,7 @@ def _vllm_row(megabytes: int, rounds: int) -> str:
 
 
 def _save_model(path: Path, megabytes: int) -> list[Named]:
-    """A Qwen3 with random weights of about this size; its weights."""
+    """Saves a Qwen3 with random weights of about this size, and returns the weights."""
     layer = 4 * 1024 * (4 * 1024 + 3 * 3072)
     settings = Qwen3Config(
         vocab_size=1024,

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Makes the base images of the Dockerfiles from Debian's packages, under the names they are pulled
-# by, for machines that reach a Debian mirror but no registry. Needs root, debootstrap and buildah.
+# Makes the base images of the Dockerfiles from Debian packages, for machines that can reach a Debian
+# mirror but no image registry. The images get the names under which the Dockerfiles pull them. Needs
+# root, debootstrap and buildah.
 #
 #   docker/base_images.sh debian
-#   docker/base_images.sh python /usr/local       (a prefix that holds a CPython 3.12)
+#   docker/base_images.sh python /usr/local       (a prefix that contains a CPython 3.12)
 #
-# `debian` is bookworm's minimal system; `python:3.12` is that with the given build of CPython
-# copied in, because Debian 12 has none.
+# `debian` is the minimal system of bookworm. `python:3.12` is the same system with a copy of the given
+# CPython, because Debian 12 has no Python 3.12.
 set -euo pipefail
 
 DEBIAN=docker.io/library/debian:12.12-slim

@@ -1,17 +1,23 @@
-# harbor-server: Harbor trials for trainers on other machines. Python 3.12, as Harbor wants.
+# harbor-server: Harbor trials for trainers on other machines. Harbor needs Python 3.12.
 #
 #   docker build -f docker/harbor.Dockerfile -t agentic-harbor .
 #   docker run -p 8090:8090 -v harbor:/data --read-only --tmpfs /tmp \
 #     -e HARBOR_SERVER_TOKEN=… -e HARBOR_SERVER_ENVIRONMENT=modal agentic-harbor
 #
-# Trials run where Harbor's environment says: in a container, Harbor's remote ones (modal, daytona,
-# e2b, gke, …) need nothing more than their keys; its `docker` and this package's local environment
-# need a Docker socket or CAP_SYS_ADMIN, which this image does not ask for.
+# HARBOR_SERVER_ENVIRONMENT says where trials run. Harbor's remote environments (modal, daytona, e2b,
+# gke, …) need only their keys. Harbor's `docker` needs a Docker socket, and this package's local
+# environment needs CAP_SYS_ADMIN; the command above gives the container neither of them.
 FROM docker.io/library/python:3.12.12-slim-bookworm AS build
 COPY docker/harbor.lock /build/
 RUN python -m venv --without-pip /opt/agentic \
     && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --require-hashes \
         --no-deps -r /build/harbor.lock
+COPY pyproject.toml /build/
+# The package metadata that `--version` reads.
+RUN version=$(sed -n 's/^version = "\(.*\)"/\1/p' /build/pyproject.toml) \
+    && info=/opt/agentic/lib/python3.12/site-packages/agentic_rl-$version.dist-info \
+    && mkdir "$info" \
+    && printf 'Metadata-Version: 2.4\nName: agentic-rl\nVersion: %s\n' "$version" > "$info/METADATA"
 COPY harbor_sdk /opt/agentic/lib/python3.12/site-packages/harbor_sdk
 RUN python -m compileall -q -j 0 /opt/agentic
 

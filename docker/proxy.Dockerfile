@@ -4,8 +4,8 @@
 #   docker run -p 8000:8000 -v proxy:/data -v /models/qwen3:/model:ro --read-only --tmpfs /tmp \
 #     -e AGENTIC_PROXY_ADMIN_KEY=… -e AGENTIC_PROXY_ENGINES='[{"url": "http://gpu-0:8001"}]' agentic-proxy
 #
-# Sessions are kept in /data, the only place that is written to. Stop it with SIGTERM: calls in
-# flight may end, for `limits.shutdown_s`.
+# The proxy keeps sessions in /data and writes nowhere else. Stop it with SIGTERM: calls in flight then
+# have `limits.shutdown_s` to end.
 FROM docker.io/library/debian:12.12-slim AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends binutils ca-certificates python3-pip python3-venv \
@@ -16,8 +16,14 @@ RUN python3 -m venv --without-pip /opt/agentic \
         --no-deps -r /build/proxy.lock \
     && find /opt/agentic -type d -name tests -prune -exec rm -rf {} + \
     && find /opt/agentic -name '*.so' ! -path '*.libs/*' ! -path '*/numpy/*' -exec strip --strip-unneeded {} +
+COPY pyproject.toml /build/
+# The package metadata that `--version` reads.
+RUN version=$(sed -n 's/^version = "\(.*\)"/\1/p' /build/pyproject.toml) \
+    && info=/opt/agentic/lib/python3.11/site-packages/agentic_rl-$version.dist-info \
+    && mkdir "$info" \
+    && printf 'Metadata-Version: 2.4\nName: agentic-rl\nVersion: %s\n' "$version" > "$info/METADATA"
 COPY proxy /opt/agentic/lib/python3.11/site-packages/proxy
-# The bytecode of what is imported, and of nothing else.
+# Compiles only the modules that are imported.
 RUN /opt/agentic/bin/python3 -c "import proxy.cli, proxy.relay.cli"
 
 FROM docker.io/library/debian:12.12-slim

@@ -1,13 +1,13 @@
-# The trainer with its engine (vLLM) and its proxy, for one machine.
+# The trainer with its engine (vLLM) and proxy, for one machine.
 #
 #   docker build -f docker/trainer.Dockerfile -t agentic-trainer .                        (CPU)
 #   docker build -f docker/trainer.Dockerfile --build-arg DEVICE=cuda -t agentic-trainer:cuda .
 #   docker run --gpus all --shm-size 16g -v /runs:/runs -v $PWD:/work:ro agentic-trainer:cuda \
-#     --config agentic_trainer.yaml trainer.dir=/runs/first
+#     --config agentic_trainer.yaml trainer.run_dir=/runs/first
 #
-# /runs is the only place that is written to; the read-only root needs --tmpfs /tmp. CUDA's
-# libraries come with torch's wheels, the driver from the host. A C compiler stays in the image:
-# Triton and torch.compile call it at run time.
+# The run writes only to /runs and /tmp; with a read-only root file system, add --tmpfs /tmp. The CUDA
+# libraries come with torch's wheels, and the driver comes from the host. The image contains a C
+# compiler because Triton and torch.compile call it at run time.
 FROM docker.io/library/debian:12.12-slim AS build
 ARG DEVICE=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -18,7 +18,7 @@ COPY docker/trainer-${DEVICE}.lock /build/trainer.lock
 RUN python3 -m venv --without-pip /opt/agentic \
     && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --no-deps \
         --extra-index-url "${TORCH_INDEX}" -r /build/trainer.lock
-COPY pyproject.toml README.md /build/
+COPY pyproject.toml README.md LICENSE /build/
 COPY proxy /build/proxy
 COPY agent_loop /build/agent_loop
 COPY harbor_sdk /build/harbor_sdk
@@ -43,6 +43,6 @@ ENV PATH=/opt/agentic/bin:$PATH \
 USER 10001
 WORKDIR /work
 VOLUME /runs
-# A run is a job with an end and an exit status, so there is nothing to ask it: no health check.
+# No health check: a run is a job that ends with an exit status.
 HEALTHCHECK NONE
 ENTRYPOINT ["agentic-train"]

@@ -1,1 +1,1 @@
-"""Agents to train, and the starter model they start from. No package imports anything of it."""
+"""Agents to train, and the starter model for them. No package imports these modules."""

@@ -1,26 +1,27 @@
-"""How each of Harbor's agents is told where the model is: base URL, key and model name.
+"""Gives each of Harbor's agents the base URL, key and model name in the way that it reads them.
 
-Invariant: the key also stands in `env` under a name that Harbor takes for a secret, so that it is
-scrubbed from the trial's folder. What the caller set itself is never overwritten.
+Invariant: `env` contains the key under a name that Harbor treats as a secret, so that Harbor
+removes it from the trial's folder. Values that the caller set are never overwritten.
 """
 
 from __future__ import annotations
 
 from harbor_sdk.models import AgentSpec
 
-# Their base URL is without `/v1`; all other agents read the OpenAI names.
+# These agents take a base URL without `/v1`; all other agents read the OpenAI variables.
 _ANTHROPIC_AGENTS = frozenset({"claude-code"})
 
-# Harbor calls the model from its own process, by LiteLLM, and passes these on.
+# Harbor calls the model for these agents from its own process through LiteLLM, and passes the
+# keyword arguments on.
 _LITELLM_AGENTS = frozenset({"terminus", "terminus-1", "terminus-2"})
 
 
-# SWE-agent ends at once where LiteLLM knows no price and no context of the model; 0: no limit.
+# SWE-agent stops immediately if LiteLLM does not know the model's price and context; 0 is no limit.
 _SWE_AGENT_LIMITS = ("per_instance_cost_limit", "total_cost_limit", "max_input_tokens")
 
 
 def connect(agent: AgentSpec, base_url: str, api_key: str | None) -> AgentSpec:
-    """`agent` with `base_url` (which ends in `/v1`) and `api_key` in the way that it reads them.
+    """Returns `agent` with `base_url` (which ends in `/v1`) and `api_key` where it reads them.
 
     Example: connect(AgentSpec(name="claude-code"), "http://h/t-1/v1", "sk-1").env ==
         {"ANTHROPIC_BASE_URL": "http://h/t-1", "ANTHROPIC_API_KEY": "sk-1"}
@@ -40,7 +41,7 @@ def connect(agent: AgentSpec, base_url: str, api_key: str | None) -> AgentSpec:
             "OPENAI_API_KEY": key,
             "LLM_BASE_URL": base_url,
             "LLM_API_KEY": key,
-            # LiteLLM knows no price of ours, and would fetch its list from a code host.
+            # Otherwise LiteLLM downloads its price list, which does not contain the policy.
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "MSWEA_COST_TRACKING": "ignore_errors",
         }

@@ -1,12 +1,12 @@
-"""A task folder as tar.gz and back.
+"""Packs a task folder as tar.gz, and unpacks it.
 
-Invariant: unpacking never writes, and no link ever points, outside its folder, and it takes no more
-disk or memory than its bounds, whatever the archive says. Packing the same files gives the same
-bytes, so that a submission sent again by another process is the same submission.
+Invariant: whatever the archive contains, unpacking writes nothing outside the target folder,
+creates no link that points outside it, and uses no more disk and memory than the bounds. Packing
+the same files gives the same bytes, so that another process can repeat a submission.
 
 tarfile's `data` filter (no absolute links, no devices, no set-uid) is not enough: before Python
-3.12.11 a long chain of links leads out of it (CVE-2025-4517). So no member may lie below a link,
-and a link may only go up from its own real folder and then down.
+3.12.11, a long chain of links leads out of the target folder (CVE-2025-4517). Therefore no member
+may lie below a link, and a link may only go up from its own real folder and then down.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from harbor_sdk.errors import AgentRunError
 TASK_FILE = "task.toml"
 MAX_MEMBERS = 100_000
 MAX_HEADER_BYTES = 2**20
-"""Of one extended header: tarfile reads it whole."""
+"""Bound on one extended header, which tarfile reads as a whole."""
 
 
 def pack_task(folder: Path) -> bytes:
-    """The folder under its own name, as the server expects it."""
+    """Returns a tar.gz of the folder under its own name, as the server expects it."""
     if not (folder / TASK_FILE).is_file():
-        raise AgentRunError(f"{folder} has no {TASK_FILE}: not a Harbor task", code="invalid")
+        raise AgentRunError(
+            f"{folder} has no {TASK_FILE}: give the folder of a Harbor task", code="invalid"
+        )
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as zipped,
@@ -40,20 +42,20 @@ def pack_task(folder: Path) -> bytes:
 
 
 def unpack_task(archive: Path, target: Path, *, max_bytes: int) -> Path:
-    """Unpacks into `target`; returns the folder in it that has a task.toml."""
+    """Unpacks into `target`, and returns the folder in it that contains a task.toml."""
     try:
         with gzip.open(archive) as content, tarfile.open(fileobj=_Bounded(content)) as tar:
             _extract(tar, target, max_bytes)
             _read_to_the_end(content)
     except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError) as error:
         raise AgentRunError(
-            f"task_archive is not a sound tar.gz: {error}", code="invalid"
+            f"task_archive is not a valid tar.gz: {error}", code="invalid"
         ) from None
     for folder in (target, *sorted(path for path in target.iterdir() if path.is_dir())):
         if (folder / TASK_FILE).is_file():
             return folder
     raise AgentRunError(
-        f"task_archive has no {TASK_FILE}, neither at its top nor one folder below", code="invalid"
+        f"task_archive has no {TASK_FILE} at its top level or one folder below", code="invalid"
     )
 
 
@@ -72,14 +74,16 @@ def _extract(tar: tarfile.TarFile, target: Path, max_bytes: int) -> None:
 
 
 def _read_to_the_end(content: gzip.GzipFile) -> None:
-    """Behind the last member comes padding, and then the checksum of all."""
+    """Reads the padding after the last member, so that gzip compares the checksum of the
+    content."""
     rest = content.read(MAX_HEADER_BYTES)
     if len(rest) == MAX_HEADER_BYTES or content.read(1):
         raise ValueError(f"more than {MAX_HEADER_BYTES} bytes follow the last file")
 
 
 def _inside(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
-    """Raises ValueError for what could lead out of `target`."""
+    """Returns the member as it may be unpacked. Raises ValueError if it could lead out of
+    `target`."""
     kept = tarfile.data_filter(member, target)
     path = PurePosixPath(kept.name)
     if _goes_through_a_link(path.parent, Path(target)):
@@ -102,8 +106,8 @@ def _goes_through_a_link(path: PurePosixPath, target: Path) -> bool:
 
 
 class _Bounded(io.RawIOBase):
-    """A file of which no one read takes more than `MAX_HEADER_BYTES`: a header that says it has a
-    gigabyte gets none of it."""
+    """A file that refuses to read more than `MAX_HEADER_BYTES` at once, so that a header that
+    claims to have a gigabyte does not fill the memory."""
 
     def __init__(self, file: gzip.GzipFile) -> None:
         self._file = file
@@ -122,5 +126,5 @@ class _Bounded(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes, the bound is {MAX_HEADER_BYTES}")
+            raise ValueError(f"a header has {size} bytes; at most {MAX_HEADER_BYTES} are allowed")
         return self._file.read(size)

@@ -1,7 +1,8 @@
 """`AgentRunClient`: submits runs to a `harbor-server` and follows them.
 
-Invariant: a call is retried only where that cannot start a second run: reading and cancelling
-are, and submitting carries an idempotency key that names the run however often it is sent.
+Invariant: a request is retried only if that cannot start a second run. Reading and cancelling can
+be repeated safely. A submission carries an idempotency key, so that repeating it returns the same
+run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import secrets
 import socket
 import time
@@ -28,16 +30,17 @@ from harbor_sdk.models import AgentRun, AgentRunRequest, RunEvent, RunList
 ATTEMPTS = 5
 MAX_BACKOFF_S = 10.0
 LONG_POLL_S = 30.0
-"""Short enough for the idle bounds of load balancers and connection trackers."""
+"""Shorter than the idle timeouts of load balancers and connection trackers."""
 REQUEST_TIMEOUT_S = 60.0
 SUBMIT_TIMEOUT_S = 300.0
-"""Of one attempt, with its upload."""
+"""Time limit of one attempt, including the upload."""
 
 _Model = TypeVar("_Model", AgentRun, RunList, RunEvent)
 
 _CODES = {
     400: "invalid",
     401: "unauthorized",
+    403: "forbidden",
     404: "not_found",
     409: "conflict",
     413: "too_large",
@@ -47,15 +50,19 @@ _CODES = {
 
 
 class AgentRunClient:
-    """Example:
-    async with AgentRunClient("http://127.0.0.1:8090") as client:
-        run = await client.submit(AgentRunRequest(agent=AgentSpec(name="oracle")), task=folder)
-        run = await client.wait(run.run_id, timeout_s=600.0)
-        print(run.status, run.rewards)
+    """A client of one `harbor-server`.
+
+    Example:
+        async with AgentRunClient("http://127.0.0.1:8090") as client:
+            run = await client.submit(AgentRunRequest(agent=AgentSpec(name="oracle")), task=folder)
+            run = await client.wait(run.run_id, timeout_s=600.0)
+            print(run.status, run.rewards)
     """
 
     def __init__(self, server_url: str, *, token: str | None = None) -> None:
+        """`token` is the server's token. Default: the variable HARBOR_SERVER_TOKEN."""
         self._base = server_url.rstrip("/")
+        token = token or os.environ.get("HARBOR_SERVER_TOKEN")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -71,6 +78,7 @@ class AgentRunClient:
         await self.close()
 
     async def close(self) -> None:
+        """Closes the connections to the server. Runs continue."""
         if self._session is not None:
             await self._session.close()
 
@@ -81,11 +89,14 @@ class AgentRunClient:
         task: Path | bytes | None = None,
         idempotency_key: str | None = None,
     ) -> AgentRun:
-        """Queues a run; returns at once. `task` is a folder, or a tar.gz of one, to upload; without
-        it the request's `task_path` (known to the server) or `task_name` (registry) is used.
+        """Queues a run and returns immediately.
 
-        Raises `AgentRunError`: `invalid`, `conflict`, `too_large`, and after `ATTEMPTS` tries
-        `queue_full` or `unreachable`.
+        `task` is a folder, or its tar.gz, to upload. Without it, the server uses the request's
+        `task_path` (a path on the server) or `task_name` (in Harbor's registry).
+
+        Raises:
+            AgentRunError: `invalid`, `conflict`, `too_large`; `queue_full` or `unreachable` after
+                `ATTEMPTS` attempts.
         """
         archive = await asyncio.to_thread(pack_task, task) if isinstance(task, Path) else task
         key = idempotency_key or secrets.token_hex(16)
@@ -115,10 +126,12 @@ class AgentRunClient:
         return _parsed(AgentRun, body)
 
     async def get(self, run_id: str) -> AgentRun:
+        """The run in its present state."""
         return _parsed(AgentRun, await self._read(f"/api/v1/runs/{run_id}"))
 
     async def wait(self, run_id: str, *, timeout_s: float) -> AgentRun:
-        """The run in its final state, by long-poll. Raises `timeout`; the run then goes on."""
+        """Waits by long-poll, and returns the run in its final state. Raises AgentRunError with the
+        code `timeout` after `timeout_s`; the run continues."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             wait_s = min(LONG_POLL_S, left_s)
@@ -126,7 +139,7 @@ class AgentRunClient:
             if run.status.is_final:
                 return run
         raise AgentRunError(
-            f"run {run_id} is not final after {timeout_s} s: wait again, or cancel it",
+            f"run {run_id} has not ended after {timeout_s} s: wait again, or cancel it",
             code="timeout",
         )
 
@@ -138,6 +151,7 @@ class AgentRunClient:
         limit: int = 100,
         offset: int = 0,
     ) -> RunList:
+        """One page of runs, newest first. `job_id` and `status` select."""
         query = {"job_id": job_id, "status": status, "limit": str(limit), "offset": str(offset)}
         return _parsed(
             RunList,
@@ -147,14 +161,16 @@ class AgentRunClient:
         )
 
     async def cancel(self, run_id: str) -> AgentRun:
-        """Returns when the run has ended, its environment with it. Again is no error."""
+        """Cancels the run, and returns when the run and its environment have ended. Cancelling a
+        run again is not an error."""
         async for attempt in _retrying():
             with attempt:
                 body = await self._json("DELETE", f"/api/v1/runs/{run_id}")
         return _parsed(AgentRun, body)
 
     async def events(self, run_id: str) -> AsyncIterator[RunEvent]:
-        """Every change of the run to its final one; a broken stream is taken up where it broke."""
+        """Yields every change of the run up to its final state. A broken stream is resumed after
+        the last event."""
         last = 0
         failures = 0
         while True:
@@ -170,19 +186,24 @@ class AgentRunClient:
                 if not error.retryable or failures >= ATTEMPTS:
                     raise
             if failures >= ATTEMPTS:
-                raise AgentRunError(f"the events of {run_id} end early", code="protocol")
+                raise AgentRunError(
+                    f"the event stream of run {run_id} ended {failures} times without a new event",
+                    code="protocol",
+                )
             await asyncio.sleep(min(MAX_BACKOFF_S, 0.2 * 2**failures))
 
     async def logs(self, run_id: str, *, tail_bytes: int = 2**20) -> str:
+        """The last `tail_bytes` of the trial's log."""
         content = await self._bytes(f"/api/v1/runs/{run_id}/logs?tail_bytes={tail_bytes}")
         return content.decode(errors="replace")
 
     async def artifacts(self, run_id: str) -> Mapping[str, int]:
-        """Path in the trial's folder → bytes."""
+        """Path of each file in the trial's folder → its size in bytes."""
         body = await self._read(f"/api/v1/runs/{run_id}/artifacts")
         return {entry["path"]: entry["bytes"] for entry in body["files"]}
 
     async def artifact(self, run_id: str, path: str) -> bytes:
+        """The content of a file in the trial's folder."""
         return await self._bytes(f"/api/v1/runs/{run_id}/artifacts/{path}")
 
     async def _read(self, path: str, params: Mapping[str, str] | None = None) -> Any:
@@ -203,7 +224,8 @@ class AgentRunClient:
             return json.loads(content)
         except ValueError:
             raise AgentRunError(
-                f"{method} {path}: not JSON ({content[:80]!r}): is this a harbor-server?",
+                f"{method} {path}: the answer is not JSON ({content[:80]!r}): check that "
+                f"{self._base} is a harbor-server",
                 code="protocol",
                 status=status,
             ) from None
@@ -250,7 +272,7 @@ class AgentRunClient:
 
 
 def _keep_alive_socket(address: Any) -> socket.socket:
-    """A peer that vanished without a word is noticed after about a minute."""
+    """A socket that reports after about a minute that its peer has vanished."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -280,7 +302,7 @@ def _backoff_s(state: RetryCallState) -> float:
 def _unreachable(base: str, error: Exception) -> AgentRunError:
     reason = str(error) or type(error).__name__
     return AgentRunError(
-        f"harbor-server {base} cannot be reached: {reason}", code="unreachable", retryable=True
+        f"harbor-server at {base} cannot be reached: {reason}", code="unreachable", retryable=True
     )
 
 
@@ -304,6 +326,4 @@ def _parsed(kind: type[_Model], body: Any) -> _Model:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise AgentRunError(
-            f"the server's answer is not understood: {error}", code="protocol"
-        ) from None
+        raise AgentRunError(f"the server's answer is invalid: {error}", code="protocol") from None

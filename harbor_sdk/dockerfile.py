@@ -1,7 +1,7 @@
-"""The part of a task's Dockerfile that a sandbox can carry out itself, in the file's order.
+"""The instructions of a task's Dockerfile that a sandbox can execute itself, in the file's order.
 
-Invariant: an instruction that changes the environment is carried out or refused by name, never
-passed over in silence. `FROM` is the exception: this machine's own `/` stands in for the image.
+Invariant: an instruction that changes the environment is executed or refused by name, never
+ignored. `FROM` is the exception: the sandbox uses this machine's own `/` instead of the image.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from pathlib import Path, PurePosixPath
 
 from harbor_sdk.sandbox import DEFAULT_PATH
 
-# They say how an image is started or described: Harbor starts its own commands.
+# These say how an image is started or described. Harbor starts its own commands.
 _NO_EFFECT = frozenset({"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL"})
-_CARRIED_OUT = ("RUN", "ENV", "WORKDIR", "COPY")
+_EXECUTED = ("RUN", "ENV", "WORKDIR", "COPY")
 
 
 class DockerfileError(ValueError):
-    """An instruction that needs a real image build; the message has its line."""
+    """An instruction needs a real image build. The message names its line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """A shell command, with its working directory and variables."""
+
     command: str
     workdir: str
     env: dict[str, str]
@@ -33,6 +35,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
+    """Files to copy to `target`. `is_dir`: they go into that folder."""
+
     sources: tuple[str, ...]
     """Relative to the task's `environment/`."""
     target: str
@@ -41,7 +45,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """`steps` in order; `workdir` and `env` hold for every later command."""
+    """The `steps` in their order. `workdir` and `env` apply to every later command."""
 
     steps: tuple[Run | Copy, ...] = ()
     workdir: str = "/"
@@ -49,13 +53,16 @@ class Build:
 
 
 def read_dockerfile(path: Path) -> Build:
-    """Raises `DockerfileError` for what only an image build can do (stages, ARG, USER, ADD, …)."""
+    """Raises `DockerfileError` if an instruction needs an image build (stages, ARG, USER, ADD,
+    …)."""
     workdir, env, steps, stages = "/", dict[str, str](), list[Run | Copy](), 0
     for line, keyword, rest in _instructions(path.read_text()):
         if keyword == "FROM":
             stages += 1
         if stages > 1:
-            raise DockerfileError(f"{path}:{line}: a second FROM needs an image build: use docker")
+            raise DockerfileError(
+                f"{path}:{line}: a second FROM needs an image build: use the environment docker"
+            )
         if keyword == "WORKDIR":
             workdir = str(PurePosixPath(workdir, _expand(rest, env)))
             steps.append(Run(f"mkdir -p {shlex.quote(workdir)}", "/", {}))
@@ -67,15 +74,15 @@ def read_dockerfile(path: Path) -> Build:
             steps.append(_copy(_expand(rest, env), workdir))
         elif keyword not in _NO_EFFECT:
             raise DockerfileError(
-                f"{path}:{line}: a local sandbox carries out {', '.join(_CARRIED_OUT)} (without "
-                f"options), not {keyword} {rest[:60]!r}: use docker, or set run_dockerfile=false "
-                "and prepare this machine"
+                f"{path}:{line}: a local sandbox executes {', '.join(_EXECUTED)} (without "
+                f"options), not {keyword} {rest[:60]!r}: use the environment docker, or set "
+                "run_dockerfile=false and prepare this machine"
             )
     return Build(tuple(steps), workdir, tuple(env.items()))
 
 
 def _instructions(text: str) -> list[tuple[int, str, str]]:
-    """`(line number, KEYWORD, rest)`, continuation lines joined, comments dropped."""
+    """`(line number, KEYWORD, rest)`, with continuation lines joined and comments removed."""
     found: list[tuple[int, str, str]] = []
     open_line, start = "", 0
     for number, raw in enumerate(text.splitlines(), 1):
@@ -97,7 +104,9 @@ def _shell(rest: str) -> str:
     if rest.startswith("["):
         return shlex.join(json.loads(rest))
     if rest.startswith("--") or "<<" in rest.split("\n", 1)[0]:
-        raise DockerfileError(f"RUN with options or a here-document needs docker: {rest[:60]!r}")
+        raise DockerfileError(
+            f"RUN with options or a here-document: use the environment docker: {rest[:60]!r}"
+        )
     return rest
 
 

@@ -1,12 +1,11 @@
 """A Harbor environment without Docker: `harbor run -e harbor_sdk.environment:LocalEnvironment`.
 
-Each trial has a `Sandbox` of its own (see `harbor_sdk.sandbox` for what that isolates), with
-Harbor's log folders bound in as Docker binds them. Invariant: a trial sees neither the other
-trials' folders, nor its own task's tests and solution before Harbor uploads them, nor this
-user's home.
+Each trial has its own `Sandbox` (`harbor_sdk.sandbox` says what it isolates), with Harbor's log
+folders mounted as in Docker. Invariant: a trial sees neither the folders of other trials, nor the
+tests and solution of its own task before Harbor uploads them, nor this user's home folder.
 
-The task's Dockerfile is carried out inside the sandbox where it is plain (`harbor_sdk.dockerfile`)
-and refused where it is not; `FROM` is this machine's `/`.
+The sandbox executes the simple instructions of the task's Dockerfile (`harbor_sdk.dockerfile`) and
+refuses a Dockerfile with others. `FROM` is this machine's `/`.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ _DEFAULT_SIZE_MB = 4096
 
 
 class LocalEnvironmentError(RuntimeError):
-    """A step of the environment failed; the message has the command and its output."""
+    """A step of the environment failed. The message contains the command and its output."""
 
 
 class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not installed on 3.11
-    """Keyword settings (`--ek`, `environment.kwargs`):
+    """One trial's sandbox, as Harbor uses it. Keyword settings (`--ek`, `environment.kwargs`):
 
     hidden_paths     more folders that the trial must not see
-    bind             folders to see as they are here, read-only, also below a hidden one
-    path             folders put first in PATH: what stock agents find there they do not install
-    inherit_env      names of this process's variables that commands inside get (proxies, mirrors)
-    run_dockerfile   false: leave the Dockerfile's RUN and COPY out, this machine is prepared
+    bind             folders of this machine, mounted read-only, also below a hidden folder
+    path             folders to put first in PATH; Harbor's agents do not install what they find
+    inherit_env      variables of this process that commands in the sandbox get (proxies, mirrors)
+    run_dockerfile   false: skip RUN and COPY of the Dockerfile, because this machine is prepared
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         if (self.environment_dir / "docker-compose.yaml").exists():
             raise LocalEnvironmentError(
                 f"{self.environment_dir} has a docker-compose.yaml: a local environment has no "
-                "services beside the task; use docker"
+                "additional services; use the environment docker"
             )
         if dockerfile.exists():
             self._build = read_dockerfile(dockerfile)
@@ -184,7 +183,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
     @property
     def _started(self) -> Sandbox:
         if self._sandbox is None:
-            raise LocalEnvironmentError("the environment is not started, or is stopped")
+            raise LocalEnvironmentError("the environment has not been started, or has been stopped")
         return self._sandbox
 
     @property
@@ -192,7 +191,8 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         return self.task_env_config.workdir or self._build.workdir
 
     def _hidden(self) -> list[Path]:
-        """All trials' folders, the tasks' (they hold tests and solutions), this user's home."""
+        """The folders of all trials and tasks (which hold tests and solutions), and the home
+        folder."""
         task = self.environment_dir.resolve().parent
         own = [self.trial_paths.trial_dir.parent, task.parent, task, Path.home()]
         paths = [path.resolve() for path in (*own, *self._hidden_paths)]
@@ -225,13 +225,15 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         stdin: BinaryIO | None = None,
         stdout: BinaryIO | None = None,
     ) -> None:
-        """As root; a failure raises with the end of what the command wrote."""
+        """Runs the command as root. Raises LocalEnvironmentError with the end of its output."""
         done = await self._started.run(
             command, cwd=cwd, env=self._env(env or {}), stdin=stdin, stdout=stdout
         )
         if done.return_code != 0:
             output = (done.stdout + done.stderr).decode(errors="replace")[-2000:].strip()
-            raise LocalEnvironmentError(f"{command!r} failed ({done.return_code}): {output}")
+            raise LocalEnvironmentError(
+                f"{command!r} failed with exit code {done.return_code}: {output}"
+            )
 
 
 def _owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo:

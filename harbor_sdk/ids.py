@@ -1,4 +1,4 @@
-"""Names for runs: no one can guess them, and they are sound as file names."""
+"""Ids of runs: they cannot be guessed, and are valid file names."""
 
 from __future__ import annotations
 

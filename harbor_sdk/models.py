@@ -1,9 +1,8 @@
-"""What goes over the wire between `AgentRunClient` and `harbor-server`.
+"""The requests and answers that `AgentRunClient` and `harbor-server` exchange.
 
-The names are those of the rollout server that users of verl's recipe have (`task_path`, `agent`,
-`llm_proxy_url`, `rewards`, `rollout_details`, …); fields that it did not have are optional.
-Invariant: `rewards` is what the verifier wrote, key by key, or None; never a sum, never a 0 that
-nobody gave.
+The names are those of the rollout server of verl's recipe (`task_path`, `agent`, `llm_proxy_url`,
+`rewards`, `rollout_details`, …). Fields that it did not have are optional. Invariant: `rewards`
+contains the verifier's values by key, or is None; it is never a sum or an invented 0.
 """
 
 from __future__ import annotations
@@ -19,25 +18,26 @@ class _Request(BaseModel):
 
 
 class AgentSpec(_Request):
-    """Example: AgentSpec(name="terminus-2", model_name="openai/policy")"""
+    """The agent of a run. Example: AgentSpec(name="terminus-2", model_name="openai/policy")"""
 
     name: str | None = None
-    """One of Harbor's own agents. Neither this nor `import_path`: the task's oracle."""
+    """One of Harbor's own agents. Without `name` and `import_path`, the task's oracle runs."""
     import_path: str | None = None
     """`module:Class`, importable by the server."""
     model_name: str | None = None
-    """As Harbor wants it: `provider/model`."""
+    """In Harbor's form: `provider/model`."""
     override_timeout_sec: float | None = Field(default=None, gt=0)
     override_setup_timeout_sec: float | None = Field(default=None, gt=0)
     max_timeout_sec: float | None = Field(default=None, gt=0)
     llm_proxy_url: str | None = None
-    """Older clients put it here; the request's own wins."""
+    """Older clients set it here. The request's `llm_proxy_url` takes precedence."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
 
 
 class EnvironmentSpec(_Request):
-    """Harbor's own name (`docker`, `modal`, …) or `module:Class`; neither: the server's default."""
+    """The environment of a run: `type` is Harbor's name (`docker`, `modal`, …), `import_path` is
+    `module:Class`. Without both, the server's default is used."""
 
     type: str | None = None
     import_path: str | None = None
@@ -50,6 +50,8 @@ class EnvironmentSpec(_Request):
 
 
 class VerifierSpec(_Request):
+    """How the run is verified. `import_path` replaces the task's own verifier."""
+
     override_timeout_sec: float | None = Field(default=None, gt=0)
     max_timeout_sec: float | None = Field(default=None, gt=0)
     disable: bool = False
@@ -59,12 +61,13 @@ class VerifierSpec(_Request):
 
 
 class AgentRunRequest(_Request):
-    """One run. The task is an uploaded archive, `task_path` (known to the server) or `task_name`
-    (Harbor's registry, `org/name`, with `task_ref`); an archive wins over `task_path`.
+    """What to run. The task is an uploaded archive, `task_path` (a path on the server) or
+    `task_name` (in Harbor's registry, `org/name`, with `task_ref`). An archive takes precedence
+    over `task_path`.
     """
 
     job_id: str = ""
-    """Groups runs in listings."""
+    """Runs can be listed by this id."""
     task_id: str = ""
     task_path: str | None = None
     task_name: str | None = None
@@ -72,20 +75,20 @@ class AgentRunRequest(_Request):
     agent: AgentSpec = Field(default_factory=AgentSpec)
     timeout_multiplier: float = Field(default=1.0, gt=0)
     max_retries: int = Field(default=0, ge=0, le=0)
-    """Only 0: a second attempt in the same recorded session would mix two trials. Retry with a
-    session of its own."""
+    """Must be 0, because a second attempt in the same session would mix the recordings of two
+    trials. Submit another run with a new session instead."""
     verifier: VerifierSpec = Field(default_factory=VerifierSpec)
     environment: EnvironmentSpec = Field(default_factory=EnvironmentSpec)
     environment_overrides: dict[str, Any] | None = None
-    """`override_cpus`, `override_memory_mb`, …: fields of Harbor's EnvironmentConfig."""
+    """Fields of Harbor's EnvironmentConfig: `override_cpus`, `override_memory_mb`, …"""
     environment_kwargs: dict[str, Any] | None = None
-    """Merged over `environment.kwargs`."""
+    """Take precedence over `environment.kwargs`."""
     llm_proxy_url: str | None = None
-    """The session's base URL, with `/v1`; given to the agent in the way it wants it."""
+    """The session's base URL, with `/v1`. The agent receives it in the way that it reads it."""
     llm_api_key: str | None = None
     """The session's key."""
     artifacts: list[str] = Field(default_factory=list)
-    """More paths inside the environment to keep."""
+    """Additional paths in the environment to keep."""
     extra_instructions: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -98,17 +101,20 @@ class AgentRunRequest(_Request):
 
 
 class RunStatus(StrEnum):
+    """The state of a run."""
+
     QUEUED = "queued"
     RUNNING = "running"
     COMPLETED = "completed"
-    """The agent ended by itself (also with an error) and the verifier, if enabled, gave rewards."""
+    """The agent ended by itself (possibly with an error); the verifier, if enabled, gave
+    rewards."""
     TIMEOUT = "timeout"
-    """The agent was ended at its time-out; `rewards` are there if the verifier could run."""
+    """The agent was ended at its time limit. `rewards` are set if the verifier could run."""
     FAILED = "failed"
-    """Setup, environment or verifier failed: this run says nothing about the agent."""
+    """The setup, environment or verifier failed, so the run does not show how good the agent is."""
     CANCELLED = "cancelled"
     LOST = "lost"
-    """It was running when the server ended."""
+    """The run was in progress when the server ended."""
 
     @property
     def is_final(self) -> bool:
@@ -116,7 +122,8 @@ class RunStatus(StrEnum):
 
 
 class RolloutDetail(BaseModel):
-    """Harbor's, as terminus-2 with `collect_rollout_details` gives it; one list per turn."""
+    """Tokens that Harbor recorded (terminus-2 with `collect_rollout_details`); one list per
+    turn."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -126,6 +133,8 @@ class RolloutDetail(BaseModel):
 
 
 class TokenUsage(BaseModel):
+    """Tokens and cost of a run, as the agent reports them."""
+
     n_input_tokens: int | None = None
     n_output_tokens: int | None = None
     n_cache_tokens: int | None = None
@@ -133,7 +142,7 @@ class TokenUsage(BaseModel):
 
 
 class StepRewards(BaseModel):
-    """One step of a multi-step task."""
+    """The result of one step of a multi-step task."""
 
     name: str
     rewards: dict[str, float] | None = None
@@ -141,7 +150,7 @@ class StepRewards(BaseModel):
 
 
 class AgentRun(BaseModel):
-    """A run as the server knows it. Times are Unix seconds.
+    """A run and its result. Times are in Unix seconds.
 
     Example: AgentRun(run_id="r-5Rk…", status="completed", rewards={"reward": 1.0}, …)
     """
@@ -149,7 +158,7 @@ class AgentRun(BaseModel):
     run_id: str
     status: RunStatus
     phase: str = ""
-    """Harbor's last event: `environment-start`, `agent-start`, `verification-start`, …"""
+    """The last event of Harbor: `environment-start`, `agent-start`, `verification-start`, …"""
     job_id: str = ""
     task_id: str = ""
     agent: str = ""
@@ -159,9 +168,10 @@ class AgentRun(BaseModel):
     rollout_details: list[RolloutDetail] | None = None
     token_usage: TokenUsage | None = None
     metadata: dict[str, Any] | None = None
-    """What the agent itself reports."""
+    """Metadata that the agent reports."""
     error: str | None = None
-    """One line. Beside `completed` or `timeout` it is the agent's; else ours or the sandbox's."""
+    """One line. With the status `completed` or `timeout` it is an error of the agent; otherwise of
+    the server or the sandbox."""
     error_type: str | None = None
     """The exception's class, such as AgentTimeoutError."""
     result_uri: str | None = None
@@ -170,11 +180,12 @@ class AgentRun(BaseModel):
     started_at: float | None = None
     finished_at: float | None = None
     times_s: dict[str, float] = Field(default_factory=dict)
-    """Harbor's phases: environment_setup, agent_setup, agent_execution, verifier."""
+    """Duration of Harbor's phases: environment_setup, agent_setup, agent_execution, verifier."""
 
 
 class RunEvent(BaseModel):
-    """`status` or `phase`, with the run as it was then. `number` grows by one in each run."""
+    """A change of a run. `kind` is `status` or `phase`; `run` is the run after the change. `number`
+    counts the events of a run from 1."""
 
     number: int
     kind: str
@@ -183,6 +194,8 @@ class RunEvent(BaseModel):
 
 
 class RunList(BaseModel):
+    """One page of runs, with the number of all runs that match, of queued and of running runs."""
+
     items: list[AgentRun]
     total: int
     queued: int

@@ -1,12 +1,13 @@
 """A private copy of this machine for one trial, without Docker: namespaces over an overlay of `/`.
 
-Invariant: nothing that runs inside changes a file, sees a process, or reads a hidden folder of
-the outside or of another sandbox; what was written is gone when the sandbox stops, and it stops
-when its owner's process ends, however that ends (its first process waits on the owner's pipe).
+Invariant: a process in the sandbox cannot change a file, see a process, or read a hidden folder of
+the machine or of another sandbox. When the sandbox stops, everything that was written in it is
+gone. It stops when its owner's process ends for any reason, because its first process waits on a
+pipe of the owner.
 
-What it is not: it shares the machine's network, its processors and, up to `size_mb` per sandbox,
-its memory; and the readable files of `/` stay readable, but for `hidden` ones. File systems
-mounted below `/` are empty inside unless they are bound. Linux only, with util-linux.
+Limits: sandboxes share the machine's network, processors and, up to `size_mb` for each sandbox, its
+memory. The readable files of `/` can be read, except in `hidden` folders. File systems mounted
+below `/` are empty in the sandbox unless they are bound. Linux only, with util-linux.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ OutputCallback = Callable[[str, Literal["stdout", "stderr"]], Awaitable[None]]
 
 START_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 1.0
-"""How long output is read after a command ended: a background child may hold the pipe open."""
+"""How long output is read after a command has ended; a background child may keep the pipe open."""
 MAX_OUTPUT_BYTES = 16 * 2**20
-"""Kept of each of stdout and stderr; what comes later is read and dropped."""
+"""Number of bytes of stdout, and of stderr, that are kept. Later output is read and dropped."""
 CHUNK_BYTES = 64 * 2**10
 
-# Docker's default set without mknod, which would reach the machine's disks.
+# Docker's default set without mknod, which would give access to the machine's disks.
 _CAPABILITIES = (
     "-all,+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,+setfcap,"
     "+net_bind_service,+net_raw,+sys_chroot,+audit_write"
@@ -44,16 +45,16 @@ _TRUNCATED = b"\n[output cut here: more than %d bytes]\n" % MAX_OUTPUT_BYTES
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not be made or is gone; the message names the missing part."""
+    """The sandbox could not be set up, or has been stopped. The message names the missing part."""
 
 
 class SandboxTimeout(SandboxError):
-    """A command was ended at its time-out."""
+    """A command was ended at its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A folder or file of the outside, seen inside at `target`."""
+    """A folder or file of the machine, mounted in the sandbox at `target`."""
 
     source: Path
     target: Path
@@ -62,6 +63,8 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
+    """The output and the exit code of a command that has ended."""
+
     stdout: bytes
     stderr: bytes
     return_code: int
@@ -69,7 +72,11 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """`size_mb` bounds all that may be written, in memory. `hidden` folders are empty inside."""
+    """What a sandbox contains.
+
+    `size_mb` bounds the size of all written files, which are kept in memory. `hidden` folders are
+    empty in the sandbox.
+    """
 
     binds: Sequence[Bind] = ()
     hidden: Sequence[Path] = ()
@@ -77,24 +84,28 @@ class SandboxSpec:
 
 
 def require_privilege() -> None:
-    """Raises `SandboxError` where this process may not mount, or lacks a program."""
+    """Raises `SandboxError` if this process may not mount, or if a program is missing."""
     effective = 0
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             effective = int(line.split()[1], 16)
     if not effective >> _CAP_SYS_ADMIN & 1:
         raise SandboxError(
-            "a local sandbox needs CAP_SYS_ADMIN (mount, overlay and PID namespaces), which this "
-            "process does not have: run as root, give the container `--cap-add SYS_ADMIN`, or "
-            "choose an environment of Harbor's own, such as docker"
+            "this process does not have CAP_SYS_ADMIN, which a local sandbox needs (mount, overlay "
+            "and PID namespaces): run as root, start the container with `--cap-add SYS_ADMIN`, or "
+            "choose another environment of Harbor, such as docker"
         )
     missing = [p for p in ("unshare", "nsenter", "setpriv", "mount", "bash") if not shutil.which(p)]
     if missing:
-        raise SandboxError(f"a local sandbox needs {', '.join(missing)}: install util-linux, bash")
+        raise SandboxError(
+            f"a local sandbox needs {', '.join(missing)}, not found on PATH: install util-linux "
+            "and bash"
+        )
 
 
 class Sandbox:
-    """Made by `Sandbox.start`; `run` as often as wanted, at once too; ended by `stop`."""
+    """A running sandbox, made by `Sandbox.start` and ended by `stop`. `run` can be called any
+    number of times, also concurrently."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self._process = process
@@ -110,7 +121,7 @@ class Sandbox:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={"PATH": DEFAULT_PATH},  # the outside's variables would be seen in /proc/1/environ
+            env={"PATH": DEFAULT_PATH},  # the sandbox can read them in /proc/1/environ
             start_new_session=True,
         )
         sandbox = cls(process, folder)
@@ -133,10 +144,14 @@ class Sandbox:
         stdout: BinaryIO | None = None,
         on_output: OutputCallback | None = None,
     ) -> Completed:
-        """Runs `bash -c command`; `env` is all of its environment beside HOME, USER and PATH.
+        """Runs `bash -c command` with the variables of `env`, HOME, USER and PATH.
 
-        `stdin` and `stdout` are files with a descriptor; what goes to `stdout` is not kept.
-        Raises `SandboxTimeout` after ending its process group, `SandboxError` when stopped.
+        `stdin` and `stdout` are files with a descriptor. Output to the file `stdout` is not
+        returned.
+
+        Raises:
+            SandboxTimeout: after `timeout_s`; the process group has been ended.
+            SandboxError: the sandbox has been stopped.
         """
         async with self._process_in(command, cwd, env or {}, user, stdin, stdout) as (
             process,
@@ -148,7 +163,8 @@ class Sandbox:
                 raise SandboxTimeout(f"Command timed out after {timeout_s} seconds") from error
 
     async def stop(self) -> None:
-        """Ends every process inside and drops what they wrote. Again is no error."""
+        """Ends every process in the sandbox and discards its files. Stopping again is not an
+        error."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -165,7 +181,7 @@ class Sandbox:
         self._process.stdin.write(_setup_script(self._folder, spec).encode())
         if await self._process.stdout.readline() != b"ready\n":
             reason = (await self._process.stderr.read()).decode(errors="replace").strip()
-            raise SandboxError(f"a local sandbox could not be set up: {reason}")
+            raise SandboxError(f"the local sandbox could not be set up: {reason}")
 
     @asynccontextmanager
     async def _process_in(
@@ -178,7 +194,7 @@ class Sandbox:
         stdout: BinaryIO | None,
     ) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[asyncio.StreamReader]]]:
         if self._process.returncode is not None:
-            raise SandboxError("the sandbox is stopped")
+            raise SandboxError("the sandbox has been stopped")
         outside = f"/proc/{self._process.pid}"
         async with _output_pipes() as (streams, write_ends):
             process = await asyncio.create_subprocess_exec(
@@ -203,7 +219,8 @@ class Sandbox:
 
 @asynccontextmanager
 async def _output_pipes() -> AsyncIterator[tuple[list[asyncio.StreamReader], list[BinaryIO]]]:
-    """Pipes of our own: with asyncio's, `wait()` waits for background children to close them."""
+    """Own pipes, because with asyncio's pipes `wait()` waits until background children close
+    them."""
     loop = asyncio.get_running_loop()
     readers: list[asyncio.StreamReader] = []
     ends: list[BinaryIO] = []
@@ -226,8 +243,8 @@ async def _output_pipes() -> AsyncIterator[tuple[list[asyncio.StreamReader], lis
 
 
 def _kill_inside(nsenter_pid: int) -> None:
-    """Ends the command's session. `nsenter` itself must live to reap it: else the zombie goes to
-    the machine's init, and the sandbox cannot end until that one looks."""
+    """Ends the command's session. `nsenter` itself must live to reap it; otherwise the machine's
+    init inherits the zombie, and the sandbox cannot end until init reaps it."""
     try:
         children = Path(f"/proc/{nsenter_pid}/task/{nsenter_pid}/children").read_text().split()
         for child in children:
@@ -275,13 +292,13 @@ async def _read(
                 kept += _TRUNCATED
 
 
-# $1 user, $2 folder, $3 command. `getent` takes a name or a number; a number may be unknown.
+# $1 user, $2 folder, $3 command. `getent` takes a name or a number; a number need not exist.
 _RUN_SCRIPT = (
     r"""
 if [ "$1" = root ] || [ "$1" = 0 ]; then name=root uid=0 gid=0 home=/root
 elif entry=$(getent passwd "$1"); then IFS=: read -r name _ uid gid _ home _ <<< "$entry"
 elif [[ "$1" =~ ^[0-9]+$ ]]; then name=$1 uid=$1 gid=$1 home=/
-else echo "user '$1' does not exist in the sandbox: make it in the task's setup" >&2; exit 126; fi
+else echo "user '$1' does not exist in the sandbox: create it in the task's setup" >&2; exit 126; fi
 cd "$2" || exit 126
 export HOME="${HOME:-$home}" USER="${USER:-$name}"
 groups=--clear-groups; [ -z "$entry" ] || groups=--init-groups
@@ -293,7 +310,8 @@ exec setpriv --reuid "$uid" --regid "$gid" $groups --bounding-set """
 
 
 def _setup_script(folder: Path, spec: SandboxSpec) -> str:
-    """Run as the first process of the new PID namespace; prints `ready`, then waits for EOF."""
+    """The script of the first process in the new PID namespace. It prints `ready` and waits for
+    EOF."""
     hidden = [_hide(number, path) for number, path in enumerate(spec.hidden)]
     binds = [_bind(bind) for bind in spec.binds]
     return "\n".join(
@@ -326,7 +344,7 @@ def _bind(bind: Bind) -> str:
     return f"{make}; {mount}" + (f"; mount -o remount,bind,ro {inside}" if bind.read_only else "")
 
 
-# `lowerdir=/` takes the root file system alone; what is mounted below it is made anew.
+# `lowerdir=/` contains only the root file system, so the mounts below it are made again.
 _SETUP_ROOT = r"""
 mkdir "$base"/{upper,work,root,tmp,run}
 mount -t overlay -o "lowerdir=/,upperdir=$base/upper,workdir=$base/work,nodev" overlay "$root"

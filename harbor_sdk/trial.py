@@ -1,8 +1,9 @@
-"""One real Harbor trial: an `AgentRunRequest` in, what Harbor found out as an `AgentRun`.
+"""Runs one real Harbor trial: takes an `AgentRunRequest` and returns Harbor's result as an
+`AgentRun`.
 
-Invariant: an agent's time-out or crash keeps the verifier's reward (`timeout`, `completed`); every
-other failure is `failed`. Needs Python 3.12 and `harbor`; used by the server,
-and by local trials (`use_local_trial`) in a process that has both.
+Invariant: if the agent runs out of time or crashes, the verifier's reward is kept (`timeout`,
+`completed`). Every other failure is `failed`. Needs Python 3.12 and `harbor`. The server uses this
+module, and so do local trials (`use_local_trial`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from harbor_sdk.models import (
 
 LOCAL_ENVIRONMENT = "harbor_sdk.environment:LocalEnvironment"
 
-# The agent's own doing: the verifier has judged what it left. (Class names: Harbor records those.)
+# Harbor's class names of failures that the agent caused; the verifier has judged its work.
 _AGENT_TIMEOUT = "AgentTimeoutError"
 _AGENT_ERRORS = frozenset({_AGENT_TIMEOUT, "NonZeroAgentExitCodeError"})
 _PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
@@ -45,11 +46,12 @@ async def run_trial(
     hidden: Sequence[Path],
     on_phase: Callable[[str], Awaitable[None]],
 ) -> AgentRun:
-    """`task_dir`: the task's folder; None for a task of the registry. The trial's folder is
-    `trials_dir/run_id`. A local environment does not see the `hidden` folders. Cancelling it ends
-    the environment before it raises.
+    """Runs the trial in the folder `trials_dir/run_id`.
 
-    Raises whatever Harbor raises for a configuration or task that it cannot begin with.
+    `task_dir` is the task's folder, or None for a task of Harbor's registry. A local environment
+    does not see the `hidden` folders. If the call is cancelled, it ends the environment first.
+
+    Raises what Harbor raises for an invalid configuration or task.
     """
     environment = _environment(request, hidden)
     trial = await Trial.create(_trial_config(request, run_id, task_dir, trials_dir, environment))

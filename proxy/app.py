@@ -1,45 +1,47 @@
 """The proxy as one aiohttp application: data plane, control plane, and what they share.
 
-`build_app` takes engines and store as given (tests, embedding), or makes them from the
-configuration. Invariant: what it opens it closes, in reverse order, when the application ends.
+`build_app` uses the given engines and store (tests, embedding), or creates them from the
+configuration. Invariant: it closes what it opened, in reverse order, when the application ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from aiohttp import web
 
-from proxy.calls import Calls
-from proxy.config import EngineConfig, ProxyConfig
+from proxy.config import ProxyConfig, RetentionConfig
 from proxy.control.plane import ROUTES, ControlPlane
-from proxy.data_plane import DataPlane
-from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Engine
-from proxy.engines.sglang import SglangEngine
-from proxy.engines.text import TextEngine
-from proxy.engines.vllm import VllmEngine
+from proxy.engines.registry import make_engine
 from proxy.errors import ConfigurationError
+from proxy.http_request import answer_expect, forget_body
 from proxy.metrics import Metrics
-from proxy.processes.siblings import Siblings
 from proxy.profiles import Profiles
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import PATH as RELAY_PATH
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
+from proxy.rendering.tokenizer import load_tokenizer
+from proxy.retention import keep_removing
 from proxy.routing import Router
-from proxy.sessions import Sessions
+from proxy.serving.arrived_answers import Deliveries
+from proxy.serving.call import Backend
+from proxy.serving.calls import Calls
+from proxy.serving.endpoints import AgentEndpoints
+from proxy.serving.ownership import Ownership
+from proxy.serving.sessions import Sessions
+from proxy.siblings import Siblings
 from proxy.store import open_store
 from proxy.store.protocol import Store
-from proxy.wire.chat import ChatDialect
-from proxy.wire.completions import CompletionsDialect
+from proxy.web_guard import Hosts, host_of, web_guard
 from proxy.wire.dialect import Dialect
-from proxy.wire.messages import MessagesDialect
-from proxy.wire.responses import ResponsesDialect
+from proxy.wire.registry import open_dialects
 
-DATA_PLANE = web.AppKey("data_plane", DataPlane)
+ENDPOINTS = web.AppKey("endpoints", AgentEndpoints)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
 CALLS = web.AppKey("calls", Calls)
 RELAY = web.AppKey("relay", RelayHub)
@@ -55,19 +57,25 @@ def build_app(
     store: Store | None = None,
     siblings: Siblings | None = None,
 ) -> web.Application:
-    """Raises ConfigurationError when the model's folder cannot be used."""
+    """Raises ConfigurationError when the model's folder cannot be used, or an admin key is
+    missing."""
+    if config.admin_key is None:
+        raise ConfigurationError(
+            "admin_key is not set; set it, or use `proxy.admin_key.with_admin_key(config)`"
+        )
     if config.model is None:
         raise ConfigurationError("model: give the folder of the checkpoint that the engines serve")
     rendering = Rendering(load_tokenizer(config.model), config.rendering)
-    app = web.Application(client_max_size=config.limits.body_bytes)
+    guard = web_guard(_hosts(config), needs_json=lambda request: not _is_call(request))
+    app = web.Application(client_max_size=config.limits.body_bytes, middlewares=[guard])
     for method, path, name in ROUTES:
-        app.router.add_route(method, path, _control(name))
-    dialects = _dialects()
+        app.router.add_route(method, path, _control(name), expect_handler=answer_expect)
+    dialects = open_dialects(config.dialects)
     for route in dialects:
-        app.router.add_post(f"/v1/{route}", _data)
+        app.router.add_post(f"/v1/{route}", _data, expect_handler=answer_expect)
     if config.relay.token is not None:
-        app.router.add_get(RELAY_PATH, _relay)
-    app.router.add_route("*", r"/{path:[\s\S]+}", _data)
+        app.router.add_get(RELAY_PATH, _relay, expect_handler=answer_expect)
+    app.router.add_route("*", r"/{path:[\s\S]+}", _data, expect_handler=answer_expect)
     app.cleanup_ctx.append(
         _parts(config, rendering, dialects, engines, store, siblings or Siblings())
     )
@@ -75,16 +83,14 @@ def build_app(
     return app
 
 
-def make_engine(config: EngineConfig, tokenizer: Tokenizer) -> Engine:
-    """A client of the replica; nothing is connected yet."""
-    kinds: dict[str, Callable[..., Engine]] = {
-        "vllm": VllmEngine,
-        "completions": CompletionsEngine,
-        "sglang": SglangEngine,
-        "text": partial(TextEngine, tokenizer=tokenizer),
-    }
-    key = config.api_key.get_secret_value() if config.api_key else None
-    return kinds[config.kind](config.url, name=config.name, api_key=key, model=config.model)
+def _hosts(config: ProxyConfig) -> Hosts:
+    urls = [url for url in (config.public_url, config.peer_url) if url is not None]
+    return Hosts(config.host, [*config.allowed_hosts, *(host_of(url) for url in urls)])
+
+
+def _is_call(request: web.Request) -> bool:
+    """Whether the request is a call to the data plane, where agents send various content types."""
+    return request.match_info.handler is _data
 
 
 def _parts(
@@ -100,28 +106,59 @@ def _parts(
         app[STORE] = store
         make = partial(make_engine, tokenizer=rendering.tokenizer)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
-        router = Router(replicas, version=config.policy_version)
-        await router.start()
         sessions, metrics = Sessions(store, config.sessions, Profiles(config.profiles)), Metrics()
-        app[CALLS] = calls = Calls(
-            sessions,
-            rendering,
-            router,
+        router = Router(
+            replicas,
+            vocab_size=rendering.tokenizer.vocab_size,
+            version=config.policy_version,
+            patience_s=config.limits.engine_patience_s,
+            on_failure=metrics.engine_failed,
+        )
+        await router.start()
+        ownership, deliveries = Ownership(store), Deliveries(store)
+        backend = Backend(
             store,
+            router,
+            rendering,
             metrics,
+            ownership,
+            deliveries,
             context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
             call_timeout_s=config.limits.call_timeout_s,
         )
+        app[CALLS] = calls = Calls(backend, sessions, config.sessions)
         if config.relay.token is not None:
             app[RELAY] = _open_relay(config, router)
-        app[DATA_PLANE] = DataPlane(config, sessions, calls, rendering, dialects, metrics)
+        app[ENDPOINTS] = AgentEndpoints(
+            sessions,
+            calls,
+            rendering,
+            dialects,
+            metrics,
+            config.limits,
+            model_name=config.served_model_name or (config.model.name if config.model else "model"),
+        )
         app[CONTROL_PLANE] = ControlPlane(config, sessions, store, router, metrics, make, siblings)
-        yield
+        async with _removing(store, config.retention):
+            yield
+        await deliveries.close()
+        await ownership.stop()
         await router.close()
         if given_store is None:
             await store.close()
 
     return run
+
+
+@asynccontextmanager
+async def _removing(store: Store, retention: RetentionConfig) -> AsyncIterator[None]:
+    """Removes old sessions in the background, if the configuration asks for it."""
+    async with AsyncExitStack() as stack:
+        if retention.completed_s is not None:
+            task = asyncio.create_task(keep_removing(store, retention.completed_s))
+            stack.push_async_callback(asyncio.wait, [task])
+            stack.callback(task.cancel)
+        yield
 
 
 def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
@@ -131,7 +168,7 @@ def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
 
 
 def _end_calls(shutdown_s: float) -> Callable[[web.Application], Awaitable[None]]:
-    """Nothing new is taken any more; what runs may end, and then the workers are let go."""
+    """Refuses new calls, lets those in flight end, and then disconnects the relay's workers."""
 
     async def end(app: web.Application) -> None:
         await app[CALLS].close(shutdown_s)
@@ -141,19 +178,12 @@ def _end_calls(shutdown_s: float) -> Callable[[web.Application], Awaitable[None]
     return end
 
 
-def _dialects() -> dict[str, Dialect]:
-    """By the route behind `/v1/`."""
-    return {
-        "chat/completions": ChatDialect(),
-        "completions": CompletionsDialect(),
-        "responses": ResponsesDialect(),
-        "messages": MessagesDialect(),
-    }
-
-
 def _control(name: str) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await request.app[CONTROL_PLANE].handle(name, request)
+        try:
+            return await request.app[CONTROL_PLANE].handle(name, request)
+        finally:
+            forget_body(request)
 
     return handle
 
@@ -163,4 +193,7 @@ async def _relay(request: web.Request) -> web.StreamResponse:
 
 
 async def _data(request: web.Request) -> web.StreamResponse:
-    return await request.app[DATA_PLANE].handle(request)
+    try:
+        return await request.app[ENDPOINTS].handle(request)
+    finally:
+        forget_body(request)

@@ -1,7 +1,8 @@
-"""`agentic-proxy`: `serve` runs the proxy, `sessions` and `replay` read what it recorded.
+"""`agentic-proxy`: `serve` runs the recording proxy; `sessions` and `replay` read its record.
 
-Every flag is also a key of the YAML file (`--config`) and of the environment (`AGENTIC_PROXY_…`).
-A wrong configuration, a port in use or a folder that is no checkpoint ends in one line and code 2.
+Each flag is also a key in the YAML file (--config) and an environment variable (AGENTIC_PROXY_…).
+If a setting is invalid, the port is in use, or the folder has no checkpoint, the command prints one
+line and exits with code 2.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import uvloop
-
-from proxy import logs
-from proxy.commands.sessions import add_commands
-from proxy.config import ProxyConfig, load_config
+from proxy.commands.arguments import add_commands
 from proxy.errors import ConfigurationError, EngineError
-from proxy.processes import serving
+
+if TYPE_CHECKING:
+    from proxy.config import ProxyConfig
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the process."""
     arguments = _parser().parse_args(argv)
     try:
         result: int = arguments.run(arguments)
@@ -34,44 +36,73 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
+    """Runs the proxy until SIGINT or SIGTERM."""
+    import uvloop  # imported here to keep --help fast
+
+    from proxy import logs
+    from proxy.admin_key import key_file, with_admin_key
+    from proxy.config import load_config
+    from proxy.processes import process
+    from proxy.secrecy import hide_memory
+
+    hide_memory()
     config = load_config(arguments.config, **_overrides(arguments))
     logs.set_up(config.log)
-    uvloop.run(serving.serve(config, _announce))
+    announce = partial(_announce, None if config.admin_key else key_file(config))
+    uvloop.run(process.serve(with_admin_key(config), announce))
     return 0
 
 
-def _announce(config: ProxyConfig, url: str) -> None:
+def _announce(admin_key: Path | None, config: ProxyConfig, url: str) -> None:
     session = f"{url}/my-session" if config.sessions.auto_create else url
     key = "any" if config.sessions.auto_create else "<a session's key>"
     print(f"recording proxy on {url}, store {config.store}")
     print(f"export OPENAI_BASE_URL={session}/v1 OPENAI_API_KEY={key}", flush=True)
+    if admin_key is not None:
+        print(f"the admin key is in {admin_key}", flush=True)
+
+
+class _Version(argparse.Action):
+    """Reads the installed version only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"{parser.prog} {metadata.version('agentic-rl')}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="agentic-proxy", description=__doc__)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add = commands.add_parser("serve", help="run the recording proxy")
     add.set_defaults(run=serve)
-    add.add_argument("--config", type=Path, help="YAML file with any of the keys")
+    add.add_argument("--config", type=Path, help="a YAML file with settings")
     add.add_argument(
         "--engine",
         action="append",
         metavar="URL",
-        help="a running vLLM; repeatable; else one is started",
+        help="a running vLLM; may be given several times; without one, a vLLM is started",
     )
-    add.add_argument("--model", type=Path, help="folder of the checkpoint that the engines serve")
-    add.add_argument("--store", help="sqlite:///FILE or postgresql://…")
-    add.add_argument("--host")
-    add.add_argument("--port", type=int)
-    add.add_argument("--workers", type=int, metavar="N", help="processes on the one port")
-    add.add_argument("--log", choices=["text", "json"], help="json: with a line per call")
-    add.add_argument("--auto-create", action="store_true", default=None)
+    add.add_argument("--model", type=Path, help="the folder of the checkpoint that engines serve")
+    add.add_argument("--store", metavar="URL", help="sqlite:///FILE or postgresql://…")
+    add.add_argument("--host", help="the address to listen on (127.0.0.1)")
+    add.add_argument("--port", type=int, help="the port to listen on (8000)")
+    add.add_argument("--workers", type=int, metavar="N", help="processes that share the port (1)")
+    add.add_argument(
+        "--log", choices=["text", "json"], help="format of the log; json also has one line per call"
+    )
+    add.add_argument(
+        "--auto-create",
+        action="store_true",
+        default=None,
+        help="a call to /ANY-ID/v1 creates its session and needs no key; only on loopback",
+    )
     add_commands(commands)
     return parser
 
 
 _PLAIN = ("model", "store", "host", "port", "workers", "log")
-"""Flags that are keys of the same name."""
+"""Flags that have the name of their key."""
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""`ProxyClient`: the one client of the proxy's control plane.
+"""`ProxyClient`: the client of the proxy's control plane.
 
-Invariant: it never retries. A call either happened (its answer came back) or raised, and the
-caller, who knows whether the call is idempotent, decides.
+Invariant: it never retries. A call returns the proxy's answer or raises an exception. The caller
+knows whether the call is idempotent and decides whether to repeat it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
+from proxy.admin_key import client_key
 from proxy.record_format import CONTENT_TYPE, decode_record
 from proxy.records import Reward, Session, SessionKind, Turn
 
@@ -37,7 +38,7 @@ class SessionHandle:
 
 
 class ProxyClientError(Exception):
-    """The proxy answered with an error. `status` is its HTTP status, 0 when it was unreachable."""
+    """The proxy returned an error. `status` is the HTTP status; 0 if the proxy did not answer."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -61,9 +62,11 @@ class ProxyClient:
         timeout_s: float = 60.0,
         max_connections: int = 100,
     ) -> None:
+        """Without `admin_key` the one that `proxy.admin_key.client_key` finds: the environment's,
+        or that of a proxy on this machine which runs in the working folder."""
         self.base_url = base_url.rstrip("/")
-        self.admin_key = admin_key
-        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self.admin_key = admin_key or client_key(base_url)
+        self._headers = {"Authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._http: aiohttp.ClientSession | None = None
@@ -80,10 +83,10 @@ class ProxyClient:
         metadata: Mapping[str, Any] | None = None,
         ttl_s: float | None = None,
     ) -> SessionHandle:
-        """A new session; the proxy names it when `trial_id` is None.
+        """Creates a session; the proxy chooses its id if `trial_id` is None.
 
         Raises:
-            ProxyClientError: status 409 when the id exists.
+            ProxyClientError: with status 409 if the id exists.
         """
         body = {
             "kind": kind.value,
@@ -97,7 +100,7 @@ class ProxyClient:
         return SessionHandle(**await self._json("POST", path, body))
 
     async def get_turns(self, trial_id: str) -> tuple[Session, list[Turn]]:
-        """The record of a session, in order of turns. Raises ProxyClientError: 404 if unknown."""
+        """The session and its turns in order. Raises ProxyClientError (404 if it is unknown)."""
         return decode_record(
             await self._bytes(
                 "GET", _session_path(trial_id, "trajectories"), headers={"Accept": CONTENT_TYPE}
@@ -116,7 +119,7 @@ class ProxyClient:
         return sessions
 
     async def add_reward(self, trial_id: str, reward: Reward) -> bool:
-        """False when the reward's key was used before: the first value stands."""
+        """Returns False if the session already has a reward with this key, which is kept."""
         body = {
             "key": reward.key,
             "value": reward.value,
@@ -128,10 +131,10 @@ class ProxyClient:
         return bool(answer["added"])
 
     async def wait_reward(self, trial_id: str, *, timeout_s: float) -> bool:
-        """True once a reward for the trial is there, False after `timeout_s` or at its end."""
+        """Waits for a reward; False after `timeout_s`, or if the session ends without one."""
         try:
             async with asyncio.timeout(timeout_s), self._event_stream(trial_id, 0) as response:
-                # Asked once the stream listens: a reward cannot fall between.
+                # Checked after the stream is open, so that no reward is missed in between.
                 if (await self.show(trial_id))["rewards"]:
                     return True
                 async for line in response.content:
@@ -142,27 +145,27 @@ class ProxyClient:
         return False
 
     async def complete(self, trial_id: str) -> None:
-        """Ends the session: running calls are cut, later ones get 409."""
+        """Ends the session: calls in flight are cut, later calls get 409."""
         await self._json("POST", _session_path(trial_id, "complete"))
 
     async def delete(self, trial_id: str) -> None:
         await self._json("DELETE", _session_path(trial_id))
 
     async def wait_completed(self, trial_id: str, *, timeout_s: float) -> bool:
-        """Long-poll: True once the session is completed or expired, False after `timeout_s`."""
+        """Returns True once the session is completed or expired, or False after `timeout_s`."""
         path = _session_path(trial_id, "events") + f"?wait=completed&timeout_s={timeout_s}"
         answer = await self._json("GET", path, timeout_s=timeout_s + self._timeout_s)
         return bool(answer["completed"])
 
     async def events(self, trial_id: str, since: int = 0) -> AsyncIterator[dict[str, Any]]:
-        """Events `{seq, at, kind, …}` as they happen, until the session ends."""
+        """Yields events `{seq, at, kind, …}` as they happen, until the session ends."""
         async with self._event_stream(trial_id, since) as response:
             async for line in response.content:
                 if line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
 
     async def engines(self) -> list[dict[str, Any]]:
-        """One entry per replica, as `EngineInfo`."""
+        """One entry per engine, with the fields of `EngineInfo`."""
         engines: list[dict[str, Any]] = (await self._json("GET", "/engines"))["engines"]
         return engines
 
@@ -173,21 +176,21 @@ class ProxyClient:
         await self._json("DELETE", f"/engines/{quote(name, safe='')}")
 
     async def pause(self) -> None:
-        """No call begins to sample until `resume`; agents that wait get keep-alives."""
+        """Holds new calls until `resume`; waiting agents get keep-alives."""
         await self._json("POST", "/engines/pause")
 
     async def resume(self) -> None:
         await self._json("POST", "/engines/resume")
 
     async def set_policy_version(self, version: int) -> None:
-        """The version of the weights from now on, for engines that do not tell it themselves."""
+        """Sets the version of the weights, for engines that do not report it themselves."""
         await self._json("PUT", "/policy_version", {"version": version})
 
     async def health(self) -> dict[str, Any]:
         return await self._json("GET", "/health")
 
     async def ready(self) -> bool:
-        """Whether the proxy has a store that writes and an engine that answers."""
+        """Whether the proxy's store works and one of its engines answers."""
         try:
             await self._json("GET", "/ready")
         except ProxyClientError as error:
@@ -254,7 +257,7 @@ class ProxyClient:
         headers = {**self._headers, "Accept": "text/event-stream"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
         if self._streams is None:
-            # Without a bound: a stream that waits must not keep a call from its connection.
+            # No limit, because a waiting stream must not take a connection from a call.
             self._streams = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         try:
             async with self._streams.get(
@@ -263,7 +266,7 @@ class ProxyClient:
                 await _raise_for_status(response)
                 yield response
         except aiohttp.ClientError as error:
-            message = f"GET {path}: the proxy at {self.base_url} went away: {error!r}"
+            message = f"GET {path}: lost the connection to the proxy at {self.base_url}: {error!r}"
             raise ProxyClientError(message, 0) from error
 
     def _client(self) -> aiohttp.ClientSession:

@@ -1,7 +1,8 @@
-"""The proxy process's one configuration.
+"""The proxy's configuration. Each section is the model that the code using it takes.
 
 Precedence: command line > environment (`AGENTIC_PROXY_…`, `__` between levels) > YAML > default.
-Unknown keys are refused. Nothing listens off loopback without an admin key.
+Unknown keys are refused. The proxy listens outside loopback only if `admin_key` or
+`admin_key_file` is set.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -23,117 +25,164 @@ from pydantic_settings import (
 from proxy.errors import ConfigurationError
 from proxy.logs import LogKind
 from proxy.profiles import AgentProfile
+from proxy.section import Section
+
+SECRETS = ("admin_key", "api_key", "token")
+"""Keys whose values never appear in a message."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class EngineConfig(_Section):
-    """One replica that samples."""
+class EngineConfig(Section):
+    """One replica of the engine that samples."""
 
     url: str
-    kind: Literal["vllm", "completions", "sglang", "text"] = "vllm"
-    """How it is spoken to; `vllm` is the token-in/token-out route. `text` is a completions route
-    that tells no tokens: for eval sessions only, never trained."""
+    """`http://HOST:PORT`, or `http://:KEY@HOST:PORT` if the engine needs an API key."""
+    kind: str = "vllm"
+    """The engine's protocol: `vllm` (the token-in/token-out route), `completions`, `sglang`, `text`
+    (a completions route that does not report token ids: only for eval sessions, never trained), or
+    the import path of your own client's factory, `package.module:name`."""
     name: str | None = None
-    """How `/engines` and the metrics call it; default: the URL's host and port."""
+    """The engine's name in `/engines`, in metrics and in the log. Default: host and port."""
     api_key: SecretStr | None = None
+    """The engine's API key, sent as `Authorization: Bearer`. Default: the key in the URL."""
     model: str | None = None
-    """The model's name there; default: what the engine says."""
+    """The model's name in requests to the engine. Default: the first one in its `/v1/models`."""
 
 
-class RenderingConfig(_Section):
+class RenderingConfig(Section):
     """How messages become token ids."""
 
     renderer: str = "auto"
     """A renderer's name (`qwen3`, `glm-4.5`, …), `template` for the checkpoint's own chat template,
-    or `auto`: the renderer that agrees with the chat template token for token."""
+    `auto` for the renderer that agrees with the chat template token for token, or the import path
+    of a family of your own, `package.module:FAMILY`."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking`."""
 
 
-class SessionsConfig(_Section):
+class SessionsConfig(Section):
+    """Sessions and their limits, which a session's creator can lower."""
+
     auto_create: bool = False
-    """A path `/{any-id}/v1` makes its session and needs no key. On loopback only."""
+    """Whether a call to `/{any-id}/v1` creates its session and needs no key. Only on loopback."""
     ttl_s: float = Field(default=24 * 3600.0, gt=0)
-    """How long a session lives unless its creator says otherwise."""
+    """Seconds from a session's creation to its expiry, unless its creator sets another value."""
     cached: int = Field(default=1000, ge=1)
-    """Sessions whose token trees stay in memory; the rest are read back from the store."""
+    """Number of sessions whose token trees stay in memory; others are read from the store."""
     max_turns: int = Field(default=10_000, ge=1)
+    """Number of calls per session; further calls get 403."""
     max_tokens: int = Field(default=50_000_000, ge=1)
-    """Sampled tokens per session."""
+    """Number of sampled tokens per session; calls after that get 403."""
     max_concurrent_calls: int = Field(default=256, ge=1)
+    """Number of calls that a session may have in flight; further calls get 429."""
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
+    """Limits of the process."""
+
     body_bytes: int = Field(default=64 * 2**20, ge=1024)
-    """Largest request body; past it 413."""
+    """Maximum size of a request body after decompression; a larger one gets 413."""
     in_flight_calls: int = Field(default=4096, ge=1)
-    """Calls being answered in the process; past it 429 with Retry-After."""
+    """Number of calls in flight in the process; further calls get 429 with Retry-After."""
     keep_alive_s: float = Field(default=5.0, gt=0)
-    """A waiting stream gets an SSE comment this often, so that no client gives up on it."""
+    """Seconds without a token after which a stream gets a comment, so that no client gives up."""
+    engine_patience_s: float = Field(default=120.0, ge=0)
+    """Seconds that an answer may stand still after its engine failed, while the proxy waits for an
+    engine that continues it; then the call is cut with a 503. With 0 only engines that are healthy
+    at that moment are asked. Time in which engines are paused does not count."""
     call_timeout_s: float = Field(default=3600.0, gt=0)
-    """A call that has not ended after this is cut."""
+    """Seconds after which a call that has not ended is cut."""
     unready_s: float = Field(default=0.0, ge=0)
-    """Told to stop, it first says so at `/ready` for so long, and still takes calls: a load
-    balancer sends them elsewhere before the port closes."""
+    """Seconds after SIGTERM in which the proxy returns 503 at `/ready` and still accepts calls, so
+    that a load balancer can redirect them before the port closes."""
     shutdown_s: float = Field(default=10.0, ge=0)
-    """How long calls in flight may still take when the process is told to stop."""
+    """Seconds that calls in flight get to finish when the process stops."""
 
 
-class RelayConfig(_Section):
-    """Engines that connect in from behind a firewall (`agentic-worker`)."""
+class RetentionConfig(Section):
+    """How long recorded sessions are kept."""
+
+    completed_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a completed or expired session is removed from the store with its turns,
+    rewards and events. Default: sessions are kept."""
+
+
+class RelayConfig(Section):
+    """Engines behind a firewall, which connect to the proxy (`agentic-worker`)."""
 
     token: SecretStr | None = None
-    """What workers show; without one there is no relay."""
+    """The secret by which workers authenticate. Without one the relay is off."""
     window: int = Field(default=64, ge=1)
-    """Frames (engine steps) of a call that may be under way or unread: the back-pressure."""
+    """Number of a call's frames (engine steps) that may be unread before its engine is paused."""
     grace_s: float = Field(default=30.0, ge=0)
-    """For how long a worker that lost its connection is waited for before its calls are cut."""
+    """Seconds that a disconnected worker has to reconnect before its calls are cut."""
     silence_s: float = Field(default=15.0, gt=0)
-    """A connection over which nothing came for so long, pongs included, is dead."""
+    """Seconds without any message, including pongs, after which a connection counts as lost."""
     max_workers: int = Field(default=256, ge=1)
+    """Number of workers that may be connected; further workers get 503."""
 
 
 class ProxyConfig(BaseSettings):
+    """All settings of one proxy."""
+
     model_config = SettingsConfigDict(
         extra="forbid", env_prefix="AGENTIC_PROXY_", env_nested_delimiter="__"
     )
 
+    dialects: list[str] = Field(default_factory=list)
+    """Your own dialects, besides the built-in ones: import paths of classes,
+    `package.module:Class`."""
     model: Path | None = None
-    """Folder of the checkpoint: `tokenizer.json`, `tokenizer_config.json`, the chat template."""
+    """The checkpoint's folder, with `tokenizer.json`, `config.json` and the chat template."""
     served_model_name: str | None = None
-    """What `/v1/models` says; default: the folder's name. Any requested name is served."""
+    """The name in `/v1/models`. Default: the folder's name. Requests may use any name."""
     engines: list[EngineConfig] = Field(default_factory=list)
+    """The engines that sample. Without one, and without a relay, a vLLM is started."""
     store: str = "sqlite:///agentic-proxy.db"
-    """`sqlite:///FILE` or `postgresql://…`."""
+    """`sqlite:///FILE` (four slashes before an absolute path), `postgresql://…`, or a URL whose
+    scheme is the import path of your own store's opener, `package.module:name://…`."""
     durability: Literal["process", "power"] = "process"
-    """What a recorded turn outlives: `kill -9` of the proxy, or the machine's power, too (then each
-    write waits for the disk)."""
+    """What a recorded turn survives in SQLite: `process`: `kill -9` of the proxy; `power`: also a
+    power failure (each write then waits for the disk). PostgreSQL always ensures both."""
     host: str = "127.0.0.1"
+    """The address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
+    """The port to listen on; 0 for any free one."""
     public_url: str | None = None
-    """What agents reach the proxy by, where it is not `http://HOST:PORT`."""
+    """The URL by which agents reach the proxy. Default: `http://HOST:PORT`."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """More host names of the proxy, besides `host`, `public_url` and `peer_url`: `proxy`,
+    `*.example.org`, or `*` for any. A request with another `Host` is refused."""
     peer_url: str | None = None
-    """What other proxies on the same store reach this one by; default: host and port, or where host
-    is every address, this machine's on its way out. See proxy/processes/forwarding.py."""
-    admin_key: SecretStr | None = None
-    """For the control plane; needed off loopback."""
+    """The URL by which other proxies on the same store reach this one. Default: host and port; if
+    host stands for all addresses, the address of this machine's default route."""
+    admin_key: SecretStr | None = Field(default=None, min_length=1)
+    """The key of the control plane. Default: the key in `admin_key_file`. If host is not a loopback
+    address, one of the two must be set."""
+    admin_key_file: Path | None = None
+    """The file of the admin key. If it does not exist, the proxy creates it with mode 0600.
+    Default: `FILE.admin-key` next to a SQLite store; for other stores `agentic-proxy/admin-key` in
+    the user's state folder (`$XDG_STATE_HOME` or `~/.local/state`)."""
     max_context_tokens: int | None = Field(default=None, ge=2)
-    """Prompt and answer together; default: what the engine says, else the model's config.json."""
+    """Maximum number of tokens of a prompt and its answer. Default: the smaller of the engines'
+    limit and `max_position_embeddings` in the model's config.json."""
     policy_version: int = Field(default=0, ge=0)
-    """The weights' version until an engine or the trainer says another."""
+    """The version of the weights until an engine or the trainer reports another."""
     workers: int = Field(default=1, ge=1)
-    """Processes on the one port."""
+    """Number of processes that share the port."""
     log: LogKind = "text"
-    """What is said on standard error: `text`, or `json`, one object a line and one per call."""
+    """Format of the log on standard error: `text`, or `json` with one more line per call."""
     profiles: dict[str, AgentProfile] = Field(default_factory=dict)
-    """Agent profiles beside those of proxy/profiles.yaml, or in place of them."""
+    """Agent profiles by name, which add to or replace those of proxy/profiles.yaml."""
     rendering: RenderingConfig = Field(default_factory=RenderingConfig)
+    """How messages become token ids."""
     sessions: SessionsConfig = Field(default_factory=SessionsConfig)
+    """Sessions and their limits."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    """Limits of the process."""
+    retention: RetentionConfig = Field(default_factory=RetentionConfig)
+    """How long recorded sessions are kept."""
     relay: RelayConfig = Field(default_factory=RelayConfig)
+    """Engines behind a firewall, which connect to the proxy."""
 
     @property
     def on_loopback(self) -> bool:
@@ -146,15 +195,15 @@ class ProxyConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _guard_the_network(self) -> Self:
-        if not self.on_loopback and self.admin_key is None:
+        if not self.on_loopback and self.admin_key is None and self.admin_key_file is None:
             raise ValueError(
-                f"host={self.host!r} can be reached from outside: set AGENTIC_PROXY_ADMIN_KEY, "
-                "or listen on 127.0.0.1"
+                f"host={self.host!r} can be reached from other machines: set"
+                " AGENTIC_PROXY_ADMIN_KEY or admin_key_file, or listen on 127.0.0.1"
             )
         if not self.on_loopback and self.sessions.auto_create:
             raise ValueError(
-                f"sessions.auto_create needs no key and host={self.host!r} can be reached from "
-                "outside: switch it off, or listen on 127.0.0.1"
+                f"sessions.auto_create admits calls without a key, and host={self.host!r} can be"
+                " reached from other machines; switch it off, or listen on 127.0.0.1"
             )
         return self
 
@@ -174,11 +223,13 @@ def load_config(path: Path | None = None, **overrides: Any) -> ProxyConfig:
     """The configuration from YAML at `path`, the environment and `overrides` (the command line).
 
     Raises:
-        ConfigurationError: one line that names the key, its value and what is wanted.
+        ConfigurationError: one line with each wrong key, its value and what is allowed.
     """
     from_file = _read_yaml(path) if path is not None else {}
 
     class Loaded(ProxyConfig):
+        """The configuration, with the YAML file as its last source."""
+
         @classmethod
         def settings_customise_sources(
             cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
@@ -195,18 +246,25 @@ def load_config(path: Path | None = None, **overrides: Any) -> ProxyConfig:
 def _one_line(error: ValidationError | SettingsError) -> str:
     if isinstance(error, SettingsError):
         return f"environment: {error}"
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    return f"{key}: {first['msg']} (value: {first['input']!r})" if key else first["msg"]
+    return "; ".join(_said(".".join(map(str, e["loc"])), e) for e in error.errors())
+
+
+def _said(key: str, error: ErrorDetails) -> str:
+    if not key:
+        return error["msg"]
+    secret = key.rpartition(".")[2] in SECRETS
+    return f"{key}: {error['msg']}" + ("" if secret else f" (value: {error['input']!r})")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigurationError(f"{path}: cannot read the file: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path}: not YAML: {error}") from error
+        raise ConfigurationError(f"{path}: the file is not YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigurationError(f"{path}: a mapping of keys is wanted")
+        raise ConfigurationError(
+            f"{path}: the file must be a mapping of keys to values, not a list or a string"
+        )
     return data

@@ -1,20 +1,21 @@
-"""The proxy's errors: one type per boundary, each with what the caller is told.
+"""The proxy's errors: one type per boundary, each with the HTTP status that the caller gets.
 
 ProxyError
-├── RequestError        the agent's request cannot be honoured            400 / 413 / 429
-│   └── ContextOverflow the prompt does not fit the model's context       400
+├── RequestError        the agent's request cannot be answered            400 / 413 / 429
+│   ├── ContextOverflow the prompt does not fit the model's context       400
+│   └── EngineRefusal   the engine refuses the call's parameters          400
 ├── SessionError        unknown key 401, unknown id 404, completed 409, expired 410
 ├── HeldElsewhere       another process serves the session now            421 / 503
 ├── EngineError         no replica could answer                           503 (retryable) / 502
-├── StoreError          it could not be recorded, so it is not answered   503
-└── ConfigurationError  the process cannot start: names key, value, bound and what to do
+├── StoreError          the store failed, so the call is not answered     503
+└── ConfigurationError  the process cannot start: key, value, bound and what to do
 """
 
 from __future__ import annotations
 
 
 class ProxyError(Exception):
-    """`status` is the HTTP status; `retry_after_s` is sent as `Retry-After` where it is set."""
+    """`status` is the HTTP status; `retry_after_s` is sent as `Retry-After` if it is set."""
 
     status = 500
     retry_after_s: float | None = None
@@ -31,7 +32,7 @@ class ProxyError(Exception):
 
 
 class RequestError(ProxyError):
-    """The message names the field, its value and its bound. `param` is the dialect's field name."""
+    """The message gives the field, its value and its bound. `param` is the field's name."""
 
     status = 400
 
@@ -50,7 +51,7 @@ class RequestError(ProxyError):
 
 
 class ContextOverflow(RequestError):
-    """Each dialect words this so that its agents compact."""
+    """Each dialect has its own wording, on which its agents compact their history."""
 
     def __init__(self, prompt_tokens: int, max_tokens: int) -> None:
         super().__init__(
@@ -62,12 +63,18 @@ class ContextOverflow(RequestError):
         self.max_tokens = max_tokens
 
 
+class EngineRefusal(RequestError):
+    """The engine's own message, which is logged and not sent to agents (`proxy/routing.py`)."""
+
+
 class SessionError(ProxyError):
+    """The key or the state of the session does not allow the request; 401 by default."""
+
     status = 401
 
 
 class HeldElsewhere(ProxyError):
-    """421: another process is to be asked. 503: it does not answer."""
+    """421: another process serves the session, and the call must go there."""
 
     status = 421
 
@@ -77,26 +84,30 @@ class HeldElsewhere(ProxyError):
 
     def unreachable(self) -> ProxyError:
         return ProxyError(
-            f"{self.message} and does not answer; try again (peer_url is what proxies on one store "
-            "reach each other by)",
+            f"{self.message} and does not answer; try again. If this persists, check the peer_url "
+            "of that proxy, by which proxies on one store reach each other",
             status=503,
             retry_after_s=1.0,
         )
 
 
 class EngineError(ProxyError):
-    """503: another replica, or a later try, may do better. 502: the engine answered nonsense."""
+    """503: another replica or a later attempt may succeed. 502: the engine's answer is unusable.
+
+    What an engine's client raises names the engine's address. `proxy/routing.py` logs it under an
+    id, and agents get an error that names only the id.
+    """
 
     status = 503
     retry_after_s = 1.0
-    started = False
-    """Whether a sampled token was given out before: then no other replica may answer the call."""
 
 
 class StoreError(ProxyError):
+    """503: the store cannot read or write now; the request can be retried."""
+
     status = 503
     retry_after_s = 1.0
 
 
 class ConfigurationError(ProxyError):
-    pass
+    """The configuration is invalid, or this installation cannot satisfy it."""

@@ -1,7 +1,7 @@
-"""What the process says on standard error: lines of text, or one JSON object a line.
+"""The process's log on standard error: lines of text, or one JSON object per line.
 
-With JSON there is one line per call, too: trial, call, dialect, status, durations. Invariant: no
-line holds a key, a token or what agents and models say; `tests/proxy/test_logs.py` looks for them.
+JSON logs also have one line per call: trial, call, dialect, status, duration. Invariant: no line
+holds a key, a token, or text of agents and models; `tests/proxy/test_logs.py` checks this.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import orjson
 
 LogKind = Literal["text", "json"]
 CALLS = "proxy.calls"
-"""The logger of calls."""
+"""Name of the logger of calls."""
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 def set_up(kind: LogKind) -> None:
-    """For the whole process; its program calls it once."""
+    """Sets up logging for the whole process. A program calls it once."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # A line per call is for machines: as text it would only hide the others.
+    # A line per call is for machines; in a text log it would hide the other lines.
     logging.getLogger(CALLS).setLevel(logging.INFO if kind == "json" else logging.WARNING)
 
 
@@ -45,7 +45,7 @@ class JsonLines(logging.Formatter):
 
 
 class CallLog:
-    """Costs a look at the level where calls are not logged."""
+    """Writes one line per call, if calls are logged."""
 
     def __init__(self) -> None:
         self._log = logging.getLogger(CALLS)
@@ -55,5 +55,5 @@ class CallLog:
         return self._log.isEnabledFor(logging.INFO)
 
     def write(self, **fields: Any) -> None:
-        """`fields` become those of the line."""
+        """Writes a line with `fields`."""
         self._log.info("call", extra={"fields": fields})

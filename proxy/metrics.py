@@ -14,6 +14,8 @@ from proxy.records import Turn, TurnStatus
 
 
 class Metrics:
+    """Counters and gauges of one proxy process."""
+
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._turns = Counter(
@@ -34,6 +36,18 @@ class Metrics:
             ["dialect", "status"],
             registry=self._registry,
         )
+        self._engine_failures = Counter(
+            "agentic_proxy_engine_failures",
+            "Calls that failed at an engine: status 502 is an unusable answer, 503 no answer",
+            ["engine", "status"],
+            registry=self._registry,
+        )
+        self._resumed = Counter(
+            "agentic_proxy_resumed_generations",
+            "Answers that another call of an engine continued, by what had happened to the first",
+            ["cause"],
+            registry=self._registry,
+        )
         self._turns_of = {status: self._turns.labels(status.value) for status in TurnStatus}
         self._shared, self._new = (self._prompt.labels(part) for part in ("shared", "new"))
         self.in_flight = Gauge(
@@ -51,14 +65,20 @@ class Metrics:
     def refused(self, dialect: str, error: ProxyError) -> None:
         self._refused.labels(dialect, str(error.status)).inc()
 
+    def engine_failed(self, engine: str, error: ProxyError) -> None:
+        self._engine_failures.labels(engine, str(error.status)).inc()
+
+    def resumed(self, cause: str) -> None:
+        self._resumed.labels(cause).inc()
+
     def exposition(self, others: Sequence[bytes] = ()) -> bytes:
-        """The text format that Prometheus scrapes; with `others` of its kind added up."""
+        """The metrics in Prometheus' text format, added to those of the expositions in `others`."""
         own = generate_latest(self._registry)
         return generate_latest(_Sum([own, *others])) if others else own
 
 
 class _Sum(Collector):
-    """Of several expositions, sample by sample."""
+    """The sum of several expositions, sample by sample."""
 
     def __init__(self, expositions: Sequence[bytes]) -> None:
         self._expositions = expositions
@@ -68,7 +88,7 @@ class _Sum(Collector):
         values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
         for exposition in self._expositions:
             for family in text_string_to_metric_families(exposition.decode()):
-                if family.name.endswith("_created"):  # when a process began counting
+                if family.name.endswith("_created"):  # start times cannot be added
                     continue
                 families.setdefault(family.name, family)
                 known = values.setdefault(family.name, {})

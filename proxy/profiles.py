@@ -1,4 +1,4 @@
-"""Agent profiles: what one family of agents does to its history, as data (`profiles.yaml`)."""
+"""Agent profiles: how a family of agents changes its message history (`profiles.yaml`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from proxy.errors import RequestError
 
 
 class AgentProfile(BaseModel):
-    """One entry of `profiles.yaml`; a configuration's own are of the same form."""
+    """One entry of `profiles.yaml`, or of the configuration's own profiles."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     history: Literal["keep", "follow"] = "keep"
-    """`keep` what was sampled before the model's eyes, or `follow` what the agent sends."""
+    """`keep`: the prompt keeps what was sampled. `follow`: the prompt is what the agent sends."""
     scrub: tuple[re.Pattern[str], ...] = ()
-    """Removed from system text: it changes with every request."""
+    """Matches are removed from system messages because they change with every request."""
     agents: tuple[str, ...] = ()
-    """Headers that name the sub-agent."""
+    """Names of request headers that identify the sub-agent."""
 
     @field_validator("agents")
     @classmethod
@@ -37,7 +37,7 @@ class AgentProfile(BaseModel):
         return self.history == "follow"
 
     def scrubbed(self, conversation: Conversation) -> Conversation:
-        """Without what `scrub` matches, and without system messages that held nothing else."""
+        """Removes what `scrub` matches, and system messages that are empty without it."""
         kept = []
         for message in conversation.messages:
             if message.role == "system" and message.text:
@@ -50,24 +50,28 @@ class AgentProfile(BaseModel):
                     message = replace(message, text=text)
             kept.append(message)
         if conversation.messages and not kept:
-            raise RequestError("messages: one with some text is wanted", param="messages")
+            raise RequestError(
+                "messages: expected at least one message with text", param="messages"
+            )
         conversation.messages = kept
         return conversation
 
 
 class Profiles:
+    """All agent profiles by name: those of the package and those of the configuration."""
+
     def __init__(self, own: Mapping[str, AgentProfile]) -> None:
-        """`own` are the configuration's; they come before those that ship with the proxy."""
+        """`own` are the configuration's profiles; they replace shipped ones of the same name."""
         shipped = yaml.safe_load(resources.files("proxy").joinpath("profiles.yaml").read_text())
         known = {name: AgentProfile.model_validate(entry) for name, entry in shipped.items()}
         self._profiles = {**known, **own}
 
     def get(self, name: str) -> AgentProfile:
-        """Raises RequestError for a name that is not known."""
+        """Raises RequestError for an unknown name."""
         profile = self._profiles.get(name)
         if profile is None:
             raise RequestError(
-                f"profile: {name[:80]!r} is not known; one of {', '.join(self._profiles)}",
+                f"profile: {name[:80]!r} is not known; use one of {', '.join(self._profiles)}",
                 param="profile",
             )
         return profile

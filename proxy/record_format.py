@@ -1,9 +1,9 @@
-"""The compact binary form of a recorded session: what the trainer reads and `export` writes.
+"""The compact binary form of a recorded session, which the trainer reads and `export` writes.
 
 One msgpack map `{format, session, turns}`; arrays are raw little-endian bytes (ids int32,
 log-probabilities float32), so that a session of 128k tokens is 1 MB and decodes in a millisecond.
 Invariant: `decode_record(encode_record(session, turns)) == (session, turns)`, bit for bit, except
-that the digest of the API key never leaves the proxy.
+for the digest of the API key, which is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from proxy.records import (
 
 CONTENT_TYPE = "application/vnd.agentic.record+msgpack"
 FORMAT = 1
-"""Raised when a field changes its meaning; a reader refuses any other."""
+"""Incremented when a field changes its meaning; a reader refuses any other format."""
 
 
 class RecordFormatError(ValueError):
@@ -45,7 +45,7 @@ def decode_record(data: bytes) -> tuple[Session, list[Turn]]:
     try:
         record = _DECODER.decode(data)
         if record.format != FORMAT:
-            raise RecordFormatError(f"record format {record.format}, this reader knows {FORMAT}")
+            raise RecordFormatError(f"unknown record format {record.format}, expected {FORMAT}")
         session_id = record.session.session_id
         return _decode_session(record.session), [_decode_turn(session_id, t) for t in record.turns]
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:

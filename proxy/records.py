@@ -1,12 +1,12 @@
-"""What the proxy records: one `Turn` per model call, in one `Session` per trial.
+"""The records of the proxy: one `Turn` per model call, in one `Session` per trial.
 
 A session's turns form the **token tree**. A turn holds only the tokens that it adds:
 
     path(turn) = path(turn.parent)[: turn.shared_tokens] + turn.prompt_ids + turn.sampled_ids
 
-so `path(turn)` without its `sampled_ids` is exactly what the engine was given, and `sampled_ids`
-exactly what it gave back. A turn *extends* its parent when `shared_tokens` is the whole of the
-parent's path, and *forks* from it otherwise; every fork carries its cause.
+so `path(turn)` without its `sampled_ids` is exactly the prompt that the engine got, and
+`sampled_ids` is exactly what it returned. A turn *extends* its parent if `shared_tokens` covers the
+parent's whole path, and *forks* from it otherwise; every fork has a cause.
 """
 
 from __future__ import annotations
@@ -29,33 +29,39 @@ EMPTY_LOGPROBS: Logprobs = np.zeros(0, np.float32)
 
 
 class SessionKind(StrEnum):
+    """Whether a session's tokens are for training or for evaluation."""
+
     TRAIN = "train"
-    """The trainer's sampling parameters are pinned over the agent's."""
+    """The trainer's sampling parameters override the agent's."""
     EVAL = "eval"
-    """The agent's own sampling parameters are honoured, and no token is ever trained."""
+    """The agent's own sampling parameters apply, and no token is ever trained."""
 
 
 class SessionStatus(StrEnum):
+    """Whether a session accepts calls."""
+
     OPEN = "open"
     COMPLETED = "completed"
-    """Closed by its owner: further calls get 409."""
+    """Ended by its owner; further calls get 409."""
     EXPIRED = "expired"
-    """Outlived `expires_at`: further calls get 410."""
+    """Past its `expires_at`; further calls get 410."""
 
 
 class TurnStatus(StrEnum):
+    """How far a turn has come, or how it ended. Only `DONE` turns are trained."""
+
     OPEN = "open"
-    """Intent is on disk and the engine may be sampling. After a restart: known to be cut."""
+    """The intent is recorded and the engine may be sampling. After a crash it becomes CUT."""
     DONE = "done"
-    """Sampled to its end and committed before the terminal event was sent."""
+    """Sampled to the end, and committed before the terminal event was sent."""
     CUT = "cut"
-    """Ended before its end (client gone, engine died, proxy killed): kept, never trained."""
+    """Interrupted (client disconnected, engine failed, proxy killed): kept, never trained."""
     SUPERSEDED = "superseded"
-    """Answered, but the agent never took the answer and asked again: kept, never trained."""
+    """Answered, but the agent did not receive the answer and retried: kept, never trained."""
 
 
 class FinishReason(StrEnum):
-    """Why the engine stopped. `CUT` is never shown to an agent as an answer."""
+    """Why the engine stopped. `CUT` is never sent to an agent."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -64,33 +70,46 @@ class FinishReason(StrEnum):
 
 
 class ForkCause(StrEnum):
-    """Why a request did not extend the recorded path that it came closest to."""
+    """Why a request did not extend the recorded path that it is closest to."""
 
     EDITED = "edited"
-    """A message that was already part of the path came back with other text."""
+    """A recorded message came back with other content."""
     ROLLED_BACK = "rolled_back"
-    """The request continues from an earlier turn, past which the path had already grown."""
+    """The request continues an earlier turn that other turns have already continued."""
     TOOL_ARGUMENTS = "tool_arguments"
-    """A recorded tool call came back with arguments that do not parse to the same value."""
+    """The recorded answer came back with other arguments in its tool calls."""
+    CALLS_CHANGED = "calls_changed"
+    """The recorded answer came back with other tool calls: some are missing, added or renamed."""
+    TEXT_DROPPED = "text_dropped"
+    """The recorded answer came back without the text that accompanied its tool calls."""
+    WHITE_SPACE = "white_space"
+    """The recorded answer came back with different white space within its text: line endings, or
+    text blocks that were split or joined."""
     TOOLS_CHANGED = "tools_changed"
+    """The agent's tools differ from those of the recorded request."""
     SYSTEM_CHANGED = "system_changed"
+    """The leading system messages differ from those of the recorded request."""
     REASONING_DROPPED = "reasoning_dropped"
-    """Sampled reasoning is missing and the profile's policy is to follow the agent."""
+    """Sampled reasoning is missing, and the session's profile follows the agent."""
+    REASONING_CHANGED = "reasoning_changed"
+    """Sampled reasoning came back changed, and the session's profile follows the agent."""
+    REASONING_MOVED = "reasoning_moved"
+    """Sampled reasoning came back within the answer's text."""
     COMPACTION = "compaction"
     """The history was replaced by a summary."""
     FOREIGN_ASSISTANT = "foreign_assistant"
-    """An assistant message that the policy did not sample."""
+    """The history has an assistant message that the policy did not sample."""
     UNPROVABLE_BRIDGE = "unprovable_bridge"
     """The renderer could not show that the new prompt starts with the recorded tokens."""
     NEW_CONVERSATION = "new_conversation"
-    """Shares at most the template's and the system's tokens: a sub-agent or a side call."""
+    """Shares at most the tokens of the template and the system prompt: a sub-agent or side call."""
     SIBLING = "sibling"
-    """One more sample (`n` > 1, or a retry) of a prompt that was sampled already."""
+    """Another sample (`n` > 1, or a retry) of a prompt that was sampled before."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Sampled tokens `[start, end)` of a turn came from the weights of `version`.
+    """Sampled tokens `[start, end)` of a turn were sampled with the weights of `version`.
 
     Example: an answer of 9 tokens during which the weights changed once:
         (VersionSpan(4, 0, 6), VersionSpan(5, 6, 9))
@@ -101,9 +120,9 @@ class VersionSpan:
     end: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One model call, request to answer.
+    """One model call from request to answer.
 
     Example: the second call of a trial, after a tool's result of 12 tokens:
         Turn(session_id="t-1", index=1, parent=0, shared_tokens=350, fork_cause=None,
@@ -119,30 +138,32 @@ class Turn:
     parent: int | None
     """Index of the turn whose path this one shares; None for a root."""
     shared_tokens: int
-    """How many tokens of the parent's path this turn's prompt starts with."""
+    """Number of tokens of the parent's path that this turn's prompt starts with."""
     fork_cause: ForkCause | None
-    """None for a session's first turn and for one that extends its parent's whole path."""
+    """None for a session's first turn, and for a turn that extends its parent's whole path."""
     prompt_ids: Ids
-    """The prompt's tokens after the shared ones, `[P]`."""
+    """The prompt's ids after the shared ones, `[P]`."""
     request_key: bytes
-    """Digest of the canonical conversation that was asked about; equal for a retry."""
+    """Stored form of the key of the canonical conversation (`conversation.message_keys`); a retry
+    has the same key."""
     sampling: Mapping[str, Any]
-    """Sampling parameters as the engine was given them."""
+    """The sampling parameters that the engine got."""
     dialect: str = "chat"
     sampled_ids: Ids = field(default_factory=lambda: EMPTY_IDS)
-    """What the engine gave back, `[S]`."""
+    """The ids that the engine returned, `[S]`."""
     logprobs: Logprobs = field(default_factory=lambda: EMPTY_LOGPROBS)
     """`[S]`, one per sampled id."""
     versions: tuple[VersionSpan, ...] = ()
-    """Cover `[0, S)` without gap or overlap."""
+    """Versions of the weights; the spans cover `[0, S)` without gap or overlap."""
     finish_reason: FinishReason | None = None
     status: TurnStatus = TurnStatus.OPEN
     answer_key: bytes = b""
-    """Digest of the conversation with the answer appended: what a continuation is matched by."""
+    """Key of the conversation with the answer appended, by which a continuation is found. Empty
+    until something was sampled."""
     answer: bytes = b""
-    """The assistant message that the agent was sent, as neutral JSON; served to a retried call."""
+    """The assistant message sent to the agent, as dialect-independent JSON; replayed to a retry."""
     agent_id: str | None = None
-    """The caller within the session (sub-agents), from the headers that its family sends."""
+    """The sub-agent that made the call, from the headers that its profile names."""
     started_at: float = 0.0
     """Unix seconds."""
     first_token_s: float | None = None
@@ -159,13 +180,13 @@ class Turn:
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy's tokens here may be trained (the session's kind decides the rest)."""
+        """Whether the turn has tokens that may be trained, if the session is a TRAIN session."""
         return self.status is TurnStatus.DONE and len(self.sampled_ids) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward that was reported for a session; idempotent by `key`.
+    """A reward that was reported for a session; at most one per `key`.
 
     Example: Reward(key="verifier", value=1.0, parts={"tests": 1.0, "style": 0.5}, turn=None)
     """
@@ -175,9 +196,9 @@ class Reward:
     """Finite; the control API refuses NaN and infinities."""
     parts: Mapping[str, float] = field(default_factory=dict)
     turn: int | None = None
-    """None: for the whole trial. Else for this turn, or for the branch that ends in it."""
+    """None: for the whole trial. Otherwise for this turn, or for the branch that ends with it."""
     branch: bool = False
-    """With `turn`: for every turn on that turn's path rather than for it alone."""
+    """With `turn`: for every turn on that turn's path instead of that turn alone."""
 
 
 @dataclass(slots=True)
@@ -190,19 +211,19 @@ class Session:
     """
 
     session_id: str
-    """Also the trial's id; opaque, may hold `/`."""
+    """Also the trial's id. Any text; it may contain `/`."""
     key_hash: bytes
-    """SHA-256 of the API key; the key itself is stored nowhere."""
+    """SHA-256 of the API key; the key itself is not stored."""
     kind: SessionKind
     status: SessionStatus
     created_at: float
     expires_at: float
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Pinned over the agent's own parameters in a TRAIN session."""
+    """Sampling parameters that override the agent's own."""
     profile: str = "default"
-    """Name of the agent profile (matching, scrubbing, keep/follow)."""
+    """Name of the agent profile (see `proxy/profiles.yaml`)."""
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """`max_turns`, `max_tokens`, `max_concurrent_calls`; absent means the server's default."""
+    """`max_turns`, `max_tokens`, `max_concurrent_calls`; an absent one has the proxy's default."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rewards: list[Reward] = field(default_factory=list)
     completed_at: float | None = None

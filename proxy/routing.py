@@ -1,7 +1,7 @@
-"""Which replica samples a call: the one that holds its session's prefix, else the least loaded.
+"""Routes each call to a replica: the one that has the session's prefix, else the least loaded.
 
-Invariant: a call goes to a second replica only if the first gave out none of its tokens. A replica
-that fails is out of the choice until a health check says that it is back, or no other is left.
+Invariant: a replica that fails is not chosen again until a health check succeeds; only the first
+choice for an answer may fall on one where no other replica is left.
 """
 
 from __future__ import annotations
@@ -10,40 +10,51 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator, Set
+from secrets import token_hex
 
-from proxy.engines.protocol import Chunk, Engine, EngineInfo, Sampling
-from proxy.errors import EngineError, RequestError
+from proxy.engines.protocol import Engine, EngineInfo, Sampling
+from proxy.errors import EngineError, EngineRefusal, RequestError
+from proxy.generation import Generation
 from proxy.records import Ids
 
 REMEMBERED_SESSIONS = 100_000
-"""Past it the session that was idle longest is forgotten: its next call costs one prefill."""
+"""With more sessions, the one that was idle longest is forgotten; its next call costs a prefill."""
 
 _log = logging.getLogger(__name__)
 
 
 class Router:
-    """The proxy's engines as one. `start` begins the health checks, `close` ends them."""
+    """Distributes calls over the engines. `start` begins the health checks, `close` ends them."""
 
     def __init__(
         self,
         engines: Iterable[Engine],
         *,
+        vocab_size: int = 2**31,
         version: int = 0,
         check_interval_s: float = 2.0,
         pause_timeout_s: float = 900.0,
+        patience_s: float = 120.0,
+        on_failure: Callable[[str, EngineError], None] = lambda engine, error: None,
     ) -> None:
-        """`pause_timeout_s`: how long a call waits for `resume` before it is refused."""
+        """`vocab_size`: every sampled id is below it. `pause_timeout_s`: how long a call waits for
+        `resume` before it is refused. `patience_s`: how long an answer may stand still after its
+        replica failed. `on_failure` gets each failed call's engine name and error.
+        """
         self._engines = {engine.info.name: engine for engine in engines}
+        self._vocab_size = vocab_size
+        self._on_failure = on_failure
         self._version = version
         self._check_interval_s = check_interval_s
         self._pause_timeout_s = pause_timeout_s
+        self._patience_s = patience_s
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._removed: set[Engine] = set()
         self._running = asyncio.Event()
         self._running.set()
         self._suspicion = asyncio.Event()
+        self._joined = asyncio.Event()
         self._checking: asyncio.Task[None] | None = None
 
     @property
@@ -52,12 +63,12 @@ class Router:
 
     @property
     def version(self) -> int:
-        """The weights' version where an engine does not tell it."""
+        """The version of the weights, for answers of engines that do not report it."""
         return max([self._version, *(info.version for info in self.infos)])
 
     @property
     def context_tokens(self) -> int | None:
-        """What every replica takes."""
+        """The number of tokens that every replica accepts; None if it is unknown."""
         known = [info.max_context_tokens for info in self.infos if info.max_context_tokens]
         return min(known, default=None)
 
@@ -65,7 +76,12 @@ class Router:
     def paused(self) -> bool:
         return not self._running.is_set()
 
-    async def generate(
+    @property
+    def vocab_size(self) -> int:
+        """Every sampled id is below it."""
+        return self._vocab_size
+
+    def generate(
         self,
         prompt_ids: Ids,
         sampling: Sampling,
@@ -73,69 +89,54 @@ class Router:
         request_id: str,
         session_id: str,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
-        """As `Engine.generate`, by the first replica that begins to answer.
-
-        Raises:
-            EngineError: 503 when no replica is left, or the pause is too long.
-        """
-        await self._until_running()
-        failure: EngineError | None = None
-        tried: set[str] = set()
-        while (engine := self._choose(session_id, tried, sampling.trained)) is not None:
-            tried.add(engine.info.name)
-            chunks = engine.generate(prompt_ids, sampling, request_id=request_id, stream=stream)
-            try:
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        yield chunk
-                return
-            except EngineError as error:
-                self._suspect(engine, error)
-                if error.started:
-                    raise
-                failure = error
-            finally:
-                await self._close_if_removed(engine)
-        if failure is None and self._engines:
-            raise RequestError(
-                "this session trains, and no engine here tells tokens (all are text-only); create "
-                "it as kind eval, or add an engine that does"
-            )
-        raise failure or EngineError("there is no engine; try again later")
+    ) -> Generation:
+        """An answer to be streamed, by as many replicas as it takes. The answer is checked."""
+        return Generation(
+            self,
+            prompt_ids,
+            sampling,
+            request_id=request_id,
+            session_id=session_id,
+            stream=stream,
+            patience_s=self._patience_s,
+        )
 
     def set_version(self, version: int) -> None:
         self._version = version
 
     def pause(self) -> None:
-        """Calls that have not begun wait; those that have go on."""
+        """Calls that have not begun wait; calls that have begun continue."""
         self._running.clear()
 
     def resume(self) -> None:
         self._running.set()
 
     async def add(self, engine: Engine) -> None:
-        """Raises RequestError when the name is taken."""
+        """Raises RequestError if the name is taken."""
         if engine.info.name in self._engines:
-            raise RequestError(f"name: an engine {engine.info.name!r} is there", status=409)
+            raise RequestError(
+                f"name: an engine {engine.info.name!r} exists; choose another name",
+                status=409,
+            )
         self._engines[engine.info.name] = engine
         self._suspicion.set()
+        self._tell_joined()
 
     async def remove(self, name: str) -> None:
-        """It gets no new call; those that it is answering go on.
+        """The engine gets no new calls; its calls in flight continue.
 
-        Raises RequestError when there is none of this name.
+        Raises RequestError if there is no engine of this name.
         """
         engine = self._engines.pop(name, None)
         if engine is None:
-            raise RequestError(f"name: no engine {name!r}", status=404)
+            raise RequestError(f"name: there is no engine {name!r}", status=404)
         self._removed.add(engine)
         await self._close_if_removed(engine)
 
     async def check(self) -> None:
-        """Asks every replica. Raises EngineError when none answers."""
+        """Checks every replica. Raises EngineError if none is healthy."""
         engines = list(self._engines.values())
-        outcomes = await asyncio.gather(*(_check(engine) for engine in engines))
+        outcomes = await asyncio.gather(*(self._ask(engine) for engine in engines))
         if not any(outcome is None for outcome in outcomes):
             raise next(iter(outcomes), None) or EngineError("there is no engine")
 
@@ -151,25 +152,35 @@ class Router:
         for engine in (*self._engines.values(), *self._removed):
             await engine.close()
 
-    async def _until_running(self) -> None:
+    async def until_running(self) -> float:
+        """Implements `Replicas`. Raises EngineError after `pause_timeout_s`."""
         if self._running.is_set():
-            return
+            return 0.0
+        loop = asyncio.get_running_loop()
+        since = loop.time()
         try:
             async with asyncio.timeout(self._pause_timeout_s):
                 await self._running.wait()
         except TimeoutError as error:
             raise EngineError(f"engines were paused for {self._pause_timeout_s:.0f} s") from error
+        return loop.time() - since
 
-    def _choose(self, session_id: str, tried: set[str], trained: bool) -> Engine | None:
-        left = [
-            engine
-            for name, engine in self._engines.items()
-            if name not in tried and not (trained and engine.info.text_only)
-        ]
-        if not left:
+    async def until_joined(self, timeout_s: float) -> None:
+        """Implements `Replicas`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._joined.wait()
+
+    def choose(
+        self, session_id: str, tried: Set[Engine], *, trained: bool, only_healthy: bool
+    ) -> Engine | None:
+        """Implements `Replicas`."""
+        left = [engine for engine in self._serving(trained) if engine not in tried]
+        healthy = [engine for engine in left if engine.info.healthy]
+        # Where no replica is healthy, one that failed may be asked: it may be back, or only slow.
+        usable = healthy if only_healthy else healthy or left
+        if not usable:
             return None
-        # Where none is known to be well, one that is out is asked: it may be back, or only slow.
-        usable = [engine for engine in left if engine.info.healthy] or left
         home = self._homes.get(session_id)
         chosen = min(usable, key=lambda e: (e.info.name != home, e.info.in_flight))
         self._homes[session_id] = chosen.info.name
@@ -178,16 +189,66 @@ class Router:
             self._homes.popitem(last=False)
         return chosen
 
-    def _suspect(self, engine: Engine, error: EngineError) -> None:
-        """Out of the choice at once; the check that follows brings it back if it is well."""
-        _log.warning("engine %s failed a call: %s", engine.info.name, error.message)
+    def serves(self, besides: Set[Engine], *, trained: bool) -> bool:
+        """Implements `Replicas`."""
+        return any(engine not in besides for engine in self._serving(trained))
+
+    def version_of(self, engine: Engine) -> int:
+        """Implements `Replicas`. A replica's version is known from its health checks and its whole
+        answers; a replica that reports none has the newest version that is known."""
+        return max(self._version, engine.info.version or self.version)
+
+    def failed(self, engine: Engine, error: EngineError) -> str:
+        """Implements `Replicas`. The log has the address and the engine's words, agents do not."""
+        name, failure_id = engine.info.name, token_hex(4)
+        _log.warning("engine %s failed a call (id %s): %s", name, failure_id, error.message)
+        self._on_failure(name, error)
         engine.info.healthy = False
         self._suspicion.set()
+        return failure_id
+
+    def refused(self, engine: Engine, refusal: EngineRefusal) -> RequestError:
+        """Implements `Replicas`."""
+        refusal_id = token_hex(4)
+        _log.warning(
+            "engine %s refused a call (id %s): %s", engine.info.name, refusal_id, refusal.message
+        )
+        return RequestError(
+            f"the engine refused the parameters of this call (id {refusal_id}); the proxy's log has"
+            " the reason"
+        )
+
+    async def released(self, engine: Engine) -> None:
+        """Implements `Replicas`."""
+        await self._close_if_removed(engine)
+
+    def _serving(self, trained: bool) -> Iterator[Engine]:
+        for engine in self._engines.values():
+            if not (trained and engine.info.text_only):
+                yield engine
 
     async def _close_if_removed(self, engine: Engine) -> None:
         if engine in self._removed and engine.info.in_flight == 0:
             self._removed.discard(engine)
             await engine.close()
+
+    async def _ask(self, engine: Engine) -> EngineError | None:
+        """The error of its health check; None if it is healthy."""
+        was_healthy = engine.info.healthy
+        try:
+            await engine.check()
+        except EngineError as error:
+            if was_healthy:
+                _log.warning("engine %s is out: %s", engine.info.name, error.message)
+            return error
+        if not was_healthy:
+            _log.info("engine %s is back", engine.info.name)
+            self._tell_joined()
+        return None
+
+    def _tell_joined(self) -> None:
+        self._joined.set()
+        self._joined = asyncio.Event()
 
     async def _check_on_and_on(self) -> None:
         while True:
@@ -195,17 +256,4 @@ class Router:
                 async with asyncio.timeout(self._check_interval_s):
                     await self._suspicion.wait()
             self._suspicion.clear()
-            await asyncio.gather(*(_check(engine) for engine in list(self._engines.values())))
-
-
-async def _check(engine: Engine) -> EngineError | None:
-    was_healthy = engine.info.healthy
-    try:
-        await engine.check()
-    except EngineError as error:
-        if was_healthy:
-            _log.warning("engine %s is out: %s", engine.info.name, error.message)
-        return error
-    if not was_healthy:
-        _log.info("engine %s is back", engine.info.name)
-    return None
+            await asyncio.gather(*(self._ask(engine) for engine in list(self._engines.values())))

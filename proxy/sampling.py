@@ -1,8 +1,8 @@
-"""What the engine is asked for: the session's pinned parameters against the agent's own.
+"""Chooses the sampling parameters: the session's pinned ones, or the agent's own.
 
-Invariant: in a TRAIN session every parameter that bends the distribution is the trainer's (pinned
-in the session, else neutral), whatever the agent sends: the recorded log-probabilities are then
-those that the trainer can compute again. EVAL honours the agent.
+Invariant: in a TRAIN session every parameter that changes the distribution comes from the session
+(pinned, or else neutral), whatever the agent sends. The trainer can therefore recompute the
+recorded log-probabilities. In an EVAL session the agent's parameters apply unless pinned.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def resolve(
     stop_token_ids: tuple[int, ...],
     sibling: int = 0,
 ) -> Sampling:
-    """`sibling` numbers the answers of an `n` > 1, so that a seed does not make them all one.
+    """`sibling` is an answer's index among the `n` of a call; it is added to the seed, so that a
+    pinned or requested seed does not make all answers equal.
 
     Raises:
-        ContextOverflow: no token fits behind the prompt.
+        ContextOverflow: the prompt leaves no room for a token.
     """
     values: dict[str, Any] = {}
     if session.kind is SessionKind.EVAL:
@@ -62,19 +63,20 @@ def resolve(
 
 
 def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """A session's sampling parameters as given at its creation. Raises RequestError."""
+    """Checks the sampling parameters given when a session is created. Raises RequestError."""
     for name, value in sampling.items():
         if name not in PINNABLE:
             raise RequestError(
-                f"sampling.{name}: one of {', '.join(sorted(PINNABLE))} is wanted", param="sampling"
+                f"sampling.{name} is not known; use one of {', '.join(sorted(PINNABLE))}",
+                param="sampling",
             )
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise RequestError(f"sampling.{name}: a number is wanted, not {value!r}")
+            raise RequestError(f"sampling.{name}: expected a number, got {value!r}")
     return dict(sampling)
 
 
 def as_record(sampling: Sampling) -> dict[str, Any]:
-    """What a `Turn` keeps: the parameters as the engine was given them."""
+    """The parameters that the engine got, as a `Turn` records them."""
     fields = {
         name: getattr(sampling, name)
         for name in ("max_tokens", *_BENDING, "structured")
@@ -99,4 +101,4 @@ def _max_tokens(
 
 
 DEFAULT_MAX_TOKENS = 4096
-"""Where neither the agent, the session nor the context says how long an answer may get."""
+"""Used when neither the agent, the session nor the context length limits the answer."""

@@ -15,6 +15,24 @@ from tests.postgres_server import binaries, postgres_server
 TINY_CONTEXT_TOKENS = 2048
 
 
+# Fixtures and markers of tests that start programs other than Python.
+PROGRAM_FIXTURES = {"vllm", "postgres"}
+PROGRAM_MARKERS = {"engine", "agents", "needs"}
+PROGRAM_FOLDER = Path(__file__).parent / "e2e"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests that `make test-fast` leaves out; leaves long ones to `make test-long`."""
+    if "long" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    for item in items:
+        fixtures = PROGRAM_FIXTURES & set(getattr(item, "fixturenames", ()))
+        markers = PROGRAM_MARKERS & {marker.name for marker in item.iter_markers()}
+        if fixtures or markers or PROGRAM_FOLDER in item.path.parents:
+            item.add_marker("programs")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("needs"):
         if marker.args[0] is not None:

@@ -1,7 +1,7 @@
-"""What a test needs beside Python: where it is missing the test is skipped, and in CI it fails.
+"""What tests need besides Python. If it is missing, the test is skipped; in CI it fails.
 
-`.ci/run` installs all of it. Only what a machine can refuse to root (namespaces, mounts) is
-skipped in CI, too: `skipif` with its reason, where it is used.
+`.ci/run` installs all of it. A machine can refuse namespaces and mounts even to root, so tests that
+need them are skipped in CI, too: with `skipif` and a reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def needs(missing: str | None) -> pytest.MarkDecorator:
-    """`missing`: what is not there and how to get it; None where it is there."""
+    """`missing` says what is missing and how to install it; None if it is installed."""
     return pytest.mark.needs(missing)
 
 

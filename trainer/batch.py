@@ -1,8 +1,8 @@
-"""What one training step learns from: the trained tokens of a batch of groups, as flat columns.
+"""The data of one training step: the trained tokens of a batch of groups, as flat columns.
 
-Invariant: a sampled token of a rollout is exactly one entry of the columns, however many paths run
-through it, and no other token has one. Every loss, weight and statistic is a function of these
-columns; there is no mask to get wrong.
+Invariant: a token that is to be trained has exactly one entry in the columns, even if several paths
+share it, and no other token has an entry. Every loss, weight and statistic is a function of these
+columns; no masks are needed.
 
 Shapes: `G` groups, `R` rollouts, `S` sequences (one per trajectory), `N` trained tokens.
 """
@@ -33,64 +33,70 @@ class Batch:
         sequences        = ([5 6 7 8], [5 6 9])       # p p s s | p p s
         sequence_rollout = [0 1]     group = [0 0]     rewards = [1.0 0.0]
         sequence         = [0 0 1]   position = [2 3 2]   ids = [7 8 9]   turns = [0 0 0]
-        logprobs         = [-0.1 -2.3 -0.7]   versions = [4 4 4]   returns = [1.0 1.0 0.0]
+        logprobs         = [-0.1 -2.3 -0.7]   versions = [4 4 4]
+        returns          = [1.0 1.0 0.0]   shares = [1.0 1.0 1.0]
     """
 
     trial_ids: tuple[str, ...]
-    """`[R]`, for naming a rollout in an error."""
+    """`[R]`, ids of the trials, which name the rollouts in error messages."""
     group: Tensor
     """`[R]` int64, index of the rollout's group."""
     rewards: Tensor
-    """`[R]` float32; what baselines and their statistics are computed from."""
+    """`[R]` float32, reward of each rollout; baselines and statistics are computed from these."""
     sequences: tuple[Ids, ...]
-    """`[S]` arrays of token ids: every input, prompt and sampled."""
+    """`[S]` arrays of token ids: the whole sequences, both prompt and sampled tokens."""
     sequence_rollout: Tensor
     """`[S]` int64, index of the sequence's rollout."""
 
     sequence: Tensor
-    """`[N]` int64, index of the token's sequence; ascending, so a sequence's tokens are a slice."""
+    """`[N]` int64, index of the token's sequence; ascending, so that a sequence is a slice."""
     position: Tensor
     """`[N]` int64, the token's position in its sequence; at least 1."""
     ids: Tensor
-    """`[N]` int64, the token itself."""
+    """`[N]` int64, token id."""
     turns: Tensor
-    """`[N]` int64, index of the turn within its session."""
+    """`[N]` int64, index of the token's turn within its session."""
     logprobs: Tensor
-    """`[N]` float32, of the behaviour policy, as recorded at sampling."""
+    """`[N]` float32, log-probability under the behaviour policy, as recorded at sampling."""
     versions: Tensor
-    """`[N]` int64, of the weights that sampled the token."""
+    """`[N]` int64, version of the weights that sampled the token."""
     returns: Tensor
-    """`[N]` float32, what the token's turn is credited with; the rollout's reward by default."""
+    """`[N]` float32, the return that the token's turn is credited with; by default the reward."""
+    shares: Tensor
+    """`[N]` float32, the share of the rollout's reward in that return: 1 without a discount."""
 
     prox_logprobs: Tensor | None = None
-    """`[N]` float32, under the policy at the start of the update."""
+    """`[N]` float32, log-probability under the policy at the start of the update; None until it is
+    computed, as in the following columns."""
     ref_logprobs: Tensor | None = None
-    """`[N]` float32, under the frozen reference."""
+    """`[N]` float32, log-probability under the frozen reference."""
     teacher_logprobs: Tensor | None = None
-    """`[N]` float32, under the model that is distilled."""
+    """`[N]` float32, log-probability under the teacher of a distillation."""
     values: Tensor | None = None
     """`[N]` float32, the critic's value of the state in which the token was sampled."""
     advantages: Tensor | None = None
-    """`[N]` float32."""
+    """`[N]` float32, advantage of the token."""
     value_targets: Tensor | None = None
-    """`[N]` float32, what the critic is to predict."""
+    """`[N]` float32, the values that the critic learns to predict."""
 
     @property
     def num_groups(self) -> int:
+        """Number of groups with a trained rollout."""
         return int(self.group.max()) + 1 if len(self.group) else 0
 
     @property
     def num_rollouts(self) -> int:
+        """Number of trained rollouts, `R`."""
         return len(self.trial_ids)
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are trained, `N`."""
+        """Number of trained tokens, `N`."""
         return len(self.ids)
 
     @property
     def input_tokens(self) -> int:
-        """How many tokens the sequences hold together, before any sharing of prefixes."""
+        """Number of tokens of all sequences, with shared prefixes counted for each sequence."""
         return sum(len(ids) for ids in self.sequences)
 
     @property
@@ -100,20 +106,20 @@ class Batch:
 
     @property
     def rollout_tokens(self) -> Tensor:
-        """`[R]` float32, how many tokens each rollout trains."""
+        """`[R]` float32, number of trained tokens of each rollout."""
         return torch.bincount(self.rollout, minlength=self.num_rollouts).float()
 
     def name(self, token: int) -> str:
-        """Which trial and turn trained token `token` belongs to, for an error message."""
+        """The trial and the turn of the trained token with index `token`, for error messages."""
         trial = self.trial_ids[int(self.rollout[token])]
         return f"rollout {trial}, turn {int(self.turns[token])}"
 
 
 def build_batch(groups: Sequence[Group]) -> Batch:
-    """The trained tokens of all trainable rollouts of `groups`; others are left out.
+    """The trained tokens of all trainable rollouts of `groups`; other rollouts are left out.
 
-    Raises ValueError for a rollout whose records contradict each other (a non-finite
-    log-probability, arrays of different lengths, a trained token with nothing before it).
+    Raises ValueError for a rollout whose records are inconsistent (a log-probability that is not
+    finite, arrays of different lengths, a trained token without a token before it).
     """
     rollouts = [(g, r) for g, group in enumerate(groups) for r in group.rollouts if r.trainable]
     sequences: list[Ids] = []
@@ -124,8 +130,8 @@ def build_batch(groups: Sequence[Group]) -> Batch:
             columns.append((np.full(len(fields[0]), len(sequences)), *fields))
             sequences.append(ids)
             sequence_rollout.append(index)
-    merged = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.zeros(0)] * 7
-    sequence, position, token, turn, version, logprob, returns = merged
+    merged = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.zeros(0)] * 8
+    sequence, position, token, turn, version, logprob, returns, shares = merged
     return Batch(
         trial_ids=tuple(rollout.trial_id for _, rollout in rollouts),
         group=_renumber([g for g, _ in rollouts]),
@@ -139,11 +145,12 @@ def build_batch(groups: Sequence[Group]) -> Batch:
         versions=_int(version),
         logprobs=_float(logprob),
         returns=_float(returns),
+        shares=_float(shares),
     )
 
 
 def _sequences(rollout: Rollout) -> Iterator[tuple[Ids, tuple[Column, ...]]]:
-    """The rollout's paths from root to leaf, each with the columns of the tokens it trains."""
+    """The rollout's paths from a root to a leaf, each with the columns of its trained tokens."""
     for index, segment in enumerate(rollout.segments):
         _check(rollout, index, segment)
     for path in flatten(rollout.segments):
@@ -151,12 +158,16 @@ def _sequences(rollout: Rollout) -> Iterator[tuple[Ids, tuple[Column, ...]]]:
         if not mask.any():
             continue
         if mask[0]:
-            raise ValueError(f"rollout {rollout.trial_id}: its first token is marked as sampled")
+            raise ValueError(
+                f"rollout {rollout.trial_id}: the first token of a path is marked as sampled, "
+                "but a sampled token needs a prompt before it"
+            )
         turns = path.turns[mask]
         returns = np.array([rollout.turn_returns.get(int(t), rollout.reward) for t in turns])
+        shares = np.array([rollout.turn_shares.get(int(t), 1.0) for t in turns])
         position = np.flatnonzero(mask)
         columns = (position, path.ids[mask], turns, path.versions[mask], path.logprobs[mask])
-        yield path.ids, (*columns, returns)
+        yield path.ids, (*columns, returns, shares)
 
 
 def _check(rollout: Rollout, index: int, segment: Segment) -> None:
@@ -177,7 +188,7 @@ def _check(rollout: Rollout, index: int, segment: Segment) -> None:
 
 
 def _renumber(groups: Sequence[int]) -> Tensor:
-    """Group indices without the gaps that left-out groups leave."""
+    """The group indices, renumbered without gaps where groups were left out."""
     return _int(np.unique(np.array(groups, np.int64), return_inverse=True)[1])
 
 

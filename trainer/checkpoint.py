@@ -1,12 +1,12 @@
-"""Checkpoints: everything that a run needs to go on as if it had never been cut.
+"""Checkpoints: everything that a run needs to continue as if it had not been interrupted.
 
     checkpoints/step-000010/
         state/          weights, moments, schedules, as torch's DCP writes them
-        run.json        step, version, RNG states, the algorithm's and the producer's state
+        run.json        step, version, states of random generators, state of the loop
         model/          the same weights as a Hugging Face checkpoint, with the tokenizer
 
-Invariant: a folder named `step-…` is whole: it is written under another name, flushed to the disk,
-and renamed. A save that fails (disk full) leaves the earlier checkpoints as they were.
+Invariant: a folder named `step-…` is complete: it is written under another name, flushed to disk
+and then renamed. A save that fails (disk full) leaves the earlier checkpoints untouched.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from trainer.errors import CheckpointError
 from trainer.weight_sync.segment import Named
 
+FORMAT = 2
+"""Number of the layout of `run.json` and `state/`. Release 0.1.0 wrote another layout, without this
+number."""
 SHARD_BYTES = 4 << 30
-"""Of the Hugging Face export, per file."""
+"""Maximum size of a file of the Hugging Face export."""
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-"""What a checkpoint folder holds besides weights: configuration, tokenizer, chat template."""
+"""Patterns of the files of a checkpoint folder that are not weights: configuration, tokenizer, chat
+template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Saved:
 
 
 class Saves(Protocol):
-    """What is saved. Implementation: `trainer.policy.learner.Learner`."""
+    """An object with weights and state to save. Implementation: `trainer.models.Models`."""
 
     def save_state(self, folder: Path) -> None: ...
 
@@ -73,10 +77,10 @@ class Checkpoints:
         *,
         best: bool = False,
     ) -> Saved:
-        """The learner's state, `run` as JSON, and the weights as in the checkpoint folder `model`.
+        """Writes the models' state, `run` as JSON, and the weights in the format of folder `model`.
 
         Raises:
-            CheckpointError: it could not be written; the earlier ones are untouched.
+            CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
         """
         final = self._folder / f"step-{step:06d}"
         partial = self._folder / f".step-{step:06d}"
@@ -86,7 +90,7 @@ class Checkpoints:
             learner.save_state(partial / "state")
             with closing(learner.weights()) as weights:
                 _export(weights, model, partial / "model")
-            (partial / "run.json").write_text(json.dumps({**run, "step": step}))
+            (partial / "run.json").write_text(json.dumps({**run, "step": step, "format": FORMAT}))
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -96,7 +100,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
                 f"{final}: could not be saved ({_why(error)}); the earlier "
-                "checkpoints are whole: free disk space, or lower trainer.keep_last"
+                "checkpoints are unchanged: free disk space, or lower trainer.keep_last"
             ) from error
         self._prune()
         return Saved(final, step)
@@ -106,18 +110,25 @@ class Checkpoints:
         return saved[-1] if saved else None
 
     def read_run(self, saved: Saved) -> dict[str, Any]:
-        """
+        """The contents of `run.json`.
+
         Raises:
-            CheckpointError: it is not a checkpoint of this kind.
+            CheckpointError: it is not a checkpoint, or another version of the trainer wrote it.
         """
         try:
             run: dict[str, Any] = json.loads((saved.path / "run.json").read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{saved.path}: is not a checkpoint ({error})") from error
+        if (found := run.get("format", 1)) != FORMAT:
+            raise CheckpointError(
+                f"{saved.path}: another version of the trainer wrote this checkpoint (format "
+                f"{found}; this version reads {FORMAT}); end the run with that version, or begin a "
+                f"new run from its weights: model.path={saved.path / 'model'} trainer.resume=never"
+            )
         return run
 
     def load(self, saved: Saved, learner: Saves) -> None:
-        """The checkpoint's state into the learner, which has the same models.
+        """Loads the checkpoint's state into models of the same architecture.
 
         Raises:
             CheckpointError: it is of another architecture or another kind of optimizer.
@@ -148,19 +159,20 @@ class Checkpoints:
 
 
 def write_state(state: Mapping[str, Any], folder: Path) -> None:
-    """By all ranks together, each its shards (torch's DCP)."""
+    """Writes the state with torch's DCP: each rank writes its shards. All ranks call this
+    together."""
     with _one_process_is_meant():
         save_distributed(dict(state), checkpoint_id=folder)
 
 
 def read_state(state: dict[str, Any], folder: Path) -> None:
-    """Fills `state`, which has the present tensors, by all ranks together."""
+    """Overwrites the tensors of `state`; all ranks call this together."""
     with _one_process_is_meant():
         load_distributed(state, checkpoint_id=folder)
 
 
 def random_state() -> dict[str, Any]:
-    """Of every generator that a run draws from, as JSON."""
+    """The state of every random generator that a run uses, as JSON."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -191,9 +203,8 @@ def restore_generator(generator: torch.Generator, text: str) -> None:
 
 
 def _export(weights: Iterable[Named], model: Path, folder: Path) -> None:
-    """The weights in files of at most SHARD_BYTES, and what the folder `model` has beside them.
-
-    Of the weights, one file's are in memory at a time.
+    """Writes the weights in files of at most SHARD_BYTES, and copies the other files of the folder
+    `model`. Only one file's weights are in memory at a time.
     """
     for pattern in _COPIED:
         for file in model.glob(pattern):
@@ -231,13 +242,13 @@ def _shards(weights: Iterable[Named]) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _why(error: BaseException) -> str:
-    """One line: of a traceback the last one, which is the cause."""
+    """The last line of the message, which is the cause if the message is a traceback."""
     said = str(error).strip().splitlines() or [type(error).__name__]
     return said[-1].strip()[:300]
 
 
 def _flush(folder: Path) -> None:
-    """Everything below the folder, on the disk before it gets its name."""
+    """Flushes everything below the folder to disk."""
     for path in sorted(folder.rglob("*")):
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -248,7 +259,7 @@ def _flush(folder: Path) -> None:
 
 @contextmanager
 def _one_process_is_meant() -> Iterator[None]:
-    """DCP warns whenever there is no process group."""
+    """Suppresses DCP's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

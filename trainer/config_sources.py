@@ -1,24 +1,27 @@
-"""Where a configuration comes from: command line > environment > YAML file > default.
+"""Reads a configuration from its sources: command line > environment > YAML files > default.
 
-Invariant: a value given in a nearer source stands, whatever the farther ones say, and every error
-is one line that names the key, its value, where it came from and what to do.
+Invariant: a value overrides the values of the sources after it in that order, and every error names
+the key, its value, its source and what to do.
 
-Environment: `AGENTIC_TRAIN__SECTION__KEY`, and the names that users of verl's recipe know
-(`VERL_NAMES`). Values, there and on the command line, are YAML: `8`, `1e-5`, `[a, b]`, `{k: v}`.
+Environment variables are `AGENTIC_TRAIN__SECTION__KEY` and the names of verl's recipe
+(`VERL_NAMES`). Their values and those on the command line are YAML: `8`, `1e-5`, `[a, b]`,
+`{k: v}`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from trainer.config import TrainerConfig
+from trainer.config_keys import keys_of
 from trainer.errors import ConfigError
 
 ENV_PREFIX = "AGENTIC_TRAIN__"
@@ -41,37 +44,59 @@ VERL_NAMES: Mapping[str, str] = {
     "REMOTE_AGENT_USE_LOCAL_TRIAL": "remote_agent.use_local_trial",
     "REMOTE_MODEL_NAME": "remote_agent.model_name",
 }
-"""Environment variable → key. They mean what they mean in verl's recipe, except that the command
-line wins over them."""
+"""Environment variable of verl's recipe → key. The variables keep their meaning, except that the
+command line overrides them."""
+
+SUCCESSORS: Mapping[str, str] = {
+    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "algorithm.adv_estimator": "algorithm.advantage.name",
+    "data.train_batch_size": "rollout.groups_per_step",
+    "proxy_server.tool_format": "proxy_server.renderer",
+    "remote_agent.harbor_dataset_dirs": "data.harbor_dataset_dirs",
+    "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",
+    "remote_agent.proxy_server_url": "proxy_server.url",
+    "trainer.default_local_dir": "trainer.run_dir",
+    "trainer.dir": "trainer.run_dir",
+    "trainer.save_freq": "trainer.save_every",
+    "trainer.test_freq": "eval.every",
+    "trainer.total_training_steps": "trainer.steps",
+}
+"""A key's name in another trainer, mostly verl → its name here."""
 
 _EXPONENT = re.compile(r"^[+-]?\d+[eE][+-]?\d+$")
 
 
 def load(
-    path: Path | None, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    paths: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> TrainerConfig:
-    """
+    """The configuration from the YAML files, the environment and the command line. Later files
+    override earlier ones.
+
     Raises:
-        ConfigError: one line.
+        ConfigError: names all wrong keys.
     """
-    sources = [
-        _from_yaml(path) if path else {},
-        _from_environment(environment or {}),
-        _from_command_line(overrides),
-    ]
+    sources = [(f"{path}", _from_yaml(path)) for path in paths]
+    sources.append(("the environment", _from_environment(environment or {})))
+    sources.append(("the command line", _from_command_line(overrides)))
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    names = [str(path), "the environment", "the command line"]
-    for values, name in zip(sources, names, strict=True):
+    for name, values in sources:
         _merge(merged, values, "", name, origin)
     try:
         return TrainerConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, origin)) from error
+        details = error.errors(include_url=False)
+        problems = (problem for each in details for problem in _problems(each, merged, origin))
+        raise ConfigError(*problems) from error
 
 
 def dump(config: TrainerConfig) -> str:
-    """The resolved configuration as YAML, every key of it; `load` reads it back equal."""
+    """The resolved configuration with all keys, as YAML; `load` reads an equal configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -88,7 +113,9 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"--config {path}: its top level must map sections to keys")
+        raise ConfigError(
+            f"--config {path}: the file must map sections to keys, as in agentic_trainer.yaml"
+        )
     return data
 
 
@@ -117,12 +144,12 @@ def _from_command_line(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _value(text: str, where: str) -> Any:
     if _EXPONENT.match(text):
-        return float(text)  # YAML 1.1 takes 1e-5 for a string
+        return float(text)  # YAML 1.1 reads 1e-5 as a string
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{where}={text!r}: neither YAML nor JSON ({error.__class__.__name__}); quote it"
+            f"{where}={text!r}: not YAML ({error.__class__.__name__}); put it in quotes"
         ) from error
 
 
@@ -131,14 +158,14 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{key}: {section} is given as a value and as a section")
+            raise ConfigError(f"{key}: {section} is set both as a value and as a section")
     values[last] = value
 
 
 def _merge(
     into: dict[str, Any], values: Mapping[str, Any], prefix: str, name: str, origin: dict[str, str]
 ) -> None:
-    """Deep: mappings are merged key by key, anything else replaces what was there."""
+    """Merges mappings key by key; any other value replaces the one that was there."""
     for key, value in values.items():
         path = f"{prefix}{key}"
         origin[path] = name
@@ -152,18 +179,38 @@ def _copied(value: Any) -> Any:
     return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _one_line(error: ValidationError, origin: Mapping[str, str]) -> str:
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "missing":
-        return f"{key}: missing; set it in the YAML file or as {key}=… on the command line"
-    shown = repr(first["input"])
-    given = f"{key}={shown[:100]}" if key else ""
+def _problems(
+    detail: ErrorDetails, values: Mapping[str, Any], origin: Mapping[str, str]
+) -> Iterator[str]:
+    key, value = _key(detail["loc"], values), detail["input"]
     where = f" (from {_origin(key, origin)})" if key else ""
-    if first["type"] == "extra_forbidden":
-        return f"{given}{where}: there is no such key{_suggestion(key)}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{given}{where}: {message}" if key else message
+    renamed = [each for each in _leaves(key, value) if each in SUCCESSORS]
+    if detail["type"] == "missing":
+        yield f"{key}: missing; set it in the YAML file or as {key}=… on the command line"
+    elif detail["type"] == "extra_forbidden" and renamed:
+        yield from (f"{each}{where}: there is no such key{suggestion(each)}" for each in renamed)
+    elif detail["type"] == "extra_forbidden":
+        yield f"{key}={value!r:.100}{where}: there is no such key{suggestion(key)}"
+    else:
+        message = detail["msg"].removeprefix("Value error, ")
+        if key:
+            yield f"{key}={value!r:.100}{where}: {message}"
+        else:  # one line for each contradiction between sections
+            yield from message.splitlines()
+
+
+def _key(loc: Sequence[str | int], values: Any) -> str:
+    """The key as the user wrote it. Pydantic's location also contains the name of the chosen part,
+    if a section is one of several parts."""
+    *path, last = loc or ("",)
+    parts: list[str] = []
+    for part in path:
+        is_inside = isinstance(values, Mapping) and part in values
+        if not is_inside and not isinstance(part, int):
+            continue  # the name of a chosen part
+        values = values[part]
+        parts.append(str(part))
+    return ".".join([*parts, str(last)])
 
 
 def _origin(key: str, origin: Mapping[str, str]) -> str:
@@ -172,22 +219,33 @@ def _origin(key: str, origin: Mapping[str, str]) -> str:
     return origin.get(key, "a default")
 
 
-def _suggestion(key: str) -> str:
-    known = list(_keys(TrainerConfig, ""))
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]}?"
-    section = key.partition(".")[0]
-    inside = [k.partition(".")[2] for k in known if k.startswith(f"{section}.")]
-    return f"; {section} has: {', '.join(inside)}" if inside else "; remove it"
+def suggestion(key: str) -> str:
+    """The end of an error message that suggests the key that was probably meant."""
+    if key in SUCCESSORS:
+        return f"; here it is {SUCCESSORS[key]}"
+    known = list(dict.fromkeys(each.dotted for each in keys_of(TrainerConfig)))
+    known.sort(key=lambda each: each.count("."))
+    section, _, name = key.rpartition(".")
+    inside = [_last(each) for each in known if each.rpartition(".")[0] == section]
+    close = difflib.get_close_matches(name, inside, n=1, cutoff=0.7)
+    close = close or [each for each in inside if name in each]
+    elsewhere = [each for each in known if _last(each) == name]
+    nearest = [each for each in elsewhere if each.count(".") == elsewhere[0].count(".")]
+    prefix = f"{section}." if section else ""
+    if meant := [f"{prefix}{each}" for each in close] or nearest:
+        return f"; did you mean {' or '.join(meant[:3])}?"
+    if section and inside:
+        return f"; {section} has: {', '.join(inside)}"
+    return f"; the sections are: {', '.join(TrainerConfig.model_fields)}"
 
 
-def _keys(model: type[BaseModel], prefix: str) -> list[str]:
-    keys = []
-    for name, field in model.model_fields.items():
-        nested = field.annotation
-        if isinstance(nested, type) and issubclass(nested, BaseModel):
-            keys += _keys(nested, f"{prefix}{name}.")
-        else:
-            keys.append(f"{prefix}{name}")
-    return keys
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, Mapping):
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)

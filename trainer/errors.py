@@ -1,7 +1,7 @@
-"""The trainer's errors: one type per boundary, each naming the value, the bound and what to do.
+"""The trainer's errors: one type per boundary. Messages name the value, the bound and what to do.
 
 TrainerError
-├── ConfigError      a key, its value, and what to do            exit code 2
+├── ConfigError      keys, their values, and what to do          exit code 2
 ├── WeightSyncError  an engine does not serve the trainer's weights
 ├── CheckpointError  a run cannot be saved or resumed
 └── TrainingError    a step cannot be made (no trainable rollouts, tokens lost, NaN)
@@ -11,22 +11,28 @@ from __future__ import annotations
 
 
 class TrainerError(Exception):
-    """Its text is one line, shown as it is; the process ends with `exit_code`."""
+    """An error whose message is one line for the user; the process ends with `exit_code`."""
 
     exit_code = 1
 
 
 class ConfigError(TrainerError):
+    """A configuration has one problem, or several that are reported together."""
+
     exit_code = 2
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 class WeightSyncError(TrainerError):
-    pass
+    """An engine does not serve the trainer's weights."""
 
 
 class CheckpointError(TrainerError):
-    pass
+    """A run cannot be saved or resumed."""
 
 
 class TrainingError(TrainerError):
-    pass
+    """A training step cannot be made."""

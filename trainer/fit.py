@@ -1,6 +1,10 @@
-"""`Fit`: the training loop. Sample, learn, send the weights, and now and then evaluate and save.
+"""`Fit`: the training loop of a run.
 
-It is the same for both mains: where the batches come from (`Producer`) is the whole difference.
+    sample ─▶ train ─▶ weights ─▶ metrics ─▶ evaluate and save, when they are due
+
+`TrainOn.on` is one training step, from rollouts to new weights. Rank 0 executes it, in a thread or
+in a Ray actor; the loop itself never blocks. The mains differ only in the `Producer` that their
+batches come from.
 
 Invariant: a step counts once its weights are in the engines and its metrics are written; a
 checkpoint holds exactly the steps that count, with the producer's state after the last of them.
@@ -10,40 +14,85 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from agent_loop.evaluator import EvalReport
+from agent_loop.evaluator import EvalConfig, EvalReport
 from agent_loop.records import Group
-from trainer.cluster.trainer import Trainer
-from trainer.config import TrainerConfig
-from trainer.errors import CheckpointError
-from trainer.policy.token_loss import Metrics
+from trainer.algorithms.token_loss import Metrics
+from trainer.checkpoint import Checkpoints
+from trainer.cluster.engines import RunEngines
+from trainer.cluster.rank_zero import RankZero, Save
+from trainer.errors import CheckpointError, TrainingError
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.log import RunLog
+from trainer.run.rollout_metrics import rollout_metrics, staleness_metrics
+from trainer.trainer import RunState, Trainer, TrainerSection, trained_batch
+
+Ended = Literal["done", "stopped"]
+"""How a run ended. `done`: it reached the configured end; `stopped`: it was asked to stop, and has
+saved a checkpoint."""
+
+
+NO_SIGNAL = "no signal: all advantages are 0 because the rewards that are compared are equal"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Example: StepResult({"actor/loss": 0.1, …}, step=7, version=6)"""
+
+    metrics: Metrics
+    step: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOn:
+    """One training step on a batch of groups."""
+
+    groups: Sequence[Group]
+
+    def on(self, trainer: Trainer) -> StepResult:
+        """Executes the step.
+
+        Raises:
+            TrainingError: the batch has no token to train, or the tokens to train are not those
+                that were sampled.
+        """
+        with trainer.engines_asleep():
+            started = time.perf_counter()
+            batch = trained_batch(self.groups)
+            metrics = staleness_metrics(batch, trainer.version)
+            metrics |= trainer.compute_logprobs(batch)
+            trainer.compute_ref_logprobs(batch)
+            trainer.compute_values(batch)
+            metrics |= trainer.compute_advantages(batch)
+            metrics |= trainer.update(batch)
+            metrics |= trainer.speed(batch, time.perf_counter() - started)
+        return StepResult(metrics, trainer.step, trainer.version)
 
 
 class Producer(Protocol):
     """Implementations: `agent_loop.producers`, synchronous and asynchronous."""
 
     counts: Counter[str]
-    """Groups by what became of them, over the run."""
+    """Number of groups in the run, by outcome."""
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
-        """Called once, when the engines have the weights; `state` is that of a checkpoint."""
+        """Called once, when the engines have the weights; `state` comes from a checkpoint."""
         ...
 
     async def next_batch(self, version: int) -> list[Group]: ...
 
     def set_version(self, version: int) -> None:
-        """The engines sample with these weights from now on."""
+        """Called when the engines sample with the weights of `version` from now on."""
         ...
 
     def state(self) -> dict[str, Any]: ...
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
-        """A checkpoint with this state is durable."""
+        """Called when a checkpoint with this state is durable."""
         ...
 
     async def close(self) -> None: ...
@@ -57,116 +106,193 @@ class Evaluates(Protocol):
 
 @dataclass(slots=True)
 class Fit:
-    config: TrainerConfig
-    trainer: Trainer
+    """Example:
+    fit = Fit(config.trainer, config.eval, rank_zero, engines, producer, …)
+    fit.resume_from(state)
+    ended = await fit.run()
+    """
+
+    trainer: TrainerSection
+    evals: EvalConfig
+    rank_zero: RankZero
+    engines: RunEngines
     producer: Producer
     evaluator: Evaluates | None
-    """None: there are no held-out tasks."""
+    """Evaluates the policy; None: there are no held-out tasks."""
+    checkpoints: Checkpoints
     log: RunLog
     control: RunControl
-    best: float = -1.0
-    """Success of the best evaluation that a checkpoint was made at."""
+    step: int = 0
+    """Number of steps that count."""
+    version: int = 0
+    """Version of the policy's weights."""
+    best: float | None = None
+    """Success rate of the best evaluation with a checkpoint."""
     produced: dict[str, Any] = field(default_factory=dict)
     """The producer's state after the last step that counts."""
+    without_signal: int = 0
+    """Number of steps in a row, up to the last one, in which every advantage was 0."""
     _counts: Counter[str] = field(default_factory=Counter)
+    _saved_at: float = field(default_factory=time.monotonic)
 
-    async def run(self) -> str:
-        """To the configured end: `done`; or `stopped`, when it was asked to stop."""
-        config, trainer = self.config, self.trainer
+    def resume_from(self, state: RunState) -> None:
+        """Continues from a checkpoint's state; to be called before `run`."""
+        self.step, self.version = state.step, state.version
+        self.best = state.loop.get("best")
+        self.produced = state.loop.get("producer", {})
+        self.without_signal = state.loop.get("without_signal", 0)
+
+    async def run(self) -> Ended:
+        """Trains to the configured end, or until the run is asked to stop."""
         try:
-            self.log.progress.phase(trainer.step, "sending weights")
-            await self.control.finish(trainer.sync_weights())
-            if config.eval.before and "before" not in self.log.evaluations:
-                await self._evaluate("before")
-            self.producer.start(trainer.version, self.produced or None)
-            self.produced = self.producer.state()
-            while not self._over():
-                await self._step()
-                success = await self._scheduled_evaluation()
-                if self._save_is_due() or success > self.best:
-                    await self._save(success)
-                if (goal := config.trainer.stop_at_success) is not None and success >= goal:
-                    self.log.progress.say(f"success {success:.3f} reaches {goal}: stopping early")
-                    break
-            if config.eval.after and "after" not in self.log.evaluations:
-                await self._evaluate("after")
+            await self._train_to_the_end()
         except StopRequested:
-            await self._save(-1.0, must=True)
+            await self._save(must=True)
             return "stopped"
-        await self._save(-1.0, must=True)
+        await self._save(must=True)
         return "done"
 
-    async def _step(self) -> None:
-        trainer, log = self.trainer, self.log
-        clock = _Clock()
-        log.progress.phase(trainer.step + 1, "sampling")
-        groups = await self.control.wait_for(self.producer.next_batch(trainer.version))
-        clock.lap("sample")
-        log.progress.phase(trainer.step + 1, "training")
-        metrics = await self.control.finish(trainer.learn(groups))
-        clock.lap("train")
-        if metrics["actor/update_steps"]:
-            metrics |= await self.control.finish(trainer.sync_weights())
-            self.producer.set_version(trainer.version)
-        clock.lap("sync")
-        metrics |= clock.metrics(metrics.get("rollout/sampled_tokens", 0.0))
-        metrics |= {f"groups/{what}": float(n) for what, n in self._counted().items()}
-        metrics["policy_version"] = float(trainer.version)
+    async def _train_to_the_end(self) -> None:
+        self.log.progress.phase(self.step, "sending weights")
+        await self.control.finish(self.engines.send_weights())
+        if self.evals.before and "before" not in self.log.evaluations:
+            await self._evaluate("before")
+        self.producer.start(self.version, self.produced or None)
         self.produced = self.producer.state()
-        log.step(trainer.step, metrics, [r for group in groups for r in group.rollouts])
+        self._counts = Counter(self.producer.counts)  # a restored producer has those of its past
+        while not self._is_over():
+            await self._step()
+            await self._check_signal()
+            success = await self._evaluate_if_due()
+            if self._is_best(success) or self._save_is_due():
+                await self._save(success)
+            if self._reaches_goal(success):
+                break
+        if self.evals.after and "after" not in self.log.evaluations:
+            await self._evaluate("after")
 
-    def _counted(self) -> dict[str, int]:
-        """What became of groups since the last step."""
+    async def _step(self) -> None:
+        clock, log = _Clock(), self.log
+        log.progress.phase(self.step + 1, "sampling")
+        groups = await self.control.wait_for(self.producer.next_batch(self.version))
+        metrics = rollout_metrics(groups, success_at=self.evals.success_at)
+        clock.lap("sample")
+
+        log.progress.phase(self.step + 1, "training")
+        trained = await self.control.finish(self.rank_zero.ask(TrainOn(groups)))
+        metrics |= trained.metrics
+        clock.lap("train")
+
+        if trained.version != self.version:
+            metrics |= await self.control.finish(self.engines.send_weights())
+            self.producer.set_version(trained.version)
+        clock.lap("sync")
+
+        self.step, self.version = trained.step, trained.version
+        self.produced = self.producer.state()
+        metrics |= clock.metrics(metrics.get("rollout/sampled_tokens", 0.0))
+        metrics |= {f"groups/{what}": float(n) for what, n in self._new_counts().items()}
+        metrics["policy_version"] = float(self.version)
+        self.without_signal = 0 if has_signal(metrics) else self.without_signal + 1
+        metrics["signal/steps_without"] = float(self.without_signal)
+        log.step(self.step, metrics, [r for group in groups for r in group.rollouts])
+
+    def _new_counts(self) -> dict[str, int]:
+        """Number of groups since the last step, by outcome."""
         before, self._counts = self._counts, Counter(self.producer.counts)
         return {what: count - before[what] for what, count in self._counts.items()}
 
-    async def _scheduled_evaluation(self) -> float:
-        """Its success; -1 when none is due."""
-        every, step = self.config.eval.every, self.trainer.step
-        if not every or step % every:
-            return -1.0
-        return await self._evaluate(str(step))
+    async def _check_signal(self) -> None:
+        """
+        Raises:
+            TrainingError: `trainer.no_signal_steps` in a row had none; the run is saved.
+        """
+        if not self.without_signal:
+            return
+        self.log.progress.say(f"step {self.step}: {NO_SIGNAL}")
+        limit = self.trainer.no_signal_steps
+        if limit and self.without_signal >= limit:
+            await self._save(must=True)
+            raise TrainingError(
+                f"{self.without_signal} steps in a row without a signal (trainer.no_signal_steps="
+                f"{limit}): {NO_SIGNAL}. Check that the tasks are neither too hard nor too easy, "
+                "and that the reward source gives different rewards to good and bad trials"
+            )
 
-    async def _evaluate(self, name: str) -> float:
+    async def _evaluate_if_due(self) -> float | None:
+        """Evaluates if an evaluation is due; returns the success rate, or None."""
+        every = self.evals.every
+        if not every or self.step % every:
+            return None
+        return await self._evaluate(str(self.step))
+
+    async def _evaluate(self, name: str) -> float | None:
+        """Evaluates; returns the success rate, or None without held-out tasks."""
         if self.evaluator is None:
-            return -1.0
-        step = self.trainer.step
-        self.log.progress.phase(step, f"evaluation {name}")
-        evaluation = self.evaluator.evaluate(self.trainer.version)
-        report = await self.control.wait_for(evaluation)
-        self.log.evaluation(step, name, report)
+            return None
+        self.log.progress.phase(self.step, f"evaluation {name}")
+        report = await self.control.wait_for(self.evaluator.evaluate(self.version))
+        self.log.evaluation(self.step, name, report)
         return report.overall.success
 
-    async def _save(self, success: float, *, must: bool = False) -> None:
-        """A failure is told, and ends the run only where it `must` be saved: at the end."""
-        trainer = self.trainer
-        if trainer.step == self.log.saved_step:
+    def _is_best(self, success: float | None) -> bool:
+        return success is not None and (self.best is None or success > self.best)
+
+    def _reaches_goal(self, success: float | None) -> bool:
+        goal = self.trainer.stop_at_success
+        if goal is None or success is None or success < goal:
+            return False
+        self.log.progress.say(f"success {success:.3f} reaches {goal}: stopping early")
+        return True
+
+    async def _save(self, success: float | None = None, *, must: bool = False) -> None:
+        """Writes a checkpoint of this step. A failure is a warning, unless the checkpoint `must` be
+        written, as at the end of the run."""
+        if self.step == self.log.saved_step:
             return
-        self.log.progress.phase(trainer.step, "saving")
-        run = {"producer": self.produced, "best": max(self.best, success)}
+        self.log.progress.phase(self.step, "saving")
+        is_best = self._is_best(success)
+        best = success if is_best else self.best
+        request = Save(self.checkpoints, self._loop_state(best), is_best)
         try:
-            await self.control.finish(trainer.save(run, best=success > self.best))
+            await self.control.finish(self.rank_zero.ask(request))
         except CheckpointError as error:
             if must:
                 raise
             self.log.progress.say(f"warning: {error}")
             return
-        self.best = max(self.best, success)
-        self.log.saved_step = trainer.step
+        self.best = best
+        self.log.saved_step = self.step
+        self._saved_at = time.monotonic()
         self.producer.acknowledge(self.produced)
 
-    def _save_is_due(self) -> bool:
-        every = self.config.trainer.save_every
-        return bool(every) and self.trainer.step % every == 0
+    def _loop_state(self, best: float | None) -> dict[str, Any]:
+        """The loop's state that `resume_from` reads."""
+        return {
+            "producer": self.produced,
+            "best": best,
+            "without_signal": self.without_signal,
+        }
 
-    def _over(self) -> bool:
-        limits = self.config.trainer
+    def _save_is_due(self) -> bool:
+        steps, seconds = self.trainer.save_every, self.trainer.save_every_s
+        by_steps = bool(steps) and self.step % steps == 0
+        return by_steps or (bool(seconds) and time.monotonic() - self._saved_at >= seconds)
+
+    def _is_over(self) -> bool:
+        limits = self.trainer
         late = limits.max_wall_s is not None and self.log.wall_s >= limits.max_wall_s
-        return late or self.trainer.step >= limits.steps
+        return late or self.step >= limits.steps
+
+
+def has_signal(metrics: Mapping[str, float]) -> bool:
+    """Whether a step had something to learn from: an advantage other than 0, or a teacher."""
+    has_advantage = bool(metrics["advantage/min"] or metrics["advantage/max"])
+    return has_advantage or "actor/distillation_loss" in metrics
 
 
 class _Clock:
-    """Seconds per phase of a step."""
+    """Measures the seconds of each phase of a step."""
 
     def __init__(self) -> None:
         self._started = self._last = time.perf_counter()
@@ -178,6 +304,7 @@ class _Clock:
         self._last = now
 
     def metrics(self, tokens: float) -> Metrics:
+        """The seconds and the throughput of a step that sampled this number of tokens."""
         total = self._last - self._started
         return self._laps | {
             "time/step_s": total,

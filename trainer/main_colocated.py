@@ -1,20 +1,20 @@
-"""Sample, then train, on the same devices: every batch is from the newest weights."""
+"""Mode `colocated`: samples and trains in turn, so that every batch is from the newest weights."""
 
 from __future__ import annotations
 
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.remote_agent_loop import RemoteAgentLoop
-from trainer.run.assembly import batch_settings
-from trainer.run.run import Run, open_fit
+from trainer.assembly import TaskParts, open_fit
+from trainer.fit import Ended
+from trainer.run.control import RunControl
+from trainer.run.log import RunLog
 
 
-async def train(run: Run) -> str:
-    """Runs to the end; `done` or `stopped`."""
-    config = run.config
+async def train(parts: TaskParts, log: RunLog, control: RunControl) -> Ended:
+    config = parts.config
 
     def producer(loop: RemoteAgentLoop) -> SyncProducer:
-        settings = batch_settings(config)
-        return SyncProducer(loop, run.parts.task_stream, settings, seed=config.trainer.seed)
+        return SyncProducer(loop, parts.tasks, config.rollout, seed=config.trainer.seed)
 
-    async with open_fit(run, producer) as fit:
+    async with open_fit(parts, log, control, producer) as fit:
         return await fit.run()

@@ -1,4 +1,4 @@
-"""Sample and train at the same time: the producer never stops, within a bound on staleness."""
+"""Mode `separate`: samples and trains at the same time, within a bound on staleness."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from contextlib import closing
 from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
 from agent_loop.remote_agent_loop import RemoteAgentLoop
-from trainer.run.assembly import async_settings
-from trainer.run.run import Run, open_fit
+from trainer.assembly import TaskParts, open_fit
+from trainer.fit import Ended
+from trainer.run.control import RunControl
+from trainer.run.log import RunLog
 
 
-async def train(run: Run) -> str:
-    """Runs to the end; `done` or `stopped`."""
-    config = run.config
+async def train(parts: TaskParts, log: RunLog, control: RunControl) -> Ended:
+    config = parts.config
 
-    with closing(ReplayBuffer(run.folder.buffer)) as buffer:
+    with closing(ReplayBuffer(log.folder.buffer)) as buffer:
 
         def producer(loop: RemoteAgentLoop) -> AsyncProducer:
-            settings, seed = async_settings(config), config.trainer.seed
-            return AsyncProducer(loop, run.parts.task_stream, settings, seed=seed, buffer=buffer)
+            tasks, seed = parts.tasks, config.trainer.seed
+            return AsyncProducer(loop, tasks, config.rollout, seed=seed, buffer=buffer)
 
-        async with open_fit(run, producer) as fit:
+        async with open_fit(parts, log, control, producer) as fit:
             return await fit.run()

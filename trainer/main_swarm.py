@@ -1,38 +1,53 @@
-"""Train on what a swarm's clients bring: they run the agents, its server makes the batches."""
+"""Trains on the episodes of a swarm: clients run the agents, and the server forms the batches."""
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.swarm.config import SwarmConfig
 from agent_loop.swarm.producer import SwarmProducer
-from agent_loop.swarm.serve import TRAINER_KEY_VARIABLE, URL_VARIABLE
+from agent_loop.swarm.trainer_process import server_of_trainer
 from agent_loop.swarm.wire import TrainerHello
+from proxy.client import ProxyClient
+from trainer.assembly import SwarmParts, open_fit
+from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.run.run import Run, open_fit
+from trainer.fit import Ended
+from trainer.run.control import RunControl
+from trainer.run.log import RunLog
 
 
-async def train(run: Run) -> str:
-    """Runs to the end; `done` or `stopped`.
+async def train(parts: SwarmParts, log: RunLog, control: RunControl) -> Ended:
+    """Runs to the end.
 
     Raises:
-        ConfigError: not started by a swarm server.
+        ConfigError: this process was not started by a swarm server.
     """
-    url, key = (os.environ.get(name, "") for name in (URL_VARIABLE, TRAINER_KEY_VARIABLE))
-    if not url or not key:
-        raise ConfigError("swarm: is set, and no swarm server started this; use --swarm-server")
+    server = server_of_trainer()
+    if server is None:
+        raise ConfigError(
+            "swarm: this section is for a trainer that a swarm server starts; use agentic-train "
+            "--swarm-server HOST:PORT, or remove the section"
+        )
+    url, key = server
+    config = parts.config
 
     def producer(loop: RemoteAgentLoop) -> SwarmProducer:
-        settings, proxy = loop.settings, loop.proxy
-        hello = TrainerHello(
-            proxy_url=proxy.base_url,
-            proxy_admin_key=proxy.admin_key or "",
-            sampling=dict(settings.sampling),
-            session_limits=dict(settings.session_limits),
-            profile=settings.profile,
-            run_dir=str(run.folder.path.absolute()),
-        )
-        return SwarmProducer(url, key, hello, settings.credit)
+        hello = swarm_hello(config, loop.proxy, log.folder.path)
+        return SwarmProducer(url, key, hello, config.remote_agent.credit)
 
-    async with open_fit(run, producer) as fit:
+    async with open_fit(parts, log, control, producer) as fit:
         return await fit.run()
+
+
+def swarm_hello(config: TrainerConfig, proxy: ProxyClient, run_dir: Path) -> TrainerHello:
+    """The message that gives the server the sections of the resolved configuration that it uses."""
+    return TrainerHello(
+        proxy_url=proxy.base_url,
+        proxy_admin_key=proxy.admin_key or "",
+        swarm=config.swarm or SwarmConfig(),
+        rollout=config.rollout,
+        profile=config.proxy_server.profile,
+        run_dir=str(run_dir.absolute()),
+    )

@@ -1,15 +1,17 @@
-"""Sequences → packed micro-batches: whole sequences, several to a row, no padding.
+"""Packs sequences into micro-batches: each row holds several whole sequences, without padding.
 
 Invariant: every trained token of the chosen sequences is a target of exactly one micro-batch, and
-the token that predicts it sees its own sequence's past and nothing else. With `share_prefixes` the
-sequences of a group are laid out as a radix tree, each common prefix once; what a token sees, its
-position and its targets stay the same, so loss and gradients do too.
+the token that predicts it attends to the earlier tokens of its own sequence only. With
+`share_prefixes` the sequences of a group are laid out as a radix tree, in which each common prefix
+occurs once. What a token attends to, its position and its targets stay the same, and therefore the
+loss and the gradients do, too.
 
 Shapes: `T` input tokens of a micro-batch, `M` of the batch's `N` trained tokens.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,17 +21,57 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from proxy.records import Ids
 from trainer.batch import Batch
-from trainer.policy.attention import Layout
 
 Counts = npt.NDArray[np.int64]
+Run = tuple[int, int, int]
+"""`(start, stop, end)`: all tokens from `start` to before `end` attend to the tokens of the range
+`[start, stop)` that are not after them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which of the `T` tokens of a micro-batch attend to which.
+
+    Example: [5 6 7] and [5 6 8 9] with their prefix shared, laid out as 5 6 7 8 9:
+        ends = [5 5 3 5 5]     longest = 4
+        runs = ((0, 2, 5), (2, 3, 3), (3, 5, 5))
+    """
+
+    ends: Tensor
+    """`[T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`."""
+    longest: int
+    """Number of tokens of the longest path."""
+
+    def to(self, device: torch.device) -> Layout:
+        """The same layout with its tensor on that device."""
+        return Layout(self.ends.to(device), self.longest)
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The tokens in order, cut into runs where `ends` changes."""
+        changes = (self.ends[1:] != self.ends[:-1]).nonzero()[:, 0] + 1
+        starts = [0, *changes.tolist(), len(self.ends)]
+        ends = self.ends[starts[:-1]].tolist()
+        return tuple(zip(starts[:-1], starts[1:], ends, strict=True))
+
+    @functools.cached_property
+    def block_mask(self) -> BlockMask:
+        """The layout as a mask for FlexAttention."""
+        ends, tokens = self.ends, len(self.ends)
+
+        def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q < ends[k])
+
+        return create_block_mask(sees, None, None, tokens, tokens, ends.device.type)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One row of packed sequences, and what is to be predicted in it.
+    """One row of packed sequences, and the tokens that are predicted in it.
 
     Example: the sequences [5 6 7] and [5 6 8 9], sampled from position 2 on, share their prefix:
         ids        = [5 6 7 8 9]     positions = [0 1 2 2 3]
@@ -37,17 +79,18 @@ class MicroBatch:
     """
 
     ids: Tensor
-    """`[T]` int64."""
+    """`[T]` int64, token ids."""
     positions: Tensor
     """`[T]` int64, each token's position in its own sequence."""
     layout: Layout
-    """Who sees whom."""
+    """Which tokens attend to which."""
     targets: Tensor
-    """`[M]` int64, which of the batch's trained tokens are predicted here; ascending."""
+    """`[M]` int64, indices of the batch's trained tokens that are predicted here; ascending."""
     predictors: Tensor
     """`[M]` int64, index in `[T]` of the token before each target."""
 
     def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with its tensors on that device."""
         return MicroBatch(
             self.ids.to(device),
             self.positions.to(device),
@@ -59,7 +102,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Sequences that are laid out together, and the tokens that they take."""
+    """Sequences that are laid out together, and the number of their input tokens."""
 
     sequences: tuple[int, ...]
     tokens: int
@@ -74,11 +117,12 @@ def pack(
     sequences: Iterable[int] | None = None,
     multiple_of: int = 1,
 ) -> list[MicroBatch]:
-    """The batch (or some of its `sequences`) as micro-batches of at most `max_tokens` each.
+    """The batch (or the `sequences` with these indices) as micro-batches of at most `max_tokens`.
 
-    What shares no prefix is put together up to `fill_tokens` (None: `max_tokens`), evenly. A
-    sequence longer than `max_tokens` has a micro-batch for itself. Their number is a multiple of
-    `multiple_of` (the data-parallel ranks): some may hold no target.
+    Sequences without a common prefix are distributed evenly, up to `fill_tokens` each (None:
+    `max_tokens`). A sequence longer than `max_tokens` has a micro-batch of its own. The number of
+    micro-batches is a multiple of `multiple_of` (the data-parallel ranks), so that some may have no
+    targets.
     """
     chosen = range(len(batch.sequences)) if sequences is None else list(sequences)
     if share_prefixes:
@@ -91,10 +135,10 @@ def pack(
 
 
 def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[_Unit]:
-    """Each group's sequences in the order of a walk through their radix tree, cut to size.
+    """Each group's sequences in depth-first order of their radix tree, cut to `max_tokens`.
 
-    Sorted by their ids, sequences are in depth-first order, and what one adds to the tree is
-    what comes after its common prefix with the one before.
+    Sorting sequences by their ids gives that order. A sequence adds to the tree the tokens after
+    the prefix that it shares with the previous sequence.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for index in chosen:
@@ -111,15 +155,16 @@ def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[
 
 
 def cut(lengths: Counts, shared: Counts, max_tokens: int) -> list[tuple[int, int, int]]:
-    """A walk through a tree in parts of at most `max_tokens`: `(start, stop, tokens)` of each.
+    """Cuts sequences in depth-first order into parts of at most `max_tokens` input tokens.
 
-    `lengths[i]` are the tokens of sequence i and `shared[i]` those that it starts with in common
-    with sequence i - 1. A part computes its first sequence whole, so that a cut before i costs
-    `shared[i]` tokens: of all ways to cut, it is the one that costs least, in the fewest parts.
+    Returns `(start, stop, tokens)` of each part. `lengths[i]` is the number of tokens of sequence
+    i, and `shared[i]` the length of the prefix that it shares with sequence i - 1. A part computes
+    all of its first sequence, so that a cut before i costs `shared[i]` tokens. The chosen cuts have
+    the lowest total cost and, among those, the fewest parts.
     """
     count = len(lengths)
     added = np.concatenate([[0], np.cumsum(lengths - shared)])
-    alone = added[1:] - lengths  # [start, stop) takes `added[stop] - alone[start]` tokens
+    alone = added[1:] - lengths  # part [start, stop) has `added[stop] - alone[start]` tokens
     price = shared.astype(np.int64) * (count + 1) + 1
     cheapest = np.zeros(count + 1, np.int64)
     starts = np.zeros(count + 1, np.int64)
@@ -140,7 +185,8 @@ def cut(lengths: Counts, shared: Counts, max_tokens: int) -> list[tuple[int, int
 
 
 def _balance(units: Sequence[_Unit], full_tokens: int, multiple_of: int) -> list[list[_Unit]]:
-    """As few bins as fit, evenly full: longest first, each into the emptiest bin."""
+    """Distributes the units over as few bins as possible, evenly: takes the longest unit first, and
+    puts it into the emptiest bin."""
     total = sum(unit.tokens for unit in units)
     count = min(-(-total // full_tokens), len(units))
     while True:
@@ -159,7 +205,7 @@ def _balance(units: Sequence[_Unit], full_tokens: int, multiple_of: int) -> list
 def _lay_out(
     batch: Batch, units: Sequence[_Unit], bounds: Tensor, share_prefixes: bool
 ) -> MicroBatch:
-    if not units:  # models do not take 0 tokens: one that nobody is to predict from
+    if not units:  # models refuse 0 tokens, so the row holds one token that predicts nothing
         one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         return MicroBatch(one, one, Layout(one + 1, longest=1), none, none)
     ids: list[Ids] = []
@@ -196,7 +242,7 @@ def _lay_out(
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """How many tokens two sequences start with in common."""
+    """Number of tokens in the common prefix of two sequences."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

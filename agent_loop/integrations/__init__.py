@@ -1,1 +1,1 @@
-"""Our trials inside other people's trainers."""
+"""Plug-ins that run this package's trials inside other trainers."""

@@ -1,24 +1,25 @@
 """`RemoteAgentLoop` as an agent loop of verl (0.9.1): black-box agents, trained with verl.
 
-By name, in a module that verl imports (`actor_rollout_ref.model.external_lib=
-agent_loop.integrations.verl`), with its settings under `remote_agent` of verl's configuration:
+There are two ways to configure it. By name: verl imports this module (`actor_rollout_ref.model.
+external_lib=agent_loop.integrations.verl`), and the settings are under `remote_agent` of verl's
+configuration:
 
     actor_rollout_ref.rollout.agent.default_agent_loop=agentic
 
-or by YAML (`actor_rollout_ref.rollout.agent.agent_loop_config_path`):
+By a YAML file (`actor_rollout_ref.rollout.agent.agent_loop_config_path`):
 
     - name: agentic
       _target_: agent_loop.integrations.verl.AgenticLoop
       settings: {command: {argv: ["python", "agent.py"]}, trials_dir: /tmp/trials}
 
-Each of verl's workers runs one recording proxy in its event loop; the proxy's engine is verl's own
-client, so that routing, weight updates and pauses stay verl's.
+Each of verl's workers runs one recording proxy in its event loop. The proxy's engine is verl's own
+client, so that verl remains in charge of routing, weight updates and pauses.
 
-Invariant: what verl is given are the ids that its servers were given and gave back, and each token
-that the policy sampled is trained in at most one output. With verl's v1 manager a trial gives every
-branch of its tree as an output, and a trial that failed on our side raises, which drops its group.
-v0 takes one output per trial: it gets the branch with the most trained tokens, and a failed trial
-as a response that trains nothing, with reward 0, because v0 cannot leave a sample out.
+Invariant: the ids that verl trains on are the ids that its servers received and returned, and each
+token that the policy sampled is trained in at most one output. With verl's v1 manager, each branch
+of a trial's tree is an output, and a trial without a reward raises, so that verl drops its group.
+v0 takes one output per trial: it gets the branch with the most trained tokens. For a failed trial
+it gets a response without trained tokens and with reward 0, because v0 cannot leave a sample out.
 """
 
 from __future__ import annotations
@@ -40,65 +41,67 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 
 from agent_loop.errors import AgentLoopError
 from agent_loop.integrations.verl_engine import VerlEngine
-from agent_loop.launchers.command import CommandLauncher, CommandSettings
-from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
 from agent_loop.records import Rollout, RolloutStatus, Task, Trajectory
-from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
-from agent_loop.rewards.protocol import RewardSource
-from agent_loop.rewards.reported import LauncherReward
-from agent_loop.rewards.verifier import Verifier, VerifierSettings
+from agent_loop.remote_agent_config import RemoteAgentConfig
+from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.trajectory import flatten
+from agent_loop.trial_config import RecordingConfig, SamplingConfig
 from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.errors import ConfigurationError
+from proxy.http_request import app_runner
 from proxy.records import SessionKind
 
-PINNED = ("temperature", "top_p", "top_k", "repetition_penalty")
+VERL_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""Names of verl's sampling parameters that replace the agent's own."""
 
 
-class VerlSettings(HarborSettings):
-    """What runs a trial: a `command`, or an agent of Harbor. verl's recipe's names keep their
-    meaning."""
+class VerlConfig(RemoteAgentConfig, RecordingConfig):
+    """The section `remote_agent` of verl's configuration: the keys of the same section of this
+    project's trainer, and the keys that the plug-in needs of its other sections. The key names of
+    verl's recipe keep their meaning."""
 
-    command: CommandSettings | None = None
-    verifier: VerifierSettings | None = None
-    """A program that gives the reward; None: what the agent reports, or Harbor."""
-    model_name: str = "policy"
     trials_dir: Path
-    """Trials' directories, and the proxy's store."""
-    timeout_s: float = Field(600.0, gt=0)
-    max_retries: int = Field(1, ge=0)
-    profile: str = "default"
-    """The proxy's agent profile."""
+    """Folder for the trials' directories and the proxy's store."""
     task_roots: tuple[Path, ...] = ()
+    """Folders that hold Harbor task folders."""
     llm_proxy_ip: str | None = None
-    """This machine's address as agents reach it; None: agents run on this machine."""
+    """Address at which agents reach this machine; None: agents run on this machine."""
+
+
+class VerlSampling(SamplingConfig):
+    """verl's sampling parameters; temperature 0 is allowed, because validation may be greedy."""
+
+    temperature: float = Field(1.0, ge=0)
+    repetition_penalty: float = 1.0
+
+    @property
+    def pinned(self) -> dict[str, float | int]:
+        return {**super().pinned, "repetition_penalty": self.repetition_penalty}
 
 
 class Recorder:
-    """One worker's proxy, its client, and what its trials share."""
+    """One worker's proxy, the proxy's client, and the parts that the worker's trials share."""
 
-    def __init__(self, settings: VerlSettings, engine: VerlEngine, model: Path) -> None:
-        self._settings = settings
+    def __init__(self, config: VerlConfig, engine: VerlEngine, model: Path) -> None:
+        self._config = config
         self._engine = engine
         self._model = model
         self._starting: asyncio.Task[ProxyClient] | None = None
         self._runner: web.AppRunner | None = None
-        self.launcher = _launcher(settings)
-        self.rewards: RewardSource = (
-            LauncherReward() if settings.verifier is None else Verifier(settings.verifier)
-        )
+        self.launcher = config.build_launcher(config.task_roots)
+        self.rewards = config.build_rewards()
 
     async def proxy(self) -> ProxyClient:
-        """The client of the proxy, which is started by the first call."""
+        """The client of the proxy. The first call starts the proxy."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
     async def close(self) -> None:
-        """Ends the proxy, and with it every call that still runs. verl ends a worker's process
-        instead."""
+        """Ends the proxy and every call that is still running. verl does not call it, because it
+        ends the worker's process."""
         if self._starting is not None:
             await (await self._starting).close()
         if self._runner is not None:
@@ -106,33 +109,33 @@ class Recorder:
         await self.launcher.close()
         await self.rewards.close()
 
-    def loop(self, proxy: ProxyClient, sampling: Mapping[str, Any]) -> RemoteAgentLoop:
-        settings = LoopSettings(
-            trials_dir=self._settings.trials_dir,
-            model=self._settings.model_name,
-            timeout_s=self._settings.timeout_s,
-            max_retries=self._settings.max_retries,
+    def loop(self, proxy: ProxyClient, sampling: VerlSampling) -> RemoteAgentLoop:
+        return RemoteAgentLoop(
+            proxy,
+            self.launcher,
+            self.rewards,
+            self._config.trials_dir,
+            trial=self._config,
             sampling=sampling,
-            profile=self._settings.profile,
+            recording=self._config,
         )
-        return RemoteAgentLoop(proxy, self.launcher, self.rewards, settings)
 
     async def _start(self) -> ProxyClient:
-        address = self._settings.llm_proxy_ip
+        address = self._config.llm_proxy_ip
         listener = socket.create_server(("127.0.0.1" if address is None else "0.0.0.0", 0))
         url = f"http://{address or '127.0.0.1'}:{listener.getsockname()[1]}"
         key = secrets.token_hex(16)
-        self._settings.trials_dir.mkdir(parents=True, exist_ok=True)
+        self._config.trials_dir.mkdir(parents=True, exist_ok=True)
         config = load_config(
             model=self._model,
             host=listener.getsockname()[0],
             public_url=url,
             admin_key=key,
-            store=f"sqlite:///{self._settings.trials_dir.absolute()}/proxy-{os.getpid()}.db",
+            store=f"sqlite:///{self._config.trials_dir.absolute()}/proxy-{os.getpid()}.db",
             max_context_tokens=self._engine.info.max_context_tokens,
         )
-        self._runner = runner = web.AppRunner(
-            build_app(config, engines=[self._engine]), handler_cancellation=True, access_log=None
+        self._runner = runner = app_runner(
+            build_app(config, engines=[self._engine]), handler_cancellation=True
         )
         await runner.setup()
         await web.SockSite(runner, listener).start()
@@ -141,8 +144,11 @@ class Recorder:
 
 @register("agentic")
 class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
+    """verl's agent loop of the name `agentic`: each of its runs is one trial of ours."""
+
     recorders: ClassVar[WeakKeyDictionary[Any, Recorder]] = WeakKeyDictionary()
-    """By verl's server client, of which a worker has one: verl makes an agent loop per sample."""
+    """verl's server client, one per worker → the worker's recorder. It is kept here because verl
+    creates an agent loop for each sample."""
 
     def __init__(self, *arguments: Any, settings: Any = None, **named: Any) -> None:
         """Raises ConfigurationError: the settings cannot be used."""
@@ -157,7 +163,8 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         recorder = self._recorder_of_worker
         proxy = await recorder.proxy()
-        loop = recorder.loop(proxy, {name: sampling_params[name] for name in PINNED})
+        pinned = {name: sampling_params[name] for name in VERL_SAMPLING}
+        loop = recorder.loop(proxy, VerlSampling.model_validate(pinned))
         step = _plain(row.get("global_steps", 0))
         rollout = await loop.run(task_of(row), kind=SessionKind.TRAIN, version=max(0, step))
         await proxy.delete(rollout.trial_id)
@@ -168,7 +175,7 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         if not rollout.trainable:
             raise AgentLoopError(
                 f"trial {rollout.trial_id} is {rollout.status.value} and has no reward: "
-                f"{rollout.error or 'none was given'}"
+                f"{rollout.error or 'no source gave one'}"
             )
         return [_output(rollout, trajectory) for trajectory in flatten(rollout.segments)]
 
@@ -198,7 +205,7 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
             OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
         )
         try:
-            settings = VerlSettings.model_validate(container or {})
+            config = VerlConfig.model_validate(container or {})
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(["remote_agent", *map(str, first["loc"])])
@@ -209,12 +216,12 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
             end_ids=_end_ids(self.tokenizer),
             max_context_tokens=rollout.prompt_length + rollout.response_length,
         )
-        return Recorder(settings, engine, Path(self.tokenizer.name_or_path))
+        return Recorder(config, engine, Path(self.tokenizer.name_or_path))
 
 
 def task_of(row: Mapping[str, Any]) -> Task:
-    """A row of verl's dataset: its id from `instance_id`, `task_id` or `index`, its data all that
-    JSON can hold, with the last user message as `prompt`."""
+    """The task in a row of verl's dataset. Its id is `instance_id`, `task_id` or `index`; its data
+    are all columns that JSON can hold, with the last user message as `prompt`."""
     data = {key: _plain(value) for key, value in row.items() if _is_plain(_plain(value))}
     extra = data.get("extra_info") or {}
     task_id = data.get("instance_id") or extra.get("task_id") or data.get("index", "task")
@@ -261,31 +268,20 @@ def _output(
 
 
 def _first_trained(branch: Trajectory) -> int:
-    """Where the response begins; a branch that trains nothing has one token of response."""
+    """Index of the first token of the response; in a branch without trained tokens, the response is
+    the last token."""
     return int(branch.mask.argmax()) if branch.mask.any() else len(branch) - 1
 
 
-def _launcher(settings: VerlSettings) -> CommandLauncher | HarborLauncher:
-    if settings.command is not None:
-        return CommandLauncher(settings.command)
-    if not (settings.agent_name or settings.agent_import_path):
-        raise ConfigurationError(
-            "remote_agent: no agent: set command.argv to the program that starts it, or agent_name "
-            "to an agent of Harbor"
-        )
-    harbor = HarborSettings(**settings.model_dump(include=set(HarborSettings.model_fields)))
-    return HarborLauncher(harbor, settings.task_roots)
-
-
 def _end_ids(tokenizer: Any) -> set[int]:
-    """End of text, and the chat templates' ends of turn."""
+    """Ids of the tokens that end a text, or a turn in a chat template."""
     tokens = [tokenizer.eos_token, "<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>"]
     vocabulary = tokenizer.get_vocab()
     return {vocabulary[token] for token in tokens if token in vocabulary}
 
 
 def _plain(value: Any) -> Any:
-    """numpy's scalars and arrays as Python's."""
+    """The value, in which numpy's scalars and arrays are converted to Python's types."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 

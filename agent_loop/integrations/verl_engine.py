@@ -1,8 +1,8 @@
-"""verl's rollout servers as an `Engine` of the proxy.
+"""An `Engine` of the proxy that samples with verl's rollout servers.
 
-Invariant: a token has a log-probability and a version, or the call is an error. verl says
-`completed` for every answer that it did not abort, so whether one was truncated is read from its
-ids: an answer that no stop ended is `length`.
+Invariant: every token has a log-probability and a version; otherwise the call is an error. verl
+reports `completed` for every answer that it did not abort. Whether an answer was truncated is
+therefore read from its ids: an answer that does not end with a stop is `length`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "se
 
 
 class TokenOutput(Protocol):
-    """verl's `TokenOutput`, as far as it is read."""
+    """The attributes of verl's `TokenOutput` that are used here."""
 
     token_ids: list[int]
     log_probs: list[float] | None
@@ -27,7 +27,7 @@ class TokenOutput(Protocol):
 
 
 class ServerClient(Protocol):
-    """verl's `LLMServerClient`; `request_id` is what it keeps at one server."""
+    """verl's `LLMServerClient`, which sends calls with equal `request_id` to the same server."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
@@ -35,7 +35,8 @@ class ServerClient(Protocol):
 
 
 class VerlEngine:
-    """Implements `proxy.engines.protocol.Engine`. An answer comes as one chunk, as verl has it."""
+    """Implements `proxy.engines.protocol.Engine`. An answer is one chunk, because verl does not
+    stream."""
 
     def __init__(
         self, client: ServerClient, *, end_ids: Collection[int], max_context_tokens: int
@@ -71,13 +72,13 @@ class VerlEngine:
         yield self._chunk(output, sampling)
 
     async def abort(self, request_id: str) -> None:
-        """verl's client cannot: an answer that nobody waits for is sampled to its end."""
+        """Does nothing: verl's client cannot abort, so the answer is sampled to its end."""
 
     async def check(self) -> None:
-        """verl watches its own servers."""
+        """Does nothing: verl checks its own servers."""
 
     async def close(self) -> None:
-        """They are verl's."""
+        """Does nothing: the servers belong to verl."""
 
     def _chunk(self, output: TokenOutput, sampling: Sampling) -> Chunk:
         ids, logprobs = output.token_ids, output.log_probs
@@ -88,8 +89,8 @@ class VerlEngine:
                 "set actor_rollout_ref.rollout.calculate_log_probs=True",
                 status=502,
             )
-        # The oldest weights that sampled a token of it: verl tells no more, and staleness is
-        # then never underrated.
+        # The version of the oldest weights that sampled one of the tokens. verl reports no version
+        # per token; with the oldest version, staleness is never underestimated.
         version = output.extra_fields.get("min_global_steps")
         if version is not None:
             self._info.version = max(self._info.version, int(version))
@@ -110,7 +111,8 @@ class VerlEngine:
 
 
 def sampling_params(s: Sampling) -> dict[str, Any]:
-    """As verl's servers take them; what is neutral and not every server knows is left out."""
+    """The parameters in the format of verl's servers. Neutral values are left out if not every
+    server supports the parameter."""
     params: dict[str, Any] = {
         "max_tokens": s.max_tokens,
         "temperature": s.temperature,

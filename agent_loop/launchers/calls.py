@@ -1,4 +1,4 @@
-"""What a Python function is called with, as an agent or as a grader: one argument.
+"""The argument that a Python function is called with, as an agent or as a grader.
 
 def agent(call: AgentCall) -> float | dict[str, float] | None
 async def grade(call: GradeCall) -> float | dict[str, float] | None
@@ -14,7 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """The environment holds the same (OPENAI_BASE_URL, …), so an SDK's default client works.
+    """A trial, as an agent gets it. The environment holds the same values (OPENAI_BASE_URL, …), so
+    that an SDK's default client works.
 
     Example: client = openai.OpenAI(base_url=call.base_url, api_key=call.api_key)
     """
@@ -23,23 +24,26 @@ class AgentCall:
     prompt: str
     model: str
     base_url: str
-    """For OpenAI's SDK: with `/v1`."""
+    """URL of the session, with `/v1`, as OpenAI's SDK expects it."""
     api_key: str
     workspace: Path
-    """Also the working directory."""
+    """The agent's working directory."""
     trial_id: str
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class GradeCall:
-    """Example: return float(call.answers[-1]["content"].strip() == call.task["answer"])"""
+    """A finished trial, as a grader gets it.
+
+    Example: return float(call.answers[-1]["content"].strip() == call.task["answer"])
+    """
 
     task: Mapping[str, Any]
     workspace: Path
-    """The agent's working directory, as it left it; also the grader's."""
+    """The working directory as the agent left it; also the grader's working directory."""
     agent_log: Path
     agent_end: str
     """`exited`, `crashed` or `timed_out`."""
     answers: Sequence[Mapping[str, Any]]
-    """The model's messages, in order, as the agent was sent them."""
+    """The model's messages, in order, as they were sent to the agent."""

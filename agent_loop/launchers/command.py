@@ -1,7 +1,8 @@
 """The `command` launcher: any program, in a process group and working directory of its own.
 
-Invariant: the program knows only its environment and its arguments; when `run` returns, it and
-everything that came of it are ended (see `supervisor.py`), and its output is in `agent.log`.
+Invariant: the program gets its environment and its arguments and nothing else. When `run`
+returns, the program and all its descendants have ended (see `processes/supervisor.py`), and its
+output is in `agent.log`.
 """
 
 from __future__ import annotations
@@ -11,41 +12,53 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from agent_loop.launchers.environment import (
-    GIT,
-    agent_environment,
-    expand,
-    make_workspace,
-)
-from agent_loop.launchers.processes import Ended, Job, Limits, ProcessHost
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.rewards.protocol import NO_OPINION, Graded
+from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
+from agent_loop.launchers.workspace import GIT, agent_environment, make_workspace
+from agent_loop.processes.environment import expand
+from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
+from agent_loop.records import NO_OPINION, AgentEnd, AgentResult, Graded, Trial
 from proxy.errors import ConfigurationError
 
 
-class CommandSettings(BaseModel):
-    """Example: CommandSettings(argv=("python", "agent.py", "--task", "{task_file}"))"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class CommandConfig(LauncherConfig):
+    """Example: CommandConfig(argv=("python", "agent.py", "--task", "{task_file}"))"""
 
     argv: tuple[str, ...] = Field(min_length=1)
-    """The program and its arguments; placeholders as in `environment.expand`."""
+    """The program and its arguments. Placeholders such as `{task_file}`, `{prompt}` and
+    `{task.FIELD}` are replaced."""
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Set over what every agent gets (`environment.agent_environment`); placeholders too."""
+    """Additional environment variables; they replace those that every agent gets. Placeholders are
+    replaced."""
+    pass_env: tuple[str, ...] = ()
+    """Names of variables of the trainer's own environment that the agent gets, too. By default it
+    gets a fixed list of variables (PATH, HOME, language, certificates, …) and no secret."""
     template: str | None = None
-    """Folder that each trial's working directory is a copy of, or `git+REPOSITORY#REVISION`; may
-    hold `{task.FIELD}`."""
+    """Each trial's working directory is a copy of this folder, or a checkout of
+    `git+REPOSITORY#REVISION`; may hold `{task.FIELD}`. None: an empty directory."""
     grace_s: float = Field(5.0, ge=0)
-    """Between SIGTERM and SIGKILL at the deadline or a cancellation."""
+    """Seconds between SIGTERM and SIGKILL at the deadline or a cancellation."""
     log_bytes: int = Field(1 << 20, ge=1024)
-    """Kept of the agent's output: the first and the last half."""
+    """Bytes of the agent's output to keep: its first and its last half."""
     limits: Limits = Limits()
+
+    @property
+    def needs_prompt(self) -> bool:
+        """True if the command contains `{prompt}` or TASK_PROMPT."""
+        texts = (*self.argv, *self.env.values())
+        return any("{prompt}" in text or "TASK_PROMPT" in text for text in texts)
+
+    def build(self) -> CommandLauncher:
+        return CommandLauncher(self)
 
 
 class CommandLauncher:
-    def __init__(self, settings: CommandSettings) -> None:
+    """Runs each trial's program in a process of its own."""
+
+    overhead_s = OVERHEAD_S
+
+    def __init__(self, settings: CommandConfig) -> None:
         """Raises ConfigurationError: the program, or the template folder, does not exist."""
         self._settings = settings
         self._host = ProcessHost()
@@ -57,7 +70,10 @@ class CommandLauncher:
             )
         is_folder = template and "{" not in template and not template.startswith(GIT)
         if template and is_folder and not Path(template).is_dir():
-            raise ConfigurationError(f"agent template {template!r} is not a folder")
+            raise ConfigurationError(
+                f"agent template {template!r} is not a folder; give an existing folder, or "
+                "git+REPOSITORY#REVISION"
+            )
 
     async def run(self, trial: Trial) -> AgentResult:
         settings = self._settings
@@ -65,12 +81,14 @@ class CommandLauncher:
         job = Job(
             argv=[expand(part, trial) for part in settings.argv],
             cwd=trial.workspace,
-            env=agent_environment(trial, settings.env),
+            env=agent_environment(trial, settings.env, settings.pass_env),
             log=trial.directory / "agent.log",
             timeout_s=trial.timeout_s,
             grace_s=settings.grace_s,
             log_bytes=settings.log_bytes,
             limits=settings.limits,
+            wall=trial.wall,
+            visible=(trial.directory,),
         )
         return agent_result(await self._host.run(job))
 
@@ -79,6 +97,7 @@ class CommandLauncher:
 
 
 def agent_result(ended: Ended, reward: Graded = NO_OPINION) -> AgentResult:
+    """The result of an agent that ran as a process."""
     if ended.ended_by == "timeout":
         end = AgentEnd.TIMED_OUT
     else:

@@ -1,9 +1,9 @@
-"""The `harbor` launcher: a trial is a Harbor trial, on a `harbor-server` or in this process.
+"""The `harbor` launcher: runs a trial as a Harbor trial, on a `harbor-server` or in this process.
 
-Invariant: a trial is one Harbor run, however often its submission is sent again (the trial's id is
-the idempotency key), and a cancelled trial's run is ended, its sandbox with it. The reward is the
-verifier's under `reward_key`; where Harbor could not set up, run or verify there is none, and the
-trial failed.
+Invariant: a trial is one Harbor run, even if its submission is repeated (the trial's id is the
+idempotency key). When a trial is cancelled, its run and its sandbox are ended. The reward is the
+verifier's entry `reward_key`; a trial that Harbor could not set up, run or verify has failed and
+has no reward.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agent_loop.errors import LaunchError
 from agent_loop.harbor_tasks import resolve_task_dir
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.rewards.protocol import graded
+from agent_loop.records import AgentEnd, AgentResult, Trial
+from agent_loop.reward_values import graded
 from harbor_sdk import (
     AgentRun,
     AgentRunClient,
@@ -34,72 +34,82 @@ from harbor_sdk import (
     VerifierSpec,
 )
 from proxy.errors import ConfigurationError
+from proxy.section import Section
 
 TOKEN_VARIABLE = "HARBOR_SERVER_TOKEN"
 RUN_FILE = "harbor_run.json"
-"""In the trial's directory: all that Harbor found out."""
+"""Name of the file in the trial's directory that holds Harbor's complete result."""
 
 _log = logging.getLogger(__name__)
 
-# The agent ended with an error of its own; its work was verified all the same.
 _CRASHES = frozenset({"NonZeroAgentExitCodeError"})
+"""Harbor's names of errors of the agent itself, after which its work is still verified."""
 
 
-class HarborSettings(BaseModel):
-    """Names as verl's recipe has them under `remote_agent`.
+class HarborConfig(Section):
+    """An agent of Harbor, with the key names of verl's recipe.
 
-    Example: HarborSettings(agent_name="terminus-2", harbor_server_url="http://127.0.0.1:8090")
+    Example: HarborConfig(agent_name="terminus-2", harbor_server_url="http://127.0.0.1:8090")
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     agent_name: str | None = None
-    """One of Harbor's agents: `terminus-2`, `mini-swe-agent`, `claude-code`, `codex`, …"""
+    """Name of one of Harbor's agents: `terminus-2`, `mini-swe-agent`, `claude-code`, `codex`, …"""
     agent_import_path: str | None = None
-    """Or one of your own: `module:Class`."""
+    """An agent class of your own instead: `module:Class`."""
     agent_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the agent's class."""
     agent_env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the agent."""
     environment_type: str | None = None
-    """Harbor's name (`docker`, `modal`, …); neither this nor `environment_import_path`: the
-    server's default, or the local environment."""
+    """Harbor's name of the sandbox (`docker`, `modal`, …). Without it and without
+    `environment_import_path`: the server's default, or the local environment."""
     environment_import_path: str | None = None
+    """A sandbox class of your own instead: `module:Class`."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the sandbox's class."""
     environment_overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of Harbor's EnvironmentConfig, such as `override_cpus`."""
     verifier_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Fields of Harbor's VerifierConfig: `import_path`, `override_timeout_sec`, …"""
     task_path_template: str = ""
-    """Where a task's folder is when no dataset root has it; `{instance_id}`, `{task_id}`."""
+    """Path of the folder of a task that is not in a dataset folder; may contain `{instance_id}` and
+    `{task_id}`."""
     upload_tasks: bool = True
-    """Send the task's folder; false: the server finds the same path below its `--tasks`."""
+    """Send the task's folder to the server; false: the server finds the same path in its `--tasks`
+    folder."""
     reward_key: str = "reward"
-    """Which of the verifier's rewards trains; the others are kept beside it."""
+    """Which of the verifier's rewards is used for training; the others are recorded."""
     harbor_server_url: str | None = None
-    """A harbor-server; its token, if it has one, in HARBOR_SERVER_TOKEN."""
+    """URL of a harbor-server; its token, if it has one, is read from HARBOR_SERVER_TOKEN."""
     harbor_server_timeout: float = Field(1800.0, gt=0)
-    """Seconds for a whole run: queue, set-up, agent, verifier. Past it the run is cancelled."""
+    """Seconds after which a whole run (queue, set-up, agent and verifier) is cancelled."""
     use_local_trial: bool = False
-    """Harbor in this process (Python 3.12 with the harbor package) and no server."""
+    """Run Harbor in this process (Python 3.12 with the harbor package) instead of on a server."""
 
 
 class HarborLauncher:
-    """`task_roots`: folders that hold task folders by `instance_id`, for tasks without a path."""
+    """Runs each trial through Harbor. `task_roots` are folders that hold task folders named by
+    `instance_id`, for tasks without a path."""
 
-    def __init__(self, settings: HarborSettings, task_roots: Sequence[Path] = ()) -> None:
-        """Raises ConfigurationError: no server and no local Harbor, or both."""
+    def __init__(self, settings: HarborConfig, task_roots: Sequence[Path] = ()) -> None:
+        """Raises ConfigurationError: neither a server nor local Harbor is configured, or both."""
         self._settings = settings
         self._task_roots = tuple(task_roots)
         self._client: AgentRunClient | None = None
         if (settings.harbor_server_url is None) is not settings.use_local_trial:
             raise ConfigurationError(
                 f"harbor_server_url={settings.harbor_server_url!r} and "
-                f"use_local_trial={settings.use_local_trial}: give one of them"
+                f"use_local_trial={settings.use_local_trial}: give one of them, and only one"
             )
         if settings.use_local_trial and find_spec("harbor") is None:
             raise ConfigurationError(
                 "use_local_trial: this Python has no harbor package (it needs 3.12); start a "
                 "harbor-server (make harbor) and set harbor_server_url"
             )
+
+    @property
+    def overhead_s(self) -> float:
+        return self._settings.harbor_server_timeout
 
     async def run(self, trial: Trial) -> AgentResult:
         started = time.monotonic()
@@ -123,8 +133,8 @@ class HarborLauncher:
         settings, data = self._settings, trial.task.data
         if task_dir is None and not data.get("task_name"):
             raise LaunchError(
-                f"task {trial.task.task_id!r}: no Harbor task folder (local_task_path, "
-                f"{len(self._task_roots)} roots, task_path_template) and no task_name"
+                f"task {trial.task.task_id!r}: no Harbor task folder (looked in local_task_path, "
+                f"{len(self._task_roots)} task roots and task_path_template) and no task_name"
             )
         uploaded = settings.upload_tasks or settings.use_local_trial
         return AgentRunRequest(
@@ -172,7 +182,7 @@ class HarborLauncher:
     async def _run_here(
         self, request: AgentRunRequest, trial: Trial, task_dir: Path | None
     ) -> AgentRun:
-        # Imported here: Harbor is not there on Python 3.11.
+        # Imported here, because Harbor cannot be installed on Python 3.11.
         from harbor_sdk.trial import run_trial
 
         async def on_phase(phase: str) -> None:
@@ -219,7 +229,8 @@ class HarborLauncher:
 
 
 async def _end(client: AgentRunClient, submitting: asyncio.Future[AgentRun]) -> None:
-    """Ends the run also where its submission was under way; the first error stays the one told."""
+    """Ends the run, even if it is still being submitted. An error is logged and not raised, so that
+    the caller reports the original error."""
     await asyncio.wait([submitting])
     if submitting.cancelled() or submitting.exception() is not None:
         return

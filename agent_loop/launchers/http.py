@@ -1,17 +1,17 @@
-"""The `http` launcher: agents that run in a service of somebody else's.
+"""The `http` launcher: agents that run in a service of their own.
 
-What the service is asked, as JSON:
+The requests to the service, as JSON:
 
     POST {url}                 {trial_id, task, prompt, model, base_url, anthropic_base_url,
                                api_key, seed, timeout_s, callback_url?}  → {"status": …}
     GET {url}/{trial_id}?wait_s=…
                              →  {"status": "running" | "done" | "failed", "reward"?, "error"?,
-                               "logs"?}; may be held back until it ends, at most `wait_s`
-    DELETE {url}/{trial_id}    end the agent; answered once it has ended
+                               "logs"?}; the service may hold the answer back for `wait_s`
+    DELETE {url}/{trial_id}    ends the agent; the service answers once the agent has ended
 
-A service that answers POST with a final status is done at once. With `callback` it is not polled:
-it POSTs the final object to `callback_url`. Invariant: at its deadline, and on cancellation, the
-agent is told to end, and the answer is waited for, before `run` returns or raises.
+The answer to POST may already hold the final status. With `callback` the service is not polled; it
+POSTs the final object to `callback_url`. Invariant: at the deadline and on cancellation the service
+is asked to end the agent, and `run` waits for the answer before it returns or raises.
 """
 
 from __future__ import annotations
@@ -26,58 +26,68 @@ from typing import Any
 import aiohttp
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers.environment import make_workspace, prompt_of
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.rewards.protocol import graded
-from proxy.errors import ConfigurationError
+from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
+from agent_loop.launchers.workspace import make_workspace
+from agent_loop.records import AgentEnd, AgentResult, Trial
+from agent_loop.reward_values import graded
+from proxy.errors import ConfigurationError, RequestError
+from proxy.http_request import app_runner, read_body
+from proxy.section import Section
 
 BODY_BYTES = 16 << 20
-"""Of a callback; more is refused with 413."""
+"""Maximum size of a callback's body; a larger one is refused with 413."""
 
 
-class CallbackSettings(BaseModel):
-    """Example: CallbackSettings(public_url="http://10.0.0.7:8900", port=8900)"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class CallbackConfig(Section):
+    """Example: CallbackConfig(public_url="http://10.0.0.7:8900", port=8900)"""
 
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(0, ge=0, le=65535)
-    """0: a free one."""
+    """Port to listen on; 0: a free port."""
     public_url: str | None = None
-    """How the service reaches us; None: host and port as they are."""
+    """URL at which the service reaches the trainer; None: `http://HOST:PORT`."""
 
 
-class HttpSettings(BaseModel):
-    """Example: HttpSettings(url="http://agents.internal/runs")"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class HttpConfig(LauncherConfig):
+    """Example: HttpConfig(url="http://agents.internal/runs")"""
 
     url: str
+    """URL to which new runs are POSTed."""
     api_key_env: str | None = None
-    """Name of the environment variable with the service's bearer token."""
-    callback: CallbackSettings | None = None
-    """None: it is polled."""
+    """Name of the environment variable that holds the service's bearer token."""
+    callback: CallbackConfig | None = None
+    """Where the service reports the end of a run; None: the service is polled."""
     poll_s: float = Field(10.0, gt=0)
-    """How long the service may hold back an answer, and how often it is asked."""
+    """Seconds that the service may hold back an answer; also the minimum time between two
+    requests."""
     patience_s: float = Field(30.0, ge=0)
-    """How long the service may be unreachable while its agent runs."""
+    """Seconds that the service may be unreachable while its agent runs."""
     key: str = "reward"
-    """Which entry trains, where the service reports a dictionary."""
+    """Which entry is used for training if the service reports a dictionary."""
     log_bytes: int = Field(1 << 20, ge=1024)
+    """Bytes to keep from the end of the agent's logs."""
+
+    def build(self) -> HttpLauncher:
+        return HttpLauncher(self)
 
 
 class HttpLauncher:
-    def __init__(self, settings: HttpSettings) -> None:
+    """Submits each trial to the service and waits for its end."""
+
+    overhead_s = OVERHEAD_S
+
+    def __init__(self, settings: HttpConfig) -> None:
         """Raises ConfigurationError: the token's variable is not set."""
         self._settings = settings
         self._http: aiohttp.ClientSession | None = None
         self._headers: dict[str, str] = {"Content-Type": "application/json"}
         self._callbacks: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        """By trial, its secret in front: what the service must know to be heard."""
+        """Secret of a trial's callback URL → its final status."""
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         if settings.api_key_env is not None:
@@ -100,7 +110,7 @@ class HttpLauncher:
         except TimeoutError:
             wall_s = asyncio.get_running_loop().time() - started
             await self._end(trial.trial_id)
-            error = f"ended by us at its deadline, after {wall_s:.1f} s"
+            error = f"ended at its deadline, after {wall_s:.1f} s"
             return AgentResult(AgentEnd.TIMED_OUT, error, wall_s)
         except asyncio.CancelledError:
             await self._end(trial.trial_id)
@@ -119,8 +129,8 @@ class HttpLauncher:
     async def _submit(self, trial: Trial, secret: str) -> dict[str, Any]:
         body = {
             "trial_id": trial.trial_id,
-            "task": dict(trial.task.data),
-            "prompt": prompt_of(trial.task.data),
+            "task": trial.agent_data,
+            "prompt": trial.task.prompt,
             "model": trial.model,
             "base_url": trial.base_url,
             "anthropic_base_url": trial.base_url.removesuffix("/v1"),
@@ -139,13 +149,15 @@ class HttpLauncher:
             if self._settings.callback is not None:
                 status = await callback
                 if status.get("status") not in ("done", "failed"):
-                    raise LaunchError(f"agent service: its callback says {status!r}")
+                    raise LaunchError(
+                        f"agent service: the callback's status must be done or failed: {status!r}"
+                    )
             else:
                 status = await self._poll(trial_id)
         return status
 
     async def _poll(self, trial_id: str) -> dict[str, Any]:
-        """One answer, not sooner than `poll_s` after the last where it says `running`."""
+        """Returns one answer; if the answer is `running`, only after `poll_s`."""
         poll_s = self._settings.poll_s
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -163,7 +175,11 @@ class HttpLauncher:
         return status
 
     async def _end(self, trial_id: str) -> None:
-        """Through a cancellation too. Raises LaunchError: the service did not confirm."""
+        """Ends the agent, even if this call is cancelled.
+
+        Raises:
+            LaunchError: the service did not confirm that the agent has ended.
+        """
         ending = asyncio.ensure_future(self._call("DELETE", f"{self._settings.url}/{trial_id}"))
         try:
             await asyncio.shield(ending)
@@ -210,7 +226,7 @@ class HttpLauncher:
             if self._runner is None:
                 app = web.Application(client_max_size=BODY_BYTES)
                 app.router.add_post("/{secret}", self._called_back)
-                runner = web.AppRunner(app, access_log=None)
+                runner = app_runner(app)
                 await runner.setup()
                 await web.TCPSite(runner, settings.host, settings.port).start()
                 self._runner = runner
@@ -222,14 +238,18 @@ class HttpLauncher:
         given = request.match_info["secret"]
         for secret, waiting in self._callbacks.items():
             if hmac.compare_digest(secret.encode(), given.encode()):
+                try:
+                    result = _object(await read_body(request), "callback")
+                except (RequestError, LaunchError) as error:
+                    return web.json_response({"error": str(error)}, status=400)
                 if not waiting.done():
-                    waiting.set_result(_object(await request.read(), "callback"))
+                    waiting.set_result(result)
                 return web.json_response({})
         return web.json_response({"error": "no such run, or it has ended"}, status=404)
 
 
 class _Unreachable(LaunchError):
-    """The service did not answer: asked again within `patience_s` where that is safe."""
+    """The service did not answer. The request is repeated within `patience_s` if that is safe."""
 
 
 def _object(raw: bytes, origin: str) -> dict[str, Any]:

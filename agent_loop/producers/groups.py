@@ -1,7 +1,7 @@
-"""From one task to a group of rollouts, and whether it is worth training on.
+"""Runs the rollouts of one task as a group, and decides whether the group is kept for training.
 
-Both producers are made of these. Invariant: a rollout's seed is a function of the producer's
-seed, the group's number and the rollout's place in it alone, however the trials were scheduled.
+Both producers consist of these parts. Invariant: a rollout's seed is a function of the producer's
+seed, the group's number and the rollout's place in the group only, however trials were scheduled.
 """
 
 from __future__ import annotations
@@ -9,46 +9,21 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from agent_loop.errors import AgentLoopError
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import SessionKind
 
 
-class BatchSettings(BaseModel):
-    """Example: BatchSettings(groups=8, group_size=4, max_concurrent=16)"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    groups: int = Field(8, ge=1)
-    """Groups, each of one task, in a batch."""
-    group_size: int = Field(8, ge=1)
-    """Rollouts of each."""
-    max_concurrent: int = Field(32, ge=1)
-    """Trials at a time."""
-    min_group_size: int = Field(1, ge=1)
-    """A group with fewer trainable rollouts is replaced by another task's."""
-    drop_uniform: bool = False
-    """Groups whose rewards are all equal are replaced by others (DAPO's dynamic sampling,
-    arXiv 2503.14476)."""
-    max_resamples: int = Field(4, ge=1)
-    """With `drop_uniform`: when this many times `groups` were run for one batch, it is filled up
-    with uniform ones. When this many times `groups` in a row have fewer trainable rollouts than
-    `min_group_size`, the run ends."""
-    straggler_factor: float | None = Field(None, gt=1)
-    """A trial is aborted once it has run this many times as long as the median of its group's
-    finished trials, half of the group being finished. The group goes on without it."""
-
-
 class RunsTrials(Protocol):
-    """`RemoteAgentLoop`, and whatever else makes rollouts."""
+    """What runs a trial and returns its rollout: `RemoteAgentLoop`, or a script in tests."""
 
     async def run(
         self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
@@ -56,19 +31,21 @@ class RunsTrials(Protocol):
 
 
 class ProductionError(AgentLoopError):
-    """Nothing usable came of a whole batch: going on would train on nothing."""
+    """The groups of a whole batch are not usable, so that the run cannot continue."""
 
 
 class Verdict(StrEnum):
+    """The decision about a finished group."""
+
     KEPT = "kept"
     FAILED = "failed"
     """Fewer than `min_group_size` rollouts can be trained."""
     UNIFORM = "uniform"
-    """All rewards are equal: no signal."""
+    """All rewards are equal, so that there is nothing to learn."""
 
 
 def rollout_seed(seed: int, group_number: int, place: int) -> int:
-    """31 bits, as every engine takes them."""
+    """The seed of a rollout: 31 bits, which every engine accepts."""
     state = np.random.SeedSequence((seed, group_number, place)).generate_state(1)
     return int(state[0]) & 0x7FFFFFFF
 
@@ -77,8 +54,8 @@ def rollout_seed(seed: int, group_number: int, place: int) -> int:
 class GroupRun:
     """`size` rollouts of one task, in the order of their places.
 
-    Each asks `version` for the policy's version when it starts, which may be later than its
-    siblings'. Cancelling `run` ends all of them.
+    Each rollout calls `version` for the policy's version when it starts, which may be later than
+    its siblings'. Cancelling `run` ends all rollouts.
     """
 
     loop: RunsTrials
@@ -91,15 +68,15 @@ class GroupRun:
     kind: SessionKind = SessionKind.TRAIN
     straggler_factor: float | None = None
     oldest_start: int | None = None
-    """Version at which the first of its trials started."""
+    """The policy's version when the first of its trials started; None before that."""
     _limits: dict[int, tuple[float, asyncio.Timeout]] = field(default_factory=dict)
-    """Of the running trials: when they started, and the time limit that siblings set."""
+    """Place of a running trial → its start time, and the time limit that its siblings set."""
     _durations_s: list[float] = field(default_factory=list)
 
     async def run(self) -> Group:
         async with asyncio.TaskGroup() as trials:
             started = [trials.create_task(self._one(place)) for place in range(self.size)]
-        return Group(f"g{self.number}", self.task, [trial.result() for trial in started])
+        return Group(f"g{self.number}", self.task, tuple(trial.result() for trial in started))
 
     async def _one(self, place: int) -> Rollout:
         seed = rollout_seed(self.seed, self.number, place)
@@ -120,7 +97,8 @@ class GroupRun:
                 return self._aborted(place, seed, version)
             finally:
                 del self._limits[place]
-        if rollout.status is not RolloutStatus.FAILED:  # a trial that fails at once is not fast
+        # A failed trial may end early, so that its time says nothing about the others.
+        if rollout.status is not RolloutStatus.FAILED:
             self._finished(asyncio.get_running_loop().time() - started)
         return rollout
 
@@ -148,97 +126,125 @@ class GroupRun:
         )
 
 
-def judge(group: Group, settings: BatchSettings) -> Verdict:
+def is_uniform(group: Group) -> bool:
+    """Whether the rewards of all trainable rollouts are equal, so that a baseline leaves nothing to
+    learn. True for a group of one rollout."""
+    return len({rollout.reward for rollout in group.rollouts if rollout.trainable}) == 1
+
+
+def judge(group: Group, config: RolloutConfig) -> Verdict:
     trainable = [rollout for rollout in group.rollouts if rollout.trainable]
-    if len(trainable) < min(settings.min_group_size, settings.group_size):
+    if len(trainable) < min(config.min_group_size, config.group_size):
         return Verdict.FAILED
-    if settings.drop_uniform and len({rollout.reward for rollout in trainable}) == 1:
+    if config.drop_uniform_groups and group.uniform:
         return Verdict.UNIFORM
     return Verdict.KEPT
 
 
 class Intake:
-    """Which of the groups that come in are kept for a batch, and when it is no use to go on.
+    """Decides which finished groups are kept for a batch, and when the run must end.
 
-    Invariant: of finitely many groups in a row one is kept, or `ProductionError` is raised.
+    Invariant: after a bounded number of groups, one is kept or `ProductionError` is raised. A
+    resumed producer continues with the counts that it had (`state`, `restore`).
     """
 
-    def __init__(self, settings: BatchSettings) -> None:
-        self._settings = settings
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
         self._uniform = 0
-        """Of the batch that is being filled."""
-        self._failed: list[Group] = []
-        """Since the last group that did not fail."""
-        self._hopeless = 0
-        """Groups without a trainable rollout, since the last that had one."""
+        """Number of uniform groups, both replaced and kept, for the current batch."""
+        self._failed = Tally()
+        """Failed groups since the last group that did not fail."""
+        self._hopeless = Tally()
+        """Groups without a trainable rollout since the last group that had one."""
         self.counts: Counter[str] = Counter()
-        """Groups by `Verdict`, over the run."""
+        """Number of groups by `Verdict` over the run; `no_signal` counts the groups whose rewards
+        are all equal, whether they were kept or not."""
 
     def keeps(self, group: Group) -> bool:
-        """
+        """Whether the group is kept.
+
         Raises:
-            ProductionError: as many groups as a batch has gave no trainable rollout, in a row, or
-                `max_resamples` times as many too few.
+            ProductionError: `groups_per_step` groups in a row have no trainable rollout, or
+                `max_resamples` times as many in a row have too few.
         """
-        settings, verdict = self._settings, judge(group, self._settings)
+        config, verdict = self._config, judge(group, self._config)
         self.counts[verdict.value] += 1
         if verdict is Verdict.FAILED:
             self._fail(group)
             return False
-        self._failed, self._hopeless = [], 0
+        self.counts["no_signal"] += is_uniform(group)
+        self._failed, self._hopeless = Tally(), Tally()
         if verdict is Verdict.KEPT:
             return True
         self._uniform += 1
-        return self._uniform > (settings.max_resamples - 1) * settings.groups
+        return self._uniform > (config.max_resamples - 1) * config.groups_per_step
 
     def batch_is_full(self) -> None:
-        """Groups are kept for the next batch from now on."""
+        """To be called when a batch is complete: the next group counts for the next batch."""
         self._uniform = 0
 
+    def state(self) -> dict[str, Any]:
+        """The counts, as values that JSON can hold."""
+        return {
+            "uniform": self._uniform,
+            "failed": asdict(self._failed),
+            "hopeless": asdict(self._hopeless),
+            "counts": dict(self.counts),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues with the counts of a `state`; an empty one is the state of a new producer."""
+        self._uniform = int(state.get("uniform", 0))
+        self._failed = Tally(**state.get("failed", {}))
+        self._hopeless = Tally(**state.get("hopeless", {}))
+        self.counts.update(state.get("counts", {}))
+
     def _fail(self, group: Group) -> None:
-        settings = self._settings
-        self._failed.append(group)
+        config = self._config
+        self._failed = self._failed.with_group(group)
         trainable = any(rollout.trainable for rollout in group.rollouts)
-        self._hopeless = 0 if trainable else self._hopeless + 1
-        if self._hopeless >= settings.groups:
-            raise production_error(self._failed[-self._hopeless :])
-        if len(self._failed) >= settings.max_resamples * settings.groups:
-            raise production_error(self._failed, settings.min_group_size)
+        self._hopeless = Tally() if trainable else self._hopeless.with_group(group)
+        if self._hopeless.groups >= config.groups_per_step:
+            raise ProductionError(self._hopeless.reason())
+        if self._failed.groups >= config.max_resamples * config.groups_per_step:
+            raise ProductionError(self._failed.reason(config.min_group_size))
 
 
-def without_stale_tokens(group: Group, oldest_allowed: int) -> Group:
-    """The group with tokens of versions before `oldest_allowed` as context, not trained."""
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Consecutive groups that could not be used, and the reasons."""
 
-    def fresh(rollout: Rollout) -> Rollout:
-        segments = tuple(
-            replace(
-                segment,
-                mask=(keep := segment.mask & (segment.versions >= oldest_allowed)),
-                logprobs=np.where(keep, segment.logprobs, np.float32(0)),
-                versions=np.where(keep, segment.versions, np.int32(-1)),
+    groups: int = 0
+    trials: int = 0
+    unusable: int = 0
+    """Number of trials that cannot be trained on."""
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    """Error of an unusable trial → number of trials."""
+    logs: str | None = None
+    """Folder with the logs of the last unusable trial."""
+
+    def with_group(self, group: Group) -> Tally:
+        """The tally with one more group."""
+        unusable = [rollout for rollout in group.rollouts if not rollout.trainable]
+        why = (r.error or "no reward, or no token that the policy sampled" for r in unusable)
+        return Tally(
+            self.groups + 1,
+            self.trials + len(group.rollouts),
+            self.unusable + len(unusable),
+            dict(Counter(self.reasons) + Counter(why)),
+            unusable[-1].logs if unusable else self.logs,
+        )
+
+    def reason(self, min_group_size: int = 1) -> str:
+        """Why the run ends, with the most frequent reason of the trials."""
+        ((reason, count),) = Counter(self.reasons).most_common(1)
+        found = f"no usable rollout in {self.trials} trials"
+        if self.unusable < self.trials:
+            found = (
+                f"{self.groups} groups in a row have fewer than {min_group_size} usable rollouts "
+                f"(rollout.min_group_size): {self.unusable} of {self.trials} trials are not usable"
             )
-            for segment in rollout.segments
+        return (
+            f"{found}, {count} of them for this reason: {reason}; "
+            f"the logs of the last one are in {self.logs}"
         )
-        return replace(rollout, segments=segments)
-
-    return replace(group, rollouts=[fresh(rollout) for rollout in group.rollouts])
-
-
-def production_error(groups: Sequence[Group], min_group_size: int = 1) -> ProductionError:
-    """Why a run stops whose trials fail: the reason that most of them gave."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    unusable = [rollout for rollout in rollouts if not rollout.trainable]
-    reasons = Counter(
-        rollout.error or "no reward, or no token that the policy sampled" for rollout in unusable
-    )
-    ((reason, count),) = reasons.most_common(1)
-    found = f"no usable rollout in {len(rollouts)} trials"
-    if len(unusable) < len(rollouts):
-        found = (
-            f"{len(groups)} groups in a row have fewer than {min_group_size} usable rollouts "
-            f"(rollout.min_group_size): {len(unusable)} of {len(rollouts)} trials are not usable"
-        )
-    return ProductionError(
-        f"{found}, {count} of them for this reason: {reason}; "
-        f"the last one's logs are in {unusable[-1].logs}"
-    )

@@ -1,7 +1,7 @@
-"""The synchronous producer: a batch is drawn, run to its end, and handed over whole.
+"""The synchronous producer: draws the tasks of a batch, runs all trials, and returns the batch.
 
-Invariant: batch k is a function of the tasks, the seed and the policy alone: tasks in the order
-of the stream, groups in the order of their tasks, rollouts in the order of their places.
+Invariant: batch k is a function of the tasks, the seed and the policy only: tasks are in the order
+of the stream, groups in the order of their tasks, and rollouts in the order of their places.
 """
 
 from __future__ import annotations
@@ -11,59 +11,62 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_loop.producers.groups import (
-    BatchSettings,
     GroupRun,
     Intake,
     RunsTrials,
 )
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group
 from agent_loop.tasks import TaskStream
 
 
 class SyncProducer:
+    """Example: groups = await SyncProducer(loop, tasks, config, seed=0).next_batch(version=0)"""
+
     def __init__(
-        self, loop: RunsTrials, tasks: TaskStream, settings: BatchSettings, *, seed: int
+        self, loop: RunsTrials, tasks: TaskStream, config: RolloutConfig, *, seed: int
     ) -> None:
         self._loop = loop
         self._tasks = tasks
-        self._settings = settings
+        self._config = config
         self._seed = seed
-        self._slots = asyncio.Semaphore(settings.max_concurrent)
-        self._intake = Intake(settings)
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._intake = Intake(config)
         self.counts = self._intake.counts
-        """Groups by `Verdict`, over the run."""
+        """Number of groups by `Verdict` over the run, and `no_signal`, as in `Intake`."""
 
     async def next_batch(self, version: int) -> list[Group]:
-        """The next `groups` usable groups, sampled by the weights of `version`.
+        """The next `groups_per_step` usable groups, sampled by the weights of `version`.
 
-        Failed rollouts are in their groups, not trainable; the consumer counts them.
+        Failed rollouts stay in their groups and are not trainable; the consumer counts them.
 
         Raises:
             ProductionError: as `Intake.keeps`.
         """
         kept: list[Group] = []
-        while (missing := self._settings.groups - len(kept)) > 0:
+        while (missing := self._config.groups_per_step - len(kept)) > 0:
             kept += filter(self._intake.keeps, await self._run(missing, version))
         self._intake.batch_is_full()
         return kept
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint that contains every batch so far."""
-        return {"cursor": dict(self._tasks.cursor.taken)}
+        """The state to store in a checkpoint that contains every batch so far."""
+        return {"cursor": dict(self._tasks.cursor.taken), "intake": self._intake.state()}
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
-        """`state` is that of the checkpoint the trainer resumes from."""
+        """Starts production. `state` comes from the checkpoint that the trainer resumes from."""
         if state:
             self._tasks.restore(state["cursor"])
+            self._intake.restore(state.get("intake", {}))
 
     def set_version(self, version: int) -> None:
-        """Nothing is sampled between batches."""
+        """Does nothing: nothing is sampled between batches."""
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
-        """Nothing is kept for a checkpoint that was not made."""
+        """Does nothing: no batch is kept until a checkpoint contains it."""
 
     async def close(self) -> None:
-        """Nothing runs between batches."""
+        """Does nothing: nothing runs between batches."""
 
     async def _run(self, count: int, version: int) -> list[Group]:
         async with asyncio.TaskGroup() as running:
@@ -76,9 +79,9 @@ class SyncProducer:
             self._loop,
             self._tasks.draw(),
             number=number,
-            size=self._settings.group_size,
+            size=self._config.group_size,
             seed=self._seed,
             version=lambda: version,
             slots=self._slots,
-            straggler_factor=self._settings.straggler_factor,
+            straggler_factor=self._config.straggler_factor,
         )

@@ -1,6 +1,6 @@
-"""Several reward sources as one: their weighted sum, each part kept under its source's name.
+"""Combines several reward sources in a weighted sum; each part is kept under its source's name.
 
-Invariant: where one of them has no opinion the sum has none: a part that is missing is not 0.
+Invariant: if one source has no opinion, the sum has none, because a missing part is not 0.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent_loop.errors import RewardError
-from agent_loop.rewards.protocol import Finished, Graded, RewardSource
+from agent_loop.records import FinishedTrial, Graded
+from agent_loop.rewards.protocol import RewardSource
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
+    """A source and its weight in the sum."""
+
     source: RewardSource
     weight: float = 1.0
 
@@ -25,7 +28,7 @@ class CombinedReward:
     def __init__(self, sources: Mapping[str, Weighted]) -> None:
         self._sources = sources
 
-    async def grade(self, finished: Finished) -> Graded:
+    async def grade(self, finished: FinishedTrial) -> Graded:
         async with asyncio.TaskGroup() as grading:
             tasks = {
                 name: grading.create_task(_grade(weighted.source, finished))
@@ -51,8 +54,8 @@ class CombinedReward:
             await weighted.source.close()
 
 
-async def _grade(source: RewardSource, finished: Finished) -> Graded | RewardError:
-    """The error as a value: a task group would wrap it."""
+async def _grade(source: RewardSource, finished: FinishedTrial) -> Graded | RewardError:
+    """Returns a RewardError instead of raising it, because a task group would wrap it."""
     try:
         return await source.grade(finished)
     except RewardError as error:

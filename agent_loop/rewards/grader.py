@@ -9,35 +9,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agent_loop.errors import LaunchError, RewardError
-from agent_loop.launchers.environment import inherited_environment
-from agent_loop.launchers.processes import Job
-from agent_loop.launchers.python import TARGET_PATTERN, function_host, returned
-from agent_loop.rewards.protocol import Finished, Graded
+from agent_loop.launchers.calls import GradeCall
+from agent_loop.outside_parts import TARGET_PATTERN
+from agent_loop.processes.environment import inherited_environment
+from agent_loop.processes.functions import function_host, returned
+from agent_loop.processes.host import Job
+from agent_loop.records import FinishedTrial, Graded
+from agent_loop.rewards.protocol import RewardConfig
 from proxy.records import Turn
 
 
-class GraderSettings(BaseModel):
-    """Example: GraderSettings(target="my_agents.shop:grade")"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class GraderConfig(RewardConfig):
+    """Example: GraderConfig(target="my_agents.shop:grade")"""
 
     target: str = Field(pattern=TARGET_PATTERN)
     """`module:function`, called with a `launchers.calls.GradeCall`."""
     timeout_s: float = Field(120.0, gt=0)
+    """Seconds that a call may take."""
+    pass_env: tuple[str, ...] = ()
+    """Names of variables of the trainer's own environment that the function gets, too."""
     key: str = "reward"
-    """Which entry trains, where the function returns a dictionary."""
+    """Which entry is used for training if the function returns a dictionary."""
+
+    def build(self) -> Grader:
+        return Grader(self)
 
 
 class Grader:
-    def __init__(self, settings: GraderSettings) -> None:
-        """Raises ConfigurationError: there is no such module."""
-        self._settings = settings
-        self._host = function_host("grade", settings.target)
+    """Calls the function once per trial, each call in a process of its own."""
 
-    async def grade(self, finished: Finished) -> Graded:
+    def __init__(self, settings: GraderConfig) -> None:
+        """Raises ConfigurationError: the function's module does not exist."""
+        self._settings = settings
+        self._host = function_host(GradeCall, settings.target, settings.pass_env)
+
+    async def grade(self, finished: FinishedTrial) -> Graded:
         settings, trial = self._settings, finished.trial
         result = trial.directory / "graded.json"
         argument = {
@@ -51,7 +60,7 @@ class Grader:
             argv=(),
             call={"argument": argument, "result": str(result.absolute())},
             cwd=trial.workspace,
-            env=inherited_environment(),
+            env=inherited_environment(settings.pass_env),
             log=trial.directory / "grader.log",
             timeout_s=settings.timeout_s,
         )
@@ -68,5 +77,5 @@ class Grader:
 
 
 def answers(turns: Sequence[Turn]) -> list[dict[str, object]]:
-    """The messages of the answered turns, as the agent was sent them."""
+    """The model's messages of the answered turns, as they were sent to the agent."""
     return [orjson.loads(turn.answer) for turn in turns if turn.sampled and turn.answer]

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from agent_loop.errors import RewardError
-from agent_loop.launchers.environment import prompt_of
+from agent_loop.records import FinishedTrial, Graded
+from agent_loop.reward_values import number
 from agent_loop.rewards.grader import answers
-from agent_loop.rewards.protocol import Finished, Graded, number
+from agent_loop.rewards.protocol import RewardConfig
 from proxy.errors import ConfigurationError
 from proxy.records import Turn
 
@@ -36,29 +37,40 @@ End with one line of the form `Reward: <number>`, from {low:g} (failed) to {high
 _REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE)
 
 
-class JudgeSettings(BaseModel):
-    """Example: JudgeSettings(base_url="https://…/v1", model="judge", api_key_env="JUDGE_KEY")"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class JudgeConfig(RewardConfig):
+    """Example: JudgeConfig(base_url="https://…/v1", model="judge", api_key_env="JUDGE_KEY")"""
 
     base_url: str
-    """With `/v1`."""
+    """URL of an OpenAI-compatible endpoint, with `/v1`."""
     model: str
+    """Name of the model at this endpoint."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the key."""
+    """Name of the environment variable that holds the endpoint's API key."""
     criteria: str = "Judge whether the task was done, and done well."
+    """What the judge is asked to judge."""
     low: float = 0.0
+    """The smallest reward, for a failure."""
     high: float = 1.0
+    """The largest reward, for perfect work."""
     max_tokens: int = Field(1024, ge=1)
+    """Maximum number of tokens of the judge's answer."""
     max_answers_chars: int = Field(40_000, ge=100)
-    """Of the agent's messages; their beginning is left out beyond."""
+    """Maximum number of characters of the agent's messages that the judge is shown; of a longer
+    text, it is shown the end."""
     timeout_s: float = Field(120.0, gt=0)
+    """Seconds for one answer."""
     attempts: int = Field(3, ge=1)
-    """For a judge that is busy or does not answer in the form that was asked for."""
+    """Maximum number of requests per trial; a request is repeated if the judge is busy or does not
+    answer in the requested form."""
+
+    def build(self) -> Judge:
+        return Judge(self)
 
 
 class Judge:
-    def __init__(self, settings: JudgeSettings) -> None:
+    """Asks the model once per trial, and again if the answer cannot be used."""
+
+    def __init__(self, settings: JudgeConfig) -> None:
         """Raises ConfigurationError: the key's variable is not set."""
         self._settings = settings
         self._http: aiohttp.ClientSession | None = None
@@ -71,10 +83,10 @@ class Judge:
                 )
             self._headers["Authorization"] = f"Bearer {os.environ[settings.api_key_env]}"
 
-    async def grade(self, finished: Finished) -> Graded:
+    async def grade(self, finished: FinishedTrial) -> Graded:
         settings = self._settings
         prompt = PROMPT.format(
-            task=prompt_of(finished.trial.task.data),
+            task=finished.trial.task.prompt,
             answers=transcript(finished.turns)[-settings.max_answers_chars :],
             criteria=settings.criteria,
             low=settings.low,
@@ -116,7 +128,7 @@ class Judge:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RewardError(f"judge: {url} did not answer: {error!r}") from error
         except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-            raise RewardError(f"judge: {url} gave no chat completion: {error!r}") from error
+            raise RewardError(f"judge: {url} returned no chat completion: {error!r}") from error
         return str(content)
 
     def _parse(self, answer: str) -> float:
@@ -131,5 +143,5 @@ class Judge:
 
 
 def transcript(turns: Sequence[Turn]) -> str:
-    """The agent's messages as JSON lines: what it said, and the tools it called."""
+    """The agent's messages, with its tool calls, as JSON lines."""
     return "\n".join(orjson.dumps(message).decode() for message in answers(turns))

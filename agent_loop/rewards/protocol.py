@@ -1,81 +1,36 @@
-"""What a reward source is to the loop: a finished trial in, numbers out, or a clear failure.
+"""The interface of a reward source: it takes a finished trial, and returns a reward or raises.
 
-Invariant: a value that leaves a source is finite. *No reward* is None, never 0; a source that
-could not judge raises `RewardError`, and the rollout is `failed`.
+Invariant: the value that a source returns is finite. *No reward* is None, never 0; a source that
+cannot judge the trial raises `RewardError`, and the rollout is `failed`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from agent_loop.errors import RewardError
-from agent_loop.launchers.protocol import AgentResult, Trial
-from proxy.records import Session, Turn
-
-
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """Example: Graded(1.0, parts={"reward": 1.0, "style": 0.5})"""
-
-    value: float | None
-    """What trains; None: this source has no opinion."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-
-NO_OPINION = Graded(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A trial whose agent has ended and whose session is completed."""
-
-    trial: Trial
-    agent: AgentResult
-    session: Session
-    turns: Sequence[Turn]
+from agent_loop.records import FinishedTrial, Graded
+from proxy.section import Section
 
 
 class RewardSource(Protocol):
-    """Implementations: `verifier`, `grader`, `judge`, `reported`, `combined`."""
+    """Implementations: `verifier`, `grader`, `judge`, `reported`, `combined`; see `registry.py`."""
 
-    async def grade(self, finished: Finished) -> Graded:
-        """Called once per trial.
+    async def grade(self, finished: FinishedTrial) -> Graded:
+        """The reward of the trial; called once per trial.
 
         Raises:
-            RewardError: it could not be judged.
+            RewardError: the trial could not be judged.
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends the processes and connections of the source."""
+        ...
 
 
-def graded(raw: Any, key: str, origin: str) -> Graded:
-    """Reads a number, or a dictionary of numbers of which `key` trains.
+class RewardConfig(Section):
+    """The section of a reward source. Example: VerifierConfig(argv=("true",)).build()"""
 
-    Example: graded({"reward": True, "style": 0.5}, "reward", "reward.json") == Graded(1.0, {…})
-
-    Raises:
-        RewardError: not a number, not finite, or `key` is missing.
-    """
-    if raw is None:
-        return Graded(None)
-    if not isinstance(raw, Mapping):
-        return Graded(number(raw, origin))
-    parts = {str(name): number(value, f"{origin}: {name}") for name, value in raw.items()}
-    if key not in parts:
-        raise RewardError(f"{origin}: no {key!r} in it, which is what trains; it has {list(parts)}")
-    return Graded(parts[key], parts)
-
-
-def number(raw: Any, origin: str) -> float:
-    """Raises RewardError: not a finite number."""
-    try:
-        value = float(raw)
-    except (TypeError, ValueError):
-        raise RewardError(f"{origin}: {str(raw)[:80]!r} is not a number") from None
-    if not math.isfinite(value):
-        raise RewardError(f"{origin}: the reward is {value}; it must be a finite number")
-    return value
+    def build(self) -> RewardSource:
+        """Raises ConfigurationError: these settings cannot work on this machine."""
+        raise NotImplementedError

@@ -1,17 +1,17 @@
-"""Rewards that somebody else reports: the launcher, or whoever posted them to the session.
+"""Rewards that are reported: by the launcher, or by a client that posted them to the session.
 
-Invariant: nothing reported is no opinion, never 0.
+Invariant: without a report there is no opinion; it is never a reward of 0.
 """
 
 from __future__ import annotations
 
-from agent_loop.rewards.protocol import NO_OPINION, Finished, Graded
+from agent_loop.records import NO_OPINION, FinishedTrial, Graded
 
 
 class LauncherReward:
-    """What the launcher knows: the agent function's return value, Harbor's verifier, …"""
+    """The reward that the launcher knows: the function's return value, Harbor's verifier, …"""
 
-    async def grade(self, finished: Finished) -> Graded:
+    async def grade(self, finished: FinishedTrial) -> Graded:
         return Graded(finished.agent.reward, finished.agent.reward_parts)
 
     async def close(self) -> None:
@@ -19,10 +19,10 @@ class LauncherReward:
 
 
 class PostedReward:
-    """The sum of what was posted for the whole trial (`POST /sessions/{id}/rewards`). Rewards of
-    turns and branches are credited to those (`credit.py`)."""
+    """The sum of the rewards that were posted for the whole trial (`POST /sessions/{id}/rewards`).
+    Rewards of turns and branches are credited to those turns and branches (`credit.py`)."""
 
-    async def grade(self, finished: Finished) -> Graded:
+    async def grade(self, finished: FinishedTrial) -> Graded:
         rewards = [reward for reward in finished.session.rewards if reward.turn is None]
         if not rewards:
             return NO_OPINION

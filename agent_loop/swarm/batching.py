@@ -1,175 +1,178 @@
-"""When a batch is full, and exactly which episodes it holds. Pure: the server only carries it out.
+"""When a batch is full, and which episodes it holds.
 
-Invariant: a batch holds what met the rule and, where left-overs are trained, what was left over;
-every ended episode is in the batch, left over, or (`drop`) dropped, and in one of them only.
+`select` is a pure function of the ended episodes. `Collected` keeps the same answer up to date at a
+constant cost for each episode that ends. Invariant: a batch holds the groups that met the stop rule
+and, with `left_over: train`, the rest; every ended episode is in the batch, left over or dropped,
+and in exactly one of these.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from agent_loop.swarm.config import BatchPlan
+from agent_loop.swarm.episode import Episode
 from agent_loop.swarm.wire import EpisodeView
 
-StopRule = Literal["episodes", "tasks", "tasks_with_signal", "any_client", "all_clients"]
-
-
-class SwarmSettings(BaseModel):
-    """Example: SwarmSettings(stop_rule="tasks", groups=8, group_size=8)"""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    stop_rule: StopRule = "tasks"
-    """A batch is full with `groups` times `group_size` episodes; with `groups` tasks of
-    `group_size` episodes each; with so many tasks whose rewards differ; or when any, or every,
-    client that is there agrees (then with all that has ended)."""
-    groups: int = Field(8, ge=1)
-    group_size: int = Field(8, ge=1)
-    left_over: Literal["carry", "drop", "train"] = "carry"
-    """Ended episodes that the batch does not hold: kept for the next, dropped and counted, or
-    trained as they are. With `tasks_with_signal` a full group of equal rewards is never in a
-    batch: but for `train` it is dropped and counted. With `carry` claimed episodes go on while the
-    batch is trained; else they may end until `drain_timeout_s`, and are aborted then."""
-    drain_timeout_s: float = Field(60.0, ge=0)
-    lease_s: float = Field(60.0, gt=0)
-    max_life_s: float = Field(3600.0, gt=0)
-    """Of an episode, heartbeats or not."""
-    max_open: int = Field(256, ge=1)
-    """Episodes claimed at a time."""
-    max_collected: int = Field(4096, ge=1)
-    """Ended episodes that wait for a batch; past it nothing is given out."""
-    mix: dict[str, float] = Field(default_factory=dict)
-    """Share of a batch's episodes by `source`; empty: any. Others than these get none."""
+Signal = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    groups: list[list[EpisodeView]]
-    left: list[EpisodeView]
+    """A batch: groups of episodes of one task, and the ended episodes outside it."""
+
+    groups: list[list[Episode]]
+    left: list[Episode]
 
 
-def select(
-    ended: Sequence[EpisodeView],
-    settings: SwarmSettings,
-    *,
-    clients: AbstractSet[str] = frozenset(),
-    agreed: AbstractSet[str] = frozenset(),
-) -> Selection | None:
-    """The batch, if the rule is met; `ended` in the order in which they ended."""
-    chosen = _chosen(ended, settings, clients, agreed)
-    if not chosen:
-        return None
+@dataclass(slots=True)
+class _TaskEpisodes:
+    """The ended episodes of one task, by id, in the order in which they ended."""
+
+    episodes: dict[str, Episode] = field(default_factory=dict)
+    signals: Counter[Signal] = field(default_factory=Counter)
+
+
+class Collected:
+    """Ended training episodes that wait for a batch, indexed by task.
+
+    Example: collected.add(episode); collected.is_full; collected.select()
+    """
+
+    def __init__(self, plan: BatchPlan, episodes: Iterable[Episode] = ()) -> None:
+        self.plan = plan
+        self.is_agreed = False
+        """Whether the clients that the stop rule names have asked for the update."""
+        self._episodes: dict[str, Episode] = {}
+        self._tasks: dict[str, _TaskEpisodes] = {}
+        self._ready: set[str] = set()
+        self._without_signal: set[str] = set()
+        for episode in episodes:
+            self.add(episode)
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def __iter__(self) -> Iterator[Episode]:
+        """In the order in which they ended."""
+        return iter(self._episodes.values())
+
+    @property
+    def groups_ready(self) -> int:
+        """Number of complete groups of the next batch."""
+        if self.plan.swarm.stop_rule == "episodes":
+            return min(self.plan.rollout.groups_per_step, len(self) // self.plan.rollout.group_size)
+        return len(self._ready)
+
+    @property
+    def is_full(self) -> bool:
+        rule = self.plan.swarm.stop_rule
+        if rule == "episodes":
+            return len(self) >= self.plan.episodes
+        if rule in ("tasks", "tasks_with_signal"):
+            return len(self._ready) >= self.plan.rollout.groups_per_step
+        return self.is_agreed and bool(self._episodes)
+
+    def add(self, episode: Episode) -> None:
+        task = _task(episode.view)
+        self._episodes[episode.episode_id] = episode
+        of_task = self._tasks.setdefault(task, _TaskEpisodes())
+        of_task.episodes[episode.episode_id] = episode
+        of_task.signals[signal(episode.view)] += 1
+        self._classify(task)
+
+    def remove(self, episodes: Iterable[Episode]) -> None:
+        for episode in episodes:
+            task = _task(episode.view)
+            del self._episodes[episode.episode_id]
+            of_task = self._tasks[task]
+            del of_task.episodes[episode.episode_id]
+            of_task.signals -= Counter([signal(episode.view)])
+            self._classify(task)
+            if not of_task.episodes:
+                del self._tasks[task]
+
+    def without_signal(self) -> list[Episode]:
+        """Full groups of equal rewards. The stop rule never takes them; if they were kept, they
+        would use up every quota."""
+        return [e for task in self._without_signal for e in self._tasks[task].episodes.values()]
+
+    def select(self) -> Selection | None:
+        """The batch, if it is full."""
+        return select(list(self), self.plan) if self.is_full else None
+
+    def _classify(self, task: str) -> None:
+        of_task, rules = self._tasks[task], self.plan.swarm
+        is_complete = len(of_task.episodes) >= self.plan.rollout.group_size
+        needs_signal = rules.stop_rule == "tasks_with_signal"
+        has_signal = len(of_task.signals) > 1
+        never = needs_signal and not has_signal and rules.left_over != "train"
+        _put(self._ready, task, is_complete and (has_signal or not needs_signal))
+        _put(self._without_signal, task, is_complete and never)
+
+
+def select(ended: Sequence[Episode], plan: BatchPlan) -> Selection:
+    """The batch of a stop rule that is met; `ended` in the order in which they ended."""
+    chosen = _chosen(ended, plan)
     taken = {episode.episode_id for group in chosen for episode in group}
     left = [episode for episode in ended if episode.episode_id not in taken]
-    if settings.left_over == "train":
+    if plan.swarm.left_over == "train":
         return Selection(_with_left(chosen, left), [])
     return Selection(chosen, left)
 
 
-def without_signal(ended: Sequence[EpisodeView], settings: SwarmSettings) -> Sequence[EpisodeView]:
-    """Full groups that `tasks_with_signal` will never take; kept, they would fill every quota."""
-    if settings.stop_rule != "tasks_with_signal" or settings.left_over == "train":
-        return ()
-    groups = _by_task(ended).values()
-    full = [group for group in groups if len(group) >= settings.group_size]
-    return [episode for group in full if len(set(map(_signal, group))) == 1 for episode in group]
+def signal(view: EpisodeView) -> Signal:
+    """What must differ within a group so that its advantages are not all 0."""
+    return (view.reward, *sorted(view.turn_rewards.items()))
 
 
-def groups_ready(ended: Sequence[EpisodeView], settings: SwarmSettings) -> int:
-    """How many of the wanted groups are there, by the rule."""
-    if settings.stop_rule == "episodes":
-        return min(settings.groups, len(ended) // settings.group_size)
-    return len(_full_groups(ended, settings))
-
-
-def refusal(
-    *,
-    task_id: str | None,
-    source: str,
-    open_: Sequence[EpisodeView],
-    ended: Sequence[EpisodeView],
-    settings: SwarmSettings,
-) -> str | None:
-    """Why no training episode is given out now; None: it is."""
-    if len(open_) >= settings.max_open:
-        return f"{len(open_)} episodes are open, max_open is {settings.max_open}"
-    if len(ended) >= settings.max_collected:
-        return f"{len(ended)} episodes wait for a batch, max_collected is {settings.max_collected}"
-    alive = [episode for episode in (*open_, *ended) if episode.kind == "train"]
-    if task_id is not None:
-        same = sum(episode.task_id == task_id for episode in alive)
-        if same >= settings.group_size:
-            return f"task {task_id!r} has {same} episodes, its group takes {settings.group_size}"
-    if settings.mix:
-        quota = _quota(source, settings)
-        same = sum(episode.source == source for episode in alive)
-        if same >= quota:
-            return f"source {source!r} has {same} episodes, its share of a batch is {quota}"
-    return None
-
-
-def _quota(source: str, settings: SwarmSettings) -> int:
-    share = settings.mix.get(source, 0.0) / sum(settings.mix.values())
-    return math.ceil(share * settings.groups * settings.group_size)
-
-
-def _chosen(
-    ended: Sequence[EpisodeView],
-    settings: SwarmSettings,
-    clients: AbstractSet[str],
-    agreed: AbstractSet[str],
-) -> list[list[EpisodeView]]:
-    rule = settings.stop_rule
+def _chosen(ended: Sequence[Episode], plan: BatchPlan) -> list[list[Episode]]:
+    rule = plan.swarm.stop_rule
     if rule == "episodes":
-        wanted = settings.groups * settings.group_size
-        return list(_by_task(ended[:wanted]).values()) if len(ended) >= wanted else []
+        return list(_by_task(ended[: plan.episodes]).values())
     if rule in ("tasks", "tasks_with_signal"):
-        full = _full_groups(ended, settings)
-        return full[: settings.groups] if len(full) >= settings.groups else []
-    here = agreed & clients
-    done = bool(here) if rule == "any_client" else bool(clients) and here == clients
-    return list(_by_task(ended).values()) if done else []
+        return _full_groups(ended, plan)[: plan.rollout.groups_per_step]
+    return list(_by_task(ended).values())
 
 
-def _full_groups(ended: Sequence[EpisodeView], settings: SwarmSettings) -> list[list[EpisodeView]]:
-    """Tasks with a full group, in the order in which they became full."""
+def _full_groups(ended: Sequence[Episode], plan: BatchPlan) -> list[list[Episode]]:
+    """One full group of each task that has one, in the order in which the groups became full."""
     groups = []
     for episodes in _by_task(ended).values():
-        group = episodes[: settings.group_size]
-        if len(group) < settings.group_size:
+        group = episodes[: plan.rollout.group_size]
+        if len(group) < plan.rollout.group_size:
             continue
-        if settings.stop_rule == "tasks_with_signal":
-            other = [episode for episode in episodes if _signal(episode) != _signal(group[0])]
+        if plan.swarm.stop_rule == "tasks_with_signal":
+            first = signal(group[0].view)
+            other = [episode for episode in episodes if signal(episode.view) != first]
             if not other:
                 continue
-            if all(_signal(episode) == _signal(group[0]) for episode in group):
+            if all(signal(episode.view) == first for episode in group):
                 group[-1] = other[0]
         groups.append(group)
     order = {episode.episode_id: place for place, episode in enumerate(ended)}
     return sorted(groups, key=lambda group: order[group[-1].episode_id])
 
 
-def _signal(episode: EpisodeView) -> tuple[object, ...]:
-    """What must differ within a group for it to teach anything."""
-    return (episode.reward, *sorted(episode.turn_rewards.items()))
+def _task(view: EpisodeView) -> str:
+    return view.task_id or view.episode_id
 
 
-def _by_task(episodes: Sequence[EpisodeView]) -> Mapping[str, list[EpisodeView]]:
-    groups: dict[str, list[EpisodeView]] = {}
+def _by_task(episodes: Sequence[Episode]) -> Mapping[str, list[Episode]]:
+    groups: dict[str, list[Episode]] = {}
     for episode in episodes:
-        groups.setdefault(episode.task_id or episode.episode_id, []).append(episode)
+        groups.setdefault(_task(episode.view), []).append(episode)
     return groups
 
 
-def _with_left(
-    chosen: list[list[EpisodeView]], left: Sequence[EpisodeView]
-) -> list[list[EpisodeView]]:
-    groups = {group[0].task_id: list(group) for group in chosen}
+def _with_left(chosen: list[list[Episode]], left: Sequence[Episode]) -> list[list[Episode]]:
+    groups = {_task(group[0].view): list(group) for group in chosen}
     for episode in left:
-        groups.setdefault(episode.task_id, []).append(episode)
+        groups.setdefault(_task(episode.view), []).append(episode)
     return list(groups.values())
+
+
+def _put(tasks: set[str], task: str, is_member: bool) -> None:
+    (tasks.add if is_member else tasks.discard)(task)

@@ -1,46 +1,37 @@
-"""`agentic-swarm watch URL`: the swarm as it is now, in the terminal, changed when it changes.
+"""agentic-swarm: shows and controls the swarm server at URL.
 
-    agentic-swarm watch  URL        live
-    agentic-swarm status URL        once, as JSON
-    agentic-swarm start|stop URL    the engine
+    agentic-swarm watch  URL        show engine and episodes, live
+    agentic-swarm status URL        show the status once, as JSON
+    agentic-swarm start|stop URL    start or stop the engine
 
-The token is taken from AGENTIC_SWARM_TOKEN.
+The token is AGENTIC_SWARM_TOKEN or, for a server on this machine, the file `token` in its state
+folder (--state-dir, runs/swarm unless given).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
-import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
-from agent_loop.swarm.client import AsyncSwarmClient
 from agent_loop.swarm.errors import SwarmError
-from agent_loop.swarm.wire import EngineState, EpisodeState, EpisodeView, Status
+from agent_loop.swarm.token import DEFAULT_STATE_DIR, client_token
+from proxy.secrecy import hide_memory
 
-TOKEN_VARIABLE = "AGENTIC_SWARM_TOKEN"
-SHOWN_EPISODES = 20
-_COLOURS = {EngineState.ROLLING: "green", EngineState.ERROR: "red", EngineState.OFFLINE: "dim"}
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agent_loop.swarm.client import AsyncSwarmClient
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="agentic-swarm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=["watch", "status", "start", "stop"])
-    parser.add_argument("url")
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
+    hide_memory()
     try:
-        asyncio.run(_run(arguments.command, arguments.url))
+        asyncio.run(_run(arguments.command, arguments.url, arguments.state_dir))
     except SwarmError as error:
         print(f"agentic-swarm: {error.message}", file=sys.stderr)
         return 1
@@ -49,9 +40,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _run(command: str, url: str) -> None:
-    async with AsyncSwarmClient(url, os.environ.get(TOKEN_VARIABLE)) as swarm:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="agentic-swarm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=["watch", "status", "start", "stop"])
+    parser.add_argument("url", metavar="URL", help="like http://127.0.0.1:8100")
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        default=DEFAULT_STATE_DIR,
+        help="the server's state folder, if the server runs on this machine",
+    )
+    return parser
+
+
+async def _run(command: str, url: str, state_dir: Path) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise SwarmError(
+            f"URL {url!r}: give the server's address, like http://127.0.0.1:8100", "invalid"
+        )
+    from agent_loop.swarm.client import AsyncSwarmClient
+
+    token = client_token(url, state_dir)
+    async with AsyncSwarmClient(url, token, patience_s=0.0) as swarm:
         if command == "watch":
+            from rich.console import Console
+
             await _watch(swarm, Console())
         elif command == "start":
             print((await swarm.start_engine()).model_dump_json(indent=1))
@@ -62,39 +79,20 @@ async def _run(command: str, url: str) -> None:
 
 
 async def _watch(swarm: AsyncSwarmClient, console: Console) -> None:
+    """Shows every change. The server must answer the first request; later it may be away."""
+    import time
+
+    from rich.live import Live
+
+    from agent_loop.swarm.client import PATIENCE_S
+    from agent_loop.swarm.terminal import SHOWN_EPISODES, picture
+
+    await swarm.status()
+    swarm.patience_s = PATIENCE_S
     with Live(console=console, auto_refresh=False) as live:
         async for status in swarm.changes():
             episodes = await swarm.get_episode_buffer(SHOWN_EPISODES)
             live.update(picture(status, episodes, now=time.time()), refresh=True)
-
-
-def picture(status: Status, episodes: Sequence[EpisodeView], *, now: float) -> Group:
-    """What `watch` shows."""
-    head = Text.assemble(
-        (status.state.value, f"bold {_COLOURS.get(status.state, 'yellow')}"),
-        f"  version {status.version}  batch {status.batch}  ",
-        f"groups {status.groups_ready}/{status.groups_wanted}  ",
-        f"open {status.open_episodes}  collected {status.collected}  ",
-        f"clients {len(status.clients)}  agreed {len(status.agreed)}",
-    )
-    if status.mean_reward is not None:
-        head.append(f"  mean reward {status.mean_reward:.3f}")
-    if status.detail:
-        head.append(f"\n{status.detail}", "red" if status.state is EngineState.ERROR else "dim")
-    counts = "  ".join(f"{state} {count}" for state, count in sorted(status.counts.items()))
-    table = Table("episode", "client", "task", "state", "reward", "age", box=None)
-    for episode in episodes[:SHOWN_EPISODES]:
-        style = "bold" if episode.state is EpisodeState.CLAIMED else ""
-        table.add_row(
-            episode.episode_id,
-            episode.client_id,
-            episode.task_id or "",
-            episode.state.value,
-            "" if episode.reward is None else f"{episode.reward:g}",
-            f"{now - episode.claimed_at:.0f} s",
-            style=style,
-        )
-    return Group(head, Text(counts, "dim"), table)
 
 
 if __name__ == "__main__":

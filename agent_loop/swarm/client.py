@@ -1,8 +1,9 @@
-"""`AsyncSwarmClient`: claims episodes, keeps them alive, ends them. One instance per server.
+"""`AsyncSwarmClient`: claims episodes, keeps them alive and ends them. One instance per server.
 
-Invariant: a call is sent again only where a second one does nothing more: ending carries the
-episode's key and is the same answer again; claiming is not repeated once it may have arrived (a
-lost claim is reclaimed by its lease). While an episode is held, heartbeats extend its lease.
+Invariant: a request is repeated only if the repetition has no further effect. The end of an episode
+is repeated, because the server gives the same answer to the same end. A claim is not repeated once
+it may have arrived; a lost claim is reclaimed when its lease runs out. While an episode is held,
+heartbeats extend its lease.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from pydantic import ValidationError
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.token import client_token
 from agent_loop.swarm.wire import (
     Claim,
     Claimed,
     Decider,
-    End,
     EngineState,
+    EpisodeEnd,
     EpisodeKind,
     EpisodeState,
     EpisodeView,
@@ -39,15 +41,8 @@ from agent_loop.swarm.wire import (
 
 REQUEST_TIMEOUT_S = 60.0
 PATIENCE_S = 60.0
-"""How long the server may be away, or its proxy, before an error is raised."""
+"""Seconds that the server or its proxy may be unreachable before an error is raised."""
 POLL_S = 30.0
-
-
-@dataclass(slots=True)
-class _Held:
-    claimed: Claimed
-    beats: asyncio.Task[None]
-    lost: bool = False
 
 
 @dataclass(slots=True)
@@ -61,12 +56,13 @@ class AsyncSwarmClient:
 
     url: str
     token: str | None = None
+    """None: AGENTIC_SWARM_TOKEN or, for a server on this machine, the token in `runs/swarm`."""
     client_id: str = field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     )
     patience_s: float = PATIENCE_S
     _http: aiohttp.ClientSession | None = None
-    _held: dict[str, _Held] = field(default_factory=dict)
+    _heartbeats: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,9 +76,9 @@ class AsyncSwarmClient:
         await self.close()
 
     async def close(self) -> None:
-        for held in self._held.values():
-            held.beats.cancel()
-        self._held.clear()
+        for heartbeats in self._heartbeats.values():
+            heartbeats.cancel()
+        self._heartbeats.clear()
         if self._http is not None:
             await self._http.close()
 
@@ -97,9 +93,9 @@ class AsyncSwarmClient:
         lease_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Claimed:
-        """Claims an episode, waiting while there is none (`timeout_s`; None: without end).
+        """Claims an episode. Waits for it for at most `timeout_s` seconds (None: without limit).
 
-        Raises `throttled` or `state` past `timeout_s`, and `state` at once when the engine is in
+        Raises `throttled` or `state` after `timeout_s`, and `state` at once when the engine is in
         error or offline.
         """
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
@@ -124,8 +120,7 @@ class AsyncSwarmClient:
                     raise
                 continue
             claimed = Claimed.model_validate(body)
-            beats = asyncio.create_task(self._beat(claimed))
-            self._held[claimed.episode_id] = _Held(claimed, beats)
+            self._heartbeats[claimed.episode_id] = asyncio.create_task(self._beat(claimed))
             return claimed
 
     async def end_episode(
@@ -138,11 +133,14 @@ class AsyncSwarmClient:
         turn_rewards: Mapping[int, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> EpisodeView:
-        """Durable when it returns. `task_id` is needed unless the claim had it. `turn_rewards`:
-        further rewards of single model calls, by their number from 0.
+        """Ends the episode with its reward; both are on disk when this returns.
 
-        Raises `late` when the episode was reclaimed, `conflict` when it ended differently, and
-        `invalid` for a number that no answered call has; it may then be ended again.
+        `task_id` is needed unless the claim had it. `turn_rewards` adds rewards of single model
+        calls, by the calls' numbers from 0.
+
+        Raises `late` when the episode was reclaimed, `conflict` when it already ended differently,
+        and `invalid` for the number of a call that was not answered; the episode can then be ended
+        again.
         """
         end = ending(
             episode,
@@ -155,47 +153,49 @@ class AsyncSwarmClient:
         return await self.commit_episode(episode, end)
 
     async def prepare_episode(
-        self, episode: Claimed, end: End, decider: Decider | None
+        self, episode: Claimed, end: EpisodeEnd, decider: Decider | None
     ) -> EpisodeView:
-        """All of its end that can fail; it counts once it is committed. See `JointClient`."""
+        """Does everything of the end that can fail; the episode counts once it is committed. See
+        `agent_loop/swarm/joint.py`."""
         wanted = Prepare(end=end, decider=decider).model_dump(mode="json")
         return EpisodeView.model_validate(await self._of(episode, "prepare", wanted))
 
-    async def commit_episode(self, episode: Claimed, end: End) -> EpisodeView:
+    async def commit_episode(self, episode: Claimed, end: EpisodeEnd) -> EpisodeView:
+        """Ends the episode. Raises as `end_episode` does."""
         try:
             body = await self._of(episode, "end", end.model_dump(mode="json"))
         except SwarmError as error:
-            if error.code != "invalid":  # else it may be ended again
+            if error.code != "invalid":  # an invalid end can be corrected
                 self._release(episode)
             raise
         self._release(episode)
         return EpisodeView.model_validate(body)
 
     async def abort_episode(self, episode: Claimed, reason: str = "") -> EpisodeView:
-        """Nothing of it is trained. Again is no error."""
+        """Aborts the episode, so that it is never trained. Repeating this is not an error."""
         try:
-            return EpisodeView.model_validate(await self._of(episode, "abort", reason))
+            return EpisodeView.model_validate(await self._of(episode, "abort", {"reason": reason}))
         finally:
             self._release(episode)
 
     async def can_continue_episode(self, episode: Claimed) -> bool:
-        """False once it was reclaimed or aborted: its agent may as well stop."""
+        """False once the episode was reclaimed or aborted: its agent may stop."""
         view = EpisodeView.model_validate(await self._of(episode, "heartbeat", None))
         return view.state is EpisodeState.CLAIMED
 
     def holds(self, episode: Claimed) -> bool:
-        """It was neither ended nor aborted here."""
-        return episode.episode_id in self._held
+        """Whether this client has neither ended nor aborted the episode."""
+        return episode.episode_id in self._heartbeats
 
     @asynccontextmanager
     async def episode(self, **claim: Any) -> AsyncIterator[Claimed]:
-        """A claimed episode; aborted when the block leaves without having ended it."""
+        """A claimed episode; it is aborted if the block does not end it."""
         claimed = await self.begin_episode(**claim)
         try:
             yield claimed
         finally:
             if self.holds(claimed):
-                await self.abort_episode(claimed, "its block was left without an end")
+                await self.abort_episode(claimed, "its block did not end it")
 
     async def get_episode_buffer(self, limit: int = 1000) -> list[EpisodeView]:
         body = await self._retried("GET", f"/v1/episodes?limit={limit}")
@@ -217,13 +217,17 @@ class AsyncSwarmClient:
                 yield status
 
     async def sync_train_config(self, config: str, *, fresh: bool = False) -> None:
-        """The trainer's YAML. With another text than before, or `fresh`, the next start begins a
-        new run; else it goes on from the last checkpoint. Raises `state` while the engine runs.
+        """Replaces the trainer's YAML.
+
+        If the text differs from the server's, or with `fresh`, the next start begins a new run;
+        otherwise it resumes the last checkpoint. Raises `state` while the engine runs.
         """
-        await self._call("PUT", "/v1/config" + ("?fresh" if fresh else ""), config)
+        path = "/v1/config" + ("?fresh" if fresh else "")
+        await self._call("PUT", path, {"config": config})
 
     async def start_engine(self, *, timeout_s: float = 600.0) -> Status:
-        """Returns when episodes can be claimed. Raises `state` when it ends in error."""
+        """Returns when episodes can be claimed. Raises `state` when the trainer fails, with the
+        last line of its log, which names a wrong key of the configuration, for example."""
         await self._call("POST", "/v1/start", None)
         return await self._until_rolling(timeout_s)
 
@@ -233,8 +237,8 @@ class AsyncSwarmClient:
     async def auto_start(
         self, config: str, *, force_restart: bool = False, timeout_s: float = 600.0
     ) -> Status:
-        """Starts the engine with `config` if it is not up, waits if it is on its way.
-        `force_restart`: stops it first, and begins a new run."""
+        """Starts the engine with `config` if it is not running, and waits until it is up.
+        `force_restart` stops it first and begins a new run."""
         state = (await self.status()).state
         if force_restart and state is not EngineState.OFFLINE:
             state = (await self.stop_engine()).state
@@ -243,16 +247,14 @@ class AsyncSwarmClient:
                 await self.sync_train_config(config, fresh=force_restart)
                 await self._call("POST", "/v1/start", None)
             except SwarmError as error:
-                if error.code != "state":
-                    raise  # else another client was faster
+                if error.code != "state":  # `state`: another client has started it
+                    raise
         return await self._until_rolling(timeout_s)
 
     async def agree_sync_weights(self) -> Status:
         """For the stop rules `any_client` and `all_clients`."""
         body = await self._retried("POST", "/v1/agree", {"client_id": self.client_id})
         return Status.model_validate(body)
-
-    # Inside.
 
     async def _until_rolling(self, timeout_s: float) -> Status:
         try:
@@ -269,7 +271,8 @@ class AsyncSwarmClient:
         raise SwarmError(f"the engine is not up after {timeout_s} s", "state")
 
     async def _beat(self, claimed: Claimed) -> None:
-        """Three heartbeats per lease, to its end; an unanswered one does not stop the next."""
+        """Sends three heartbeats per lease until the episode has ended. A heartbeat that fails does
+        not stop the next."""
         while True:
             await asyncio.sleep(claimed.lease_s / 3)
             with contextlib.suppress(SwarmError):
@@ -286,8 +289,8 @@ class AsyncSwarmClient:
                     return
 
     def _release(self, episode: Claimed) -> None:
-        if held := self._held.pop(episode.episode_id, None):
-            held.beats.cancel()
+        if heartbeats := self._heartbeats.pop(episode.episode_id, None):
+            heartbeats.cancel()
 
     async def _of(self, episode: Claimed, what: str, body: Any) -> Any:
         path = f"/v1/episodes/{episode.episode_id}/{what}"
@@ -316,7 +319,9 @@ class AsyncSwarmClient:
         timeout_s: float = REQUEST_TIMEOUT_S + POLL_S,
     ) -> Any:
         headers = {"X-Episode-Key": episode_key} if episode_key else {}
-        data = body if isinstance(body, str | None) else orjson.dumps(body)
+        data = None
+        if body is not None:
+            data, headers["Content-Type"] = orjson.dumps(body), "application/json"
         try:
             async with self._session().request(
                 method,
@@ -328,7 +333,9 @@ class AsyncSwarmClient:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise SwarmError(
-                f"the swarm server {self.url} cannot be reached: {error!r}", "unreachable"
+                f"the swarm server {self.url} cannot be reached ({_reason(error)}): check the URL, "
+                "or start it with agentic-train --swarm-server HOST:PORT",
+                "unreachable",
             ) from error
         try:
             answer = orjson.loads(content) if content else {}
@@ -337,18 +344,25 @@ class AsyncSwarmClient:
         except (orjson.JSONDecodeError, KeyError, TypeError):
             away = response.status in (502, 503, 504)
             raise SwarmError(
-                f"{method} {self.url}{path}: HTTP {response.status}, not a swarm server's answer: "
-                f"{content[:200].decode(errors='replace')!r}",
+                f"{method} {self.url}{path}: HTTP {response.status} is not the answer of a swarm "
+                f"server: {content[:200].decode(errors='replace')!r}",
                 "unavailable" if away else "protocol",
             ) from None
         return answer
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+            token = self.token or client_token(self.url)
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
             connector = aiohttp.TCPConnector(limit=0)
             self._http = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._http
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return str(error.os_error)
+    return str(error) or type(error).__name__
 
 
 def ending(
@@ -359,13 +373,13 @@ def ending(
     reward_parts: Mapping[str, float] | None = None,
     turn_rewards: Mapping[int, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
-) -> End:
-    """Raises `invalid`: no task, or a reward that is no number."""
+) -> EpisodeEnd:
+    """An episode's end, checked. Raises `invalid`: no task, or a reward that is not finite."""
     wanted = task_id or episode.task_id
     if wanted is None:
-        raise SwarmError("end_episode needs task_id: the claim had none", "invalid")
+        raise SwarmError("task_id: missing; the claim had none, so give it at the end", "invalid")
     try:
-        return End(
+        return EpisodeEnd(
             task_id=wanted,
             reward=reward,
             reward_parts=dict(reward_parts or {}),

@@ -1,273 +1,276 @@
-"""Claimed episodes, from their claim to their end, abort or expiry.
+"""The operations on episodes: claim, heartbeat, prepare, end, abort and expiry.
 
-Invariant: an episode belongs to one claim, with an id, a key and a session of its own; it ends at
-most once, its recording and reward on disk before that is said. What its lease or lifetime
-outlived never ends: its session is closed, so a late agent writes nowhere.
+Invariant: an episode belongs to one claim, with an id, a key and a session of its own. It ends at
+most once, and its recording and reward are on disk before the answer says so. An episode that
+outlived its lease or its lifetime never ends: its session is closed, so that a late agent cannot
+add to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from heapq import heappop, heappush
+from itertools import chain, count
+from typing import Any
 
-from agent_loop.swarm.batching import SwarmSettings
-from agent_loop.swarm.changes import Changes
-from agent_loop.swarm.durable import write_durably
+from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.swarm.admission import Admission
+from agent_loop.swarm.batching import Collected
+from agent_loop.swarm.config import BatchPlan, SwarmConfig
+from agent_loop.swarm.episode import RECLAIMED, Episode
 from agent_loop.swarm.errors import SwarmError
-from agent_loop.swarm.joint import NEVER, outcome
+from agent_loop.swarm.joint import outcome
+from agent_loop.swarm.sessions import EpisodeSessions, Proxy
 from agent_loop.swarm.table import EpisodeTable
 from agent_loop.swarm.wire import (
     Claim,
     Claimed,
-    Decider,
-    End,
+    EpisodeEnd,
     EpisodeKind,
     EpisodeState,
     EpisodeView,
     Prepare,
     TrainerHello,
 )
-from proxy.client import ProxyClientError, SessionHandle
-from proxy.record_format import encode_record
-from proxy.records import Session, SessionKind, Turn
 
-SESSION_MARGIN_S = 300.0
-"""A session outlives its episode by this: for its reward and collection."""
-
-
-class Proxy(Protocol):
-    """`proxy.client.ProxyClient`, as far as the swarm needs it."""
-
-    async def create_session(
-        self,
-        trial_id: str | None = None,
-        *,
-        kind: SessionKind,
-        sampling: dict[str, object] | None = None,
-        profile: str = "default",
-        limits: dict[str, object] | None = None,
-        metadata: dict[str, object] | None = None,
-        ttl_s: float | None = None,
-    ) -> SessionHandle: ...
-
-    async def get_turns(self, trial_id: str) -> tuple[Session, list[Turn]]: ...
-
-    async def complete(self, trial_id: str) -> None: ...
-
-
-@dataclass(slots=True)
-class _Open:
-    """A claimed or prepared episode. Times are of the monotonic clock: a jump of the other one
-    reclaims nothing."""
-
-    view: EpisodeView
-    key_hash: bytes
-    lease_s: float
-    lease_until: float
-    ends_at: float
-    decider: Decider | None = None
-    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def is_prepared(self) -> bool:
-        return self.view.state is EpisodeState.PREPARED
-
-    @property
-    def deadline(self) -> float:
-        return self.lease_until if self.is_prepared else min(self.lease_until, self.ends_at)
+NO_PLAN = BatchPlan(SwarmConfig(), RolloutConfig())
+"""The plan that applies until a trainer has reported its own."""
 
 
 class Episodes:
-    """The open ones in memory, all of them in the table."""
+    """All open and collected episodes; the finished ones are in the table."""
 
-    def __init__(
-        self, settings: SwarmSettings, table: EpisodeTable, records: Path, changes: Changes
-    ) -> None:
-        self.settings = settings
+    def __init__(self, table: EpisodeTable, notify: Callable[[], None]) -> None:
+        """`notify` is called after every change."""
         self._table = table
-        self._records = records
-        self._changes = changes
-        self._open: dict[str, _Open] = {}
+        self._notify = notify
+        self._open: dict[str, Episode] = {}
+        self._deadlines: list[tuple[float, int, Episode]] = []
+        self._pushes = count()
         self._settling: set[asyncio.Task[None]] = set()
-        self._proxy: Proxy | None = None
-        self._hello: TrainerHello | None = None
-        self.ended: list[EpisodeView] = []
-        """For the next batch, in the order in which they ended."""
+        self._trainer: EpisodeSessions | None = None
+        self.collected = Collected(NO_PLAN)
+        """Ended episodes that wait for the next batch."""
+        self.admission = Admission(self.collected, self._new_episode)
         self.generation = 0
-        """Of the trainer, counted by its starts."""
+        """Number of trainer starts. Versions of different generations are not comparable."""
+        self.version = 0
+        """The policy's version in this generation."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def open_views(self) -> list[EpisodeView]:
-        return [one.view for one in self._open.values() if not one.is_prepared]
+    def __iter__(self) -> Iterator[EpisodeView]:
+        """The open episodes, then the collected ones."""
+        return (episode.view for episode in chain(self._open.values(), self.collected))
 
     @property
-    def prepared_views(self) -> list[EpisodeView]:
-        return [one.view for one in self._open.values() if one.is_prepared]
+    def plan(self) -> BatchPlan:
+        return self.collected.plan
 
     @property
-    def have_proxy(self) -> bool:
-        return self._proxy is not None
+    def has_trainer(self) -> bool:
+        return self._trainer is not None
 
-    def connect(self, hello: TrainerHello | None, proxy: Proxy | None) -> None:
-        """Sessions are made by `proxy` from now on."""
-        self._hello, self._proxy = hello, proxy
+    def connect(self, hello: TrainerHello, proxy: Proxy) -> None:
+        """To be called when the trainer is up. Uses its proxy for sessions and its plan for
+        batches."""
+        self._trainer = EpisodeSessions(hello, proxy)
+        self.collect_again(self.collected, BatchPlan(hello.swarm, hello.rollout))
 
-    def record_file(self, episode_id: str) -> Path:
-        return self._records / f"{episode_id}.record"
+    def disconnect(self) -> None:
+        self._trainer = None
 
-    async def claim(self, wanted: Claim, version: int) -> Claimed:
-        """The place among the open ones is taken before anything is awaited: quotas hold."""
-        opened, key = self._reserve(wanted, version)
-        try:
-            session = await self._session(opened.view)
-            await self._table.insert(opened.view, opened.key_hash)
-        except BaseException:
-            self._open.pop(opened.view.episode_id, None)
-            self._changes.notify()
-            raise
-        self._changes.notify()
+    def collect_again(self, episodes: Iterable[Episode], plan: BatchPlan) -> None:
+        """Makes these episodes, in this order, wait for the next batch, which follows `plan`."""
+        is_agreed = self.collected.is_agreed
+        self.collected = Collected(plan, list(episodes))
+        self.collected.is_agreed = is_agreed
+        self.admission.replace(self.collected)
+
+    async def take_up(self) -> None:
+        """Continues with the episodes that the previous server left prepared or ended."""
+        for episode in await self._table.in_state(EpisodeState.PREPARED):
+            episode.lease_s = self.plan.swarm.lease_s
+            episode.extend_lease(time.monotonic())
+            self._open[episode.episode_id] = episode
+            self.admission.add(episode.view)
+            self.watch(episode)
+        for episode in await self._table.in_state(EpisodeState.ENDED):
+            self.collected.add(episode)
+            self.admission.add(episode.view)
+
+    async def move(self, episodes: Sequence[Episode], state: EpisodeState, **changes: Any) -> None:
+        """Changes the episodes' state, first on disk and then in memory. Waiting claims get the
+        places that become free."""
+        before = await self._table.move(episodes, state, **changes)
+        for episode, old in zip(episodes, before, strict=True):
+            self.admission.moved(old, episode.view)
+        self.collected.remove(e for e, old in zip(episodes, before, strict=True) if _waits(old))
+        for episode in episodes:
+            if not episode.is_open:
+                self._open.pop(episode.episode_id, None)
+            if _waits(episode.view):
+                self.collected.add(episode)
+        self.admission.look_at_freed(before)
+        self._notify()
+
+    async def claim(self, wanted: Claim, refused: Callable[[str], SwarmError]) -> Claimed:
+        """A new episode, as soon as one can be given out.
+
+        Raises what `refused` makes of the reason, after `wanted.wait_s`; `unavailable`: the proxy
+        gave no session.
+        """
+        episode = await self.admission.enter(wanted, refused)
+        key = secrets.token_urlsafe(24)
+        async with self._ending(episode):
+            try:
+                session = await self._sessions.open(episode.view)
+                episode.key_hash = _hash(key)
+                await self._table.insert(episode)
+            except BaseException:
+                self._withdraw(episode)
+                raise
         return Claimed(
-            episode_id=opened.view.episode_id,
+            episode_id=episode.episode_id,
             key=key,
             api_key=session.api_key,
             base_url=session.base_url,
             anthropic_base_url=session.anthropic_base_url,
             kind=wanted.kind,
             task_id=wanted.task_id,
-            lease_s=opened.lease_s,
-            ends_at=opened.view.claimed_at + self.settings.max_life_s,
-            version=version,
+            lease_s=episode.lease_s,
+            ends_at=episode.view.claimed_at + self.plan.swarm.max_life_s,
+            version=episode.view.version,
         )
 
     async def heartbeat(self, episode_id: str, key: str) -> EpisodeView:
-        """Extends the lease. What is returned says whether the episode goes on."""
-        view = await self._owned(episode_id, key)
-        if one := self._open.get(episode_id):
-            one.lease_until = time.monotonic() + one.lease_s
-        return view
+        """Extends the lease. The state in the answer says whether the episode continues."""
+        episode = await self._owned(episode_id, key)
+        if episode.is_open:
+            episode.extend_lease(time.monotonic())
+        return episode.view
 
     async def outcome(self, episode_id: str, key: str) -> EpisodeState:
-        """For those that end with it: its key is all that they have."""
+        """The episode's state, for the servers whose episodes end together with it; they have its
+        key and no token."""
         return (await self._owned(episode_id, key)).state
 
-    async def end(self, episode_id: str, key: str, end: End) -> EpisodeView:
-        """Rewarded and on disk when this returns."""
-        view = await self._owned(episode_id, key)
-        one = self._open.get(episode_id)
-        if one is None:
-            return _ended_before(view, end)
-        async with self._ending(one):
-            if self._open.get(episode_id) is not one:
-                return _ended_before((await self._known(episode_id))[0], end)
-            if one.is_prepared:
-                _ended_before(one.view, end)
-            else:
-                await self._record(one.view, end)
-            await self._finish(one, **_told(end))
-        return one.view
+    async def end(self, episode_id: str, key: str, end: EpisodeEnd) -> EpisodeView:
+        """Ends the episode with its reward; both are on disk when this returns."""
+        async with self._ending(await self._owned(episode_id, key)) as episode:
+            if episode.state is not EpisodeState.CLAIMED:
+                _require_same(episode.view, end)
+            if episode.is_open:
+                if not episode.is_prepared:
+                    await self._record(episode.view, end)
+                await self._finish(episode, **_reported(end))
+        return episode.view
 
     async def prepare(self, episode_id: str, key: str, wanted: Prepare) -> EpisodeView:
-        """Everything of its end that can fail is done; `end` or `abort` says if it counts."""
-        view = await self._owned(episode_id, key)
-        one = self._open.get(episode_id)
-        if one is None:
-            return _ended_before(view, wanted.end)
-        async with self._ending(one):
-            if self._open.get(episode_id) is not one or one.is_prepared:
-                return _ended_before((await self._known(episode_id))[0], wanted.end)
-            await self._record(one.view, wanted.end)
-            changes = {"state": EpisodeState.PREPARED, **_told(wanted.end)}
-            await self._table.prepare(one.view.model_copy(update=changes), wanted.decider)
-            one.view, one.decider = one.view.model_copy(update=changes), wanted.decider
-            one.lease_until = time.monotonic() + one.lease_s
-        return one.view
-
-    async def take_up(self, view: EpisodeView) -> None:
-        """An episode that the last server left prepared."""
-        _, key_hash = await self._known(view.episode_id)
-        lease_s = self.settings.lease_s
-        until = time.monotonic() + lease_s
-        decider = await self._table.decider(view.episode_id)
-        self._open[view.episode_id] = _Open(view, key_hash, lease_s, until, until, decider)
+        """Does everything of the episode's end that can fail; `end` or `abort` decides whether it
+        counts."""
+        async with self._ending(await self._owned(episode_id, key)) as episode:
+            if episode.state is not EpisodeState.CLAIMED:
+                return _require_same(episode.view, wanted.end)
+            await self._record(episode.view, wanted.end)
+            reported = _reported(wanted.end)
+            await self.move([episode], EpisodeState.PREPARED, decider=wanted.decider, **reported)
+            episode.extend_lease(time.monotonic())
+        return episode.view
 
     async def abort(self, episode_id: str, key: str, reason: str) -> EpisodeView:
-        view = await self._owned(episode_id, key)
-        one = self._open.get(episode_id)
-        if one is None:
-            return view
-        async with self._ending(one):
-            if self._open.get(episode_id) is one:
-                await self._give_up(one, EpisodeState.ABORTED, reason or "by its client")
-        return one.view
+        """Aborts the episode, so that it never counts. Repeating this is not an error."""
+        async with self._ending(await self._owned(episode_id, key)) as episode:
+            if episode.is_open:
+                await self._give_up(episode, EpisodeState.ABORTED, reason or "by its client")
+        return episode.view
 
-    async def expire(self) -> float | None:
-        """Reclaims what outlived its lease or lifetime; when to look again (monotonic)."""
+    def watch(self, episode: Episode) -> None:
+        """To be called when the episode's deadline was set or has become earlier."""
+        heappush(self._deadlines, (episode.deadline, next(self._pushes), episode))
+
+    async def expire(self) -> float:
+        """Reclaims the episodes whose lease or lifetime ran out. Returns when to look again, on the
+        monotonic clock."""
         now = time.monotonic()
-        for one in [one for one in self._open.values() if one.deadline <= now]:
-            if one.ending.locked():
-                continue
-            if one.is_prepared and one.decider is not None:
-                one.lease_until = now + one.lease_s
-                task = asyncio.create_task(self._settle(one, one.decider))
-                self._settling.add(task)
-                task.add_done_callback(self._settling.discard)
-                continue
-            async with one.ending:
-                ended = "lifetime" if one.ends_at <= now and not one.is_prepared else "lease"
-                await self._give_up(one, EpisodeState.EXPIRED, f"its {ended} ran out")
-        waiting = [one.deadline for one in self._open.values() if not one.ending.locked()]
-        return min(waiting, default=None)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            episode = heappop(self._deadlines)[-1]
+            if not episode.is_open or episode.ending.locked():
+                continue  # `_ending` watches it again
+            if episode.deadline > now:
+                self.watch(episode)
+            elif episode.is_prepared and episode.decider is not None:
+                episode.extend_lease(now)
+                self.watch(episode)
+                self._ask_decider(episode)
+            else:
+                await self._expire(episode, now)
+        return self._deadlines[0][0] if self._deadlines else now + 3600.0
 
     async def abandon(self, reason: str, *, kind: EpisodeKind | None = None) -> None:
-        """Aborts the claimed ones, their sessions where the proxy still is. Prepared ones need no
-        trainer any more, and are not ours to decide."""
-        for one in [one for one in self._open.values() if kind in (None, one.view.kind)]:
-            async with one.ending:
-                if self._open.get(one.view.episode_id) is one and not one.is_prepared:
-                    await self._give_up(one, EpisodeState.ABORTED, reason)
+        """Aborts the claimed episodes. Prepared ones need no trainer any more, and others decide
+        about them."""
+        for episode in [e for e in self._open.values() if kind in (None, e.view.kind)]:
+            async with episode.ending:
+                if episode.state is EpisodeState.CLAIMED:
+                    await self._give_up(episode, EpisodeState.ABORTED, reason)
 
     async def close(self) -> None:
-        """Prepared ones stay so, for the next server."""
+        """Aborts the claimed episodes. Prepared episodes stay as they are, for the next server."""
         for task in self._settling:
             task.cancel()
         await self.abandon("the swarm server ends")
 
-    async def _settle(self, one: _Open, decider: Decider) -> None:
+    def _ask_decider(self, episode: Episode) -> None:
+        task = asyncio.create_task(self._settle(episode))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, episode: Episode) -> None:
+        assert episode.decider is not None
+        decider = episode.decider
         state = await outcome(decider)
         if state is None:
-            return  # asked again in a lease
-        async with self._ending(one):
-            if self._open.get(one.view.episode_id) is not one:
+            return  # asked again after a lease
+        async with self._ending(episode):
+            if not episode.is_open:
                 return
-            if state in NEVER:
+            if state in RECLAIMED:
                 why = f"the episode that it ends with, {decider.episode_id}, is {state.value}"
-                await self._give_up(one, EpisodeState.ABORTED, why)
+                await self._give_up(episode, EpisodeState.ABORTED, why)
             else:
-                await self._finish(one)
+                await self._finish(episode)
+
+    async def _expire(self, episode: Episode, now: float) -> None:
+        over = episode.ends_at <= now and not episode.is_prepared
+        reason = f"its {'lifetime' if over else 'lease'} ran out"
+        async with episode.ending:
+            try:
+                await self._give_up(episode, EpisodeState.EXPIRED, reason)
+            except SwarmError:
+                self.watch(episode)  # the disk refused it
+                raise
 
     @asynccontextmanager
-    async def _ending(self, one: _Open) -> AsyncIterator[None]:
-        """While it is held no lease runs out; then whoever waits looks again."""
-        async with one.ending:
+    async def _ending(self, episode: Episode) -> AsyncIterator[Episode]:
+        """Holds the episode for one end, abort or expiry; its lease cannot run out meanwhile."""
+        async with episode.ending:
             try:
-                yield
+                yield episode
             finally:
-                self._changes.notify()
+                if episode.is_open:
+                    self.watch(episode)
+                    self._notify()
 
-    def _reserve(self, wanted: Claim, version: int) -> tuple[_Open, str]:
-        now, key = time.monotonic(), secrets.token_urlsafe(24)
+    def _new_episode(self, wanted: Claim) -> Episode:
+        now, rules = time.monotonic(), self.plan.swarm
         view = EpisodeView(
             episode_id=f"e-{secrets.token_hex(8)}",
             client_id=wanted.client_id,
@@ -275,112 +278,83 @@ class Episodes:
             state=EpisodeState.CLAIMED,
             task_id=wanted.task_id,
             source=wanted.source,
-            version=version,
+            version=self.version,
             generation=self.generation,
             claimed_at=time.time(),
         )
-        lease_s = wanted.lease_s or self.settings.lease_s
-        opened = _Open(view, _hash(key), lease_s, now + lease_s, now + self.settings.max_life_s)
-        self._open[view.episode_id] = opened
-        return opened, key
+        lease_s = wanted.lease_s or rules.lease_s
+        ends_at = now + rules.max_life_s
+        episode = Episode(view, b"", lease_s=lease_s, lease_until=now + lease_s, ends_at=ends_at)
+        self._open[episode.episode_id] = episode
+        self.watch(episode)
+        return episode
 
-    async def _session(self, view: EpisodeView) -> SessionHandle:
-        assert self._proxy is not None
-        assert self._hello is not None
-        train = view.kind == "train"
-        try:
-            return await self._proxy.create_session(
-                view.episode_id,
-                kind=SessionKind.TRAIN if train else SessionKind.EVAL,
-                sampling=dict(self._hello.sampling) if train else {},
-                profile=self._hello.profile,
-                limits=dict(self._hello.session_limits),
-                metadata={"client_id": view.client_id, "source": view.source},
-                ttl_s=self.settings.max_life_s + SESSION_MARGIN_S,
-            )
-        except ProxyClientError as error:
-            raise SwarmError(f"no session could be made: {error}", "unavailable") from error
+    def _withdraw(self, episode: Episode) -> None:
+        """Removes the episode of a claim that failed before the claimant got it."""
+        del self._open[episode.episode_id]
+        before, episode.view = episode.view, episode.moved(EpisodeState.ABORTED)
+        self.admission.discard(before)
 
-    async def _record(self, view: EpisodeView, end: End) -> None:
-        """Closes the session and puts its recording, if it is to be trained, on disk."""
-        if self._proxy is None:
+    @property
+    def _sessions(self) -> EpisodeSessions:
+        if self._trainer is None:
             raise SwarmError("the engine is away", "unavailable")
-        try:
-            await self._proxy.complete(view.episode_id)
-            session, turns = await self._proxy.get_turns(view.episode_id)
-        except ProxyClientError as error:
-            raise SwarmError(f"its recording cannot be had: {error}", "unavailable") from error
-        if not any(turn.sampled for turn in turns):
-            raise SwarmError(
-                f"episode {view.episode_id} has no answered model call: abort it", "invalid"
-            )
-        answered = [turn.index for turn in turns if turn.sampled]
-        if unknown := sorted(end.turn_rewards.keys() - set(answered)):
-            raise SwarmError(
-                f"turn_rewards of calls {unknown}: answered are the calls {answered}", "invalid"
-            )
+        return self._trainer
+
+    async def _record(self, view: EpisodeView, end: EpisodeEnd) -> None:
+        """Closes the session and, if the episode is to be trained, writes its recording to disk."""
+        record = await self._sessions.finish(view, end)
         if view.kind == "train":
-            data = encode_record(session, turns)
-            try:
-                await asyncio.to_thread(write_durably, self.record_file(view.episode_id), data)
-            except OSError as error:
-                raise SwarmError(f"its recording cannot be kept: {error}", "unavailable") from error
+            await self._table.keep_record(view.episode_id, record)
 
-    async def _finish(self, one: _Open, **told: object) -> None:
-        is_eval = one.view.kind == "eval"
-        await self._leave(one, EpisodeState.EVALUATED if is_eval else EpisodeState.ENDED, **told)
-        if not is_eval:
-            self.ended.append(one.view)
+    async def _finish(self, episode: Episode, **reported: Any) -> None:
+        state = EpisodeState.ENDED if episode.is_training else EpisodeState.EVALUATED
+        await self.move([episode], state, ended_at=time.time(), **reported)
 
-    async def _leave(self, one: _Open, state: EpisodeState, **changes: object) -> None:
-        await self._table.change([one.view], state=state, ended_at=time.time(), **changes)
-        del self._open[one.view.episode_id]
+    async def _give_up(self, episode: Episode, state: EpisodeState, reason: str) -> None:
+        if self._trainer is not None:
+            await self._trainer.close(episode.episode_id)
+        await self.move([episode], state, reason=reason, ended_at=time.time())
+        self._table.remove_records([episode])  # of a prepared episode
 
-    async def _give_up(self, one: _Open, state: EpisodeState, reason: str) -> None:
-        if self._proxy is not None:
-            with contextlib.suppress(ProxyClientError):  # the proxy is gone, the session with it
-                await self._proxy.complete(one.view.episode_id)
-        await self._leave(one, state, reason=reason)
-        self.record_file(one.view.episode_id).unlink(missing_ok=True)  # if it was prepared
-        self._changes.notify()
-
-    async def _owned(self, episode_id: str, key: str) -> EpisodeView:
-        view, key_hash = await self._known(episode_id)
-        if not hmac.compare_digest(_hash(key), key_hash):
-            raise SwarmError(f"episode {episode_id} was claimed with another key", "not_yours")
-        return view
-
-    async def _known(self, episode_id: str) -> tuple[EpisodeView, bytes]:
-        if one := self._open.get(episode_id):
-            return one.view, one.key_hash
-        known = await self._table.get(episode_id)
-        if known is None:
+    async def _owned(self, episode_id: str, key: str) -> Episode:
+        episode = self._open.get(episode_id) or await self._table.get(episode_id)
+        if episode is None:
             raise SwarmError(f"no episode {episode_id!r}", "not_found")
-        return known
+        if not hmac.compare_digest(_hash(key), episode.key_hash):
+            raise SwarmError(f"episode {episode_id} was claimed with another key", "not_yours")
+        return episode
 
 
-def _ended_before(view: EpisodeView, end: End) -> EpisodeView:
-    """The same end again is the same answer; anything else is said."""
-    if view.state in (EpisodeState.ABORTED, EpisodeState.EXPIRED):
+def _waits(view: EpisodeView) -> bool:
+    return view.state is EpisodeState.ENDED
+
+
+def _require_same(view: EpisodeView, end: EpisodeEnd) -> EpisodeView:
+    """The same end again gets the same answer; a different end is refused."""
+    if view.state in RECLAIMED:
         raise SwarmError(
             f"episode {view.episode_id} is {view.state.value} ({view.reason}): its reward comes "
-            "too late; claim another",
+            "too late; claim another episode",
             "late",
         )
-    told = _told(end)
-    if any(getattr(view, name) != told[name] for name in ("task_id", "reward", "turn_rewards")):
+    if (view.task_id, view.reward, view.turn_rewards) != (
+        end.task_id,
+        end.reward,
+        end.turn_rewards,
+    ):
         raise SwarmError(
-            f"episode {view.episode_id} ended before, with reward {view.reward} for task "
+            f"episode {view.episode_id} already ended, with reward {view.reward} for task "
             f"{view.task_id!r}",
             "conflict",
         )
     return view
 
 
-def _told(end: End) -> dict[str, object]:
-    """What an end says of its episode."""
-    return {name: getattr(end, name) for name in End.model_fields}
+def _reported(end: EpisodeEnd) -> dict[str, object]:
+    """What an end says about its episode."""
+    return dict(end)
 
 
 def _hash(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

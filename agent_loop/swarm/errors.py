@@ -1,8 +1,9 @@
-"""`SwarmError`: what a swarm server refuses, or that it cannot be reached. `code` says which.
+"""`SwarmError`: a swarm server refused a request, or cannot be reached.
 
-Codes: `unreachable`, `unauthorized`, `not_found`, `not_yours`, `invalid`, `state` (not in this
-engine state), `late` (the episode was reclaimed), `conflict` (ended before, differently),
-`throttled`, `unavailable` (ask again), `protocol` (no swarm server answered).
+Codes: `unreachable`, `unauthorized`, `not_found`, `not_yours`, `invalid`, `state` (not possible in
+the engine's state), `late` (the episode was reclaimed), `conflict` (it already ended differently),
+`throttled`, `unavailable` (repeat the request later), `protocol` (the answer is not a swarm
+server's).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ STATUS = {
 
 
 class SwarmError(Exception):
+    """Example: SwarmError("no episode 'e-1'", "not_found").status == 404"""
+
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.message = message

@@ -1,25 +1,25 @@
-"""Episodes on several servers that end as one: an agent with several models, each in training.
+"""Episodes on several servers that end together: an agent with several models, each in training.
 
-Two phases. The client prepares every episode (reward and recording on disk, nothing counted), then
-ends the first by name: that one decides. Then it ends the others. Invariant: all of them count or
-none does. A server whose prepared episode is neither ended nor aborted in its lease asks the
-deciding one, for as long as it takes; the deciding one, left prepared past its own lease, expires.
+The end has two phases. First the client prepares every episode: its reward and its recording are on
+disk, and it does not count yet. Then the client ends the episodes, beginning with the one whose
+name comes first, which decides. Invariant: all of them count, or none does. A server whose prepared
+episode is neither ended nor aborted within its lease asks the deciding server until it gets an
+answer. The deciding episode expires if it is still prepared when its own lease runs out.
 """
 
 from __future__ import annotations
 
 import aiohttp
 
-from agent_loop.swarm.wire import Decider, EpisodeState, Outcome
+from agent_loop.swarm.episode import OPEN
+from agent_loop.swarm.wire import Decider, EpisodeOutcome, EpisodeState
 
 ASK_TIMEOUT_S = 10.0
 EPISODE_KEY = "X-Episode-Key"
-UNDECIDED = frozenset({EpisodeState.CLAIMED, EpisodeState.PREPARED})
-NEVER = frozenset({EpisodeState.ABORTED, EpisodeState.EXPIRED})
 
 
 async def outcome(decider: Decider) -> EpisodeState | None:
-    """What became of the deciding episode; None: not decided, or its server does not say."""
+    """What became of the deciding episode; None: undecided, or its server gives no answer."""
     url = f"{decider.url.rstrip('/')}/v1/episodes/{decider.episode_id}/outcome"
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     try:
@@ -31,8 +31,8 @@ async def outcome(decider: Decider) -> EpisodeState | None:
     except (aiohttp.ClientError, TimeoutError):
         return None
     if response.status == 404:
-        return EpisodeState.ABORTED  # its server never heard of it, or lost its disk
+        return EpisodeState.ABORTED  # its server never knew the episode, or lost its disk
     if response.status != 200:
         return None
-    state = Outcome.model_validate_json(body).state
-    return None if state in UNDECIDED else state
+    state = EpisodeOutcome.model_validate_json(body).state
+    return None if state in OPEN else state

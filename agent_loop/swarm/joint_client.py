@@ -1,24 +1,22 @@
-"""`AsyncJointClient`, `JointClient`: one agent with several models, each trained by its own swarm.
+"""`AsyncJointClient`: one agent with several models, each of which its own swarm trains.
 
-Its episodes, one on each server, are claimed, ended and aborted as one (`agent_loop/swarm/joint.py`
-has the protocol). Invariant: all of them count or none does, also when this process is killed in
-between; they are claimed in the order of their names, so that two agents never wait for each other.
+The agent's episodes, one on each server, are claimed, ended and aborted together;
+`agent_loop/swarm/joint.py` has the protocol. Invariant: all of them count or none does, also when
+this process is killed in between. Episodes are claimed in the order of the models' names, so that
+two agents never wait for each other.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
 from agent_loop.swarm.client import AsyncSwarmClient, ending
 from agent_loop.swarm.errors import SwarmError
-from agent_loop.swarm.wire import Claimed, Decider, End, EpisodeView
+from agent_loop.swarm.wire import Claimed, Decider, EpisodeEnd, EpisodeView
 
-T = TypeVar("T")
 Episodes = Mapping[str, Claimed]
 """By the name of the model."""
 
@@ -39,13 +37,13 @@ class AsyncJointClient:
             await client.close()
 
     async def begin_episode(self, **claim: Any) -> Episodes:
-        """One on each server, or none. `claim`: as `AsyncSwarmClient.begin_episode`."""
+        """One episode on each server, or none. `claim`: as for `AsyncSwarmClient.begin_episode`."""
         begun: dict[str, Claimed] = {}
         try:
             for name, client in self.clients.items():
                 begun[name] = await client.begin_episode(**claim)
         except BaseException:
-            await self.abort_episode(begun, "not all of its models could be had")
+            await self.abort_episode(begun, "not every model had an episode to give")
             raise
         return begun
 
@@ -58,11 +56,11 @@ class AsyncJointClient:
         turn_rewards: Mapping[str, Mapping[int, float]] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Mapping[str, EpisodeView]:
-        """Decided, durably, when it returns: they count. Of a server that then could not be reached
-        there is no view; it asks the deciding one by itself.
+        """Ends all episodes; the decision that they count is on disk when this returns.
 
-        Raises what `AsyncSwarmClient.end_episode` raises, after aborting all of them; but
-        `unreachable` from the deciding server leaves it to the servers.
+        A server that cannot be reached after the decision has no view in the result; it asks the
+        deciding server by itself. Raises what `AsyncSwarmClient.end_episode` raises, after aborting
+        all episodes; where the deciding server is `unreachable`, the servers decide on their own.
         """
         ends = {
             name: ending(
@@ -88,22 +86,24 @@ class AsyncJointClient:
         return views
 
     async def abort_episode(self, episodes: Episodes, reason: str = "") -> None:
-        """Nothing of them is trained. A server that is away finds out by itself."""
+        """The episodes are never trained. A server that is away finds out by itself."""
         for name, episode in episodes.items():
             with contextlib.suppress(SwarmError):
                 await self.clients[name].abort_episode(episode, reason)
 
     @asynccontextmanager
     async def episode(self, **claim: Any) -> AsyncIterator[Episodes]:
-        """Aborted when the block leaves without having ended it."""
+        """The episodes are aborted if the block does not end them."""
         episodes = await self.begin_episode(**claim)
         try:
             yield episodes
         finally:
             held = {n: e for n, e in episodes.items() if self.clients[n].holds(e)}
-            await self.abort_episode(held, "its block was left without an end")
+            await self.abort_episode(held, "its block did not end it")
 
-    async def _prepare(self, episodes: Episodes, ends: Mapping[str, End], first: str) -> None:
+    async def _prepare(
+        self, episodes: Episodes, ends: Mapping[str, EpisodeEnd], first: str
+    ) -> None:
         decides = episodes[first]
         decider = Decider(
             url=self.clients[first].url, episode_id=decides.episode_id, key=decides.key
@@ -113,44 +113,5 @@ class AsyncJointClient:
                 whom = None if name == first else decider
                 await self.clients[name].prepare_episode(episode, ends[name], whom)
         except BaseException as error:
-            await self.abort_episode(episodes, f"it could not be ended everywhere: {error}")
+            await self.abort_episode(episodes, f"not every server could end it: {error}")
             raise
-
-
-class JointClient:
-    """`AsyncJointClient` for threads.
-
-    Example: JointClient({"planner": url_1, "coder": url_2}, token)
-    """
-
-    def __init__(self, urls: Mapping[str, str], token: str | None = None, **settings: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._joint = AsyncJointClient(
-            {name: AsyncSwarmClient(url, token, **settings) for name, url in urls.items()}
-        )
-
-    def close(self) -> None:
-        self._run(self._joint.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def end_episode(
-        self, episodes: Episodes, *, rewards: Mapping[str, float], **end: Any
-    ) -> Mapping[str, EpisodeView]:
-        return self._run(self._joint.end_episode(episodes, rewards=rewards, **end))
-
-    @contextmanager
-    def episode(self, **claim: Any) -> Iterator[Episodes]:
-        """Aborted when the block leaves without having ended it."""
-        manager = self._joint.episode(**claim)
-        episodes = self._run(manager.__aenter__())
-        try:
-            yield episodes
-        finally:
-            self._run(manager.__aexit__(None, None, None))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,15 +1,15 @@
-"""The trainer's side of a swarm: its batches are what clients' episodes make full.
+"""The trainer's side of a swarm: a producer whose batches come from the swarm's server.
 
-Invariant: a batch is asked for once; asking for the next one says that the last is trained, and so
-does the end of a run whose last checkpoint has it. The rollouts are built from the recordings that
-the server made durable when each episode ended.
+Invariant: a batch is requested once. The request for the next batch reports the last one as
+trained, and so does the end of a run whose last checkpoint includes it. Rollouts are built from the
+recordings that the server wrote to disk when each episode ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,13 @@ import aiohttp
 import numpy as np
 import orjson
 
-from agent_loop.credit import CreditSettings, assign_credit
+from agent_loop.credit import CreditConfig
 from agent_loop.errors import AgentLoopError
-from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
-from agent_loop.swarm.wire import BatchView, EpisodeView, TrainerHello, TrainerReady, Welcome
-from agent_loop.trajectory import build_segments
+from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, Segment, Task
+from agent_loop.swarm.wire import BatchView, EpisodeView, TrainerHello, TrainerReady, TrainerWelcome
+from agent_loop.trial_outcome import Attempt, build_rollout
 from proxy.record_format import decode_record
-from proxy.records import FinishReason, Reward, Turn
+from proxy.records import Reward
 
 POLL_S = 30.0
 
@@ -36,21 +36,21 @@ class SwarmProducer:
         url: str,
         trainer_key: str,
         hello: TrainerHello,
-        credit: CreditSettings | None = None,
+        credit: CreditConfig | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {trainer_key}"}
         self._hello = hello
-        self._credit = credit or CreditSettings()
+        self._credit = credit or CreditConfig()
         self._generation: int | None = None
         self._first_version = 0
         self._http: aiohttp.ClientSession | None = None
         self._batches = 0
         self._last: int | None = None
-        """The server's number of the batch that was taken last, until it is said to be trained."""
+        """The server's number of the last batch, until it is reported as trained."""
         self._is_saved = False
         self.counts: Counter[str] = Counter()
-        """Groups `kept`, over the run."""
+        """Number of groups `kept` over the run."""
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         self._batches = int(state["batches"]) if state else 0
@@ -59,11 +59,13 @@ class SwarmProducer:
         """The groups that met the stop rule, with their tokens.
 
         Raises:
-            AgentLoopError: the swarm server is gone, or refuses.
+            AgentLoopError: the swarm server cannot be reached, or refuses.
         """
         if self._generation is None:
-            body = await self._request("POST", "/trainer/hello", self._hello.model_dump())
-            self._generation = Welcome.model_validate_json(body).generation
+            body = await self._request(
+                "POST", "/trainer/hello", self._hello.model_dump(mode="json")
+            )
+            self._generation = TrainerWelcome.model_validate_json(body).generation
             self._first_version = version
         ready = TrainerReady(version=version, wait_s=POLL_S).model_dump()
         while not (body := await self._request("POST", "/trainer/next_batch", ready)):
@@ -78,18 +80,18 @@ class SwarmProducer:
         ]
 
     def set_version(self, version: int) -> None:
-        """The server hears of it with the next call."""
+        """The next request reports it to the server."""
 
     def state(self) -> dict[str, Any]:
         return {"batches": self._batches}
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
-        """The next `next_batch`, or else `close`, tells the server."""
+        """A checkpoint has been saved. `next_batch` or `close` reports it to the server."""
         self._is_saved = int(state["batches"]) == self._batches
 
     async def close(self) -> None:
         if self._last is not None and self._is_saved:
-            with contextlib.suppress(AgentLoopError):  # it ends too: it keeps them
+            with contextlib.suppress(AgentLoopError):  # a server that ended too keeps the batch
                 await self._request("POST", "/trainer/trained", {"batch": self._last})
         if self._http is not None:
             await self._http.close()
@@ -105,57 +107,46 @@ class SwarmProducer:
             Reward(f"end_episode.{turn}", value, turn=turn)
             for turn, value in episode.turn_rewards.items()
         ]
-        posted = [*session.rewards, *of_turns]
-        credit = assign_credit(turns, episode.reward, posted, self._credit)
-        answered = [turn for turn in turns if turn.sampled]
-        cut_short = bool(answered) and answered[-1].finish_reason is FinishReason.LENGTH
-        return Rollout(
-            trial_id=episode.episode_id,
-            task=Task(str(episode.task_id), episode.metadata, episode.source),
-            status=RolloutStatus.TRUNCATED if cut_short else RolloutStatus.DONE,
-            reward=episode.reward,
-            segments=self._segments(episode, turns, credit.untrained),
-            reward_parts=episode.reward_parts,
-            turn_returns=credit.returns,
-            truncated_turns=_truncated(answered),
-            num_turns=len(answered),
-            forks=Counter(turn.fork_cause.value for turn in turns if turn.fork_cause),
-            started_version=episode.version,
-            error="its last answer reached the length limit" if cut_short else None,
-            times_s={"total": (episode.ended_at or 0.0) - episode.claimed_at},
+        task = Task(str(episode.task_id), episode.metadata, episode.source)
+        total_s = (episode.ended_at or 0.0) - episode.claimed_at
+        rollout = build_rollout(
+            Attempt(episode.episode_id, task, version=episode.version),
+            AgentResult(AgentEnd.EXITED, wall_s=total_s),
+            turns,
+            Graded(episode.reward, episode.reward_parts),
+            posted=[*session.rewards, *of_turns],
+            credit=self._credit,
+            times_s={"total": total_s},
         )
-
-    def _segments(
-        self, episode: EpisodeView, turns: list[Turn], untrained: Collection[int]
-    ) -> tuple[Segment, ...]:
-        """An earlier trainer's versions are other weights than ours of the same number: all that
-        is known of them is that they are older than ours."""
-        segments = build_segments(turns, untrained=untrained)
         if episode.generation == self._generation:
-            return segments
+            return rollout
+        return replace(rollout, segments=tuple(map(self._aged, rollout.segments)))
+
+    def _aged(self, segment: Segment) -> Segment:
+        """The segment, with versions of an earlier trainer replaced by one that counts as older.
+        They refer to other weights, of which only their greater age is known."""
         oldest = np.int32(self._first_version - 1)
-        return tuple(
-            replace(
-                segment,
-                versions=np.where(segment.mask, np.minimum(segment.versions, oldest), np.int32(-1)),
-            )
-            for segment in segments
-        )
+        versions = np.where(segment.mask, np.minimum(segment.versions, oldest), np.int32(-1))
+        return replace(segment, versions=versions)
 
     async def _request(self, method: str, path: str, body: Any = None) -> bytes:
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=3 * POLL_S)
             self._http = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
-        data = None if body is None else orjson.dumps(body)
+        data, headers = None, {}
+        if body is not None:
+            data, headers = orjson.dumps(body), {"Content-Type": "application/json"}
         try:
-            async with self._http.request(method, self._url + path, data=data) as response:
+            async with self._http.request(
+                method, self._url + path, data=data, headers=headers
+            ) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise AgentLoopError(f"the swarm server {self._url} is gone: {error!r}") from error
+            raise AgentLoopError(
+                f"the swarm server {self._url} cannot be reached: {error!r}"
+            ) from error
         if response.status >= 400:
-            raise AgentLoopError(f"the swarm server refused {path}: {content[:300].decode()}")
+            raise AgentLoopError(
+                f"the swarm server refused {path}: {content[:300].decode(errors='replace')}"
+            )
         return content
-
-
-def _truncated(answered: list[Turn]) -> tuple[int, ...]:
-    return tuple(turn.index for turn in answered if turn.finish_reason is FinishReason.LENGTH)

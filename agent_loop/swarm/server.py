@@ -1,19 +1,21 @@
 """The swarm over HTTP.
 
     GET    /v1/status         ?since=&wait_s=   long-poll for the next change
-    GET    /v1/events         every change as SSE
-    GET/PUT /v1/config        the trainer's YAML; PUT while offline or in error. Another text, or
-                              ?fresh, and the next start begins a new run
-    POST   /v1/start /v1/stop start goes on from the last run's checkpoint, if there is a run
+    GET    /v1/events         every change, as server-sent events
+    GET/PUT /v1/config        the trainer's YAML, as text; PUT while offline or in error. After
+                              another text, or ?fresh, the next start begins a new run
+    POST   /v1/start /v1/stop start resumes the last run from its checkpoint, if there is one
     POST   /v1/agree          {client_id}
     POST   /v1/episodes       claim → 201; 429 throttled, 409 not rolling (after wait_s)
-    GET    /v1/episodes       the buffer
+    GET    /v1/episodes       the open and collected episodes
     POST   /v1/episodes/{id}/heartbeat | prepare | end | abort     header X-Episode-Key: the claim's
-    GET    /v1/episodes/{id}/outcome   for another swarm's server, which has that key and no token
+    GET    /v1/episodes/{id}/outcome   for the server of another swarm, which has only that key
     POST   /trainer/hello | next_batch | trained    GET /trainer/records/{id}     the trainer's key
 
-Invariant: every route wants the swarm's token (the trainer's routes the trainer's), an episode's
-routes its claim's key beside it; errors are `{"error": {"code", "message"}}`.
+Invariant: every route needs the swarm's token (the trainer's routes need the trainer's key), an
+episode's routes also need its claim's key, and browsers are refused (`proxy/web_guard.py`). Errors
+are `{"error": {"code", "message"}}`. The server stores the configuration as text. Only the trainer
+parses it, and its hello reports the sections that the server needs.
 """
 
 from __future__ import annotations
@@ -22,46 +24,51 @@ import hmac
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import yaml
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from agent_loop.swarm.batching import SwarmSettings
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.joint import EPISODE_KEY
-from agent_loop.swarm.swarm import Swarm
+from agent_loop.swarm.swarm import WITHOUT_ENGINE, Swarm
+from agent_loop.swarm.table import EpisodeTable
 from agent_loop.swarm.wire import (
+    Abort,
     Agree,
     Claim,
-    End,
-    EngineState,
-    Outcome,
+    ConfigText,
+    EpisodeEnd,
+    EpisodeOutcome,
     Prepare,
     Trained,
     TrainerHello,
     TrainerReady,
-    Welcome,
+    TrainerWelcome,
 )
 from proxy.client import ProxyClient
+from proxy.errors import RequestError
+from proxy.http_request import read_body
+from proxy.web_guard import Hosts, web_guard
 
 MAX_WAIT_S = 60.0
 KEEP_ALIVE_S = 15.0
 MAX_BODY_BYTES = 4 * 2**20
 MAX_LISTED = 10_000
+MAX_REASON = 500
+"""Maximum number of characters of an abort's reason; the rest is cut off."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Engine(Protocol):
-    """`TrainerProcess`."""
+class TrainerControl(Protocol):
+    """What starts and stops the trainer: `TrainerProcess`."""
 
     async def start(self, run_dir: str) -> None:
-        """Goes on from `run_dir`; empty: begins anew."""
+        """Resumes the run in `run_dir`; empty: begins a new run."""
         ...
 
     async def stop(self) -> None: ...
@@ -69,21 +76,22 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class SwarmServer:
-    """What the routes share. `config` is the trainer's YAML, written before each start."""
+    """What the routes share."""
 
     swarm: Swarm
-    engine: Engine
-    token: str | None
+    engine: TrainerControl
+    table: EpisodeTable
+    token: str
     config: Path
-    trainer_key: str = ""
+    """The trainer's YAML; each start reads it."""
+    hosts: Hosts
+    trainer_key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     _proxy: ProxyClient | None = None
-
-    def __post_init__(self) -> None:
-        self.trainer_key = self.trainer_key or secrets.token_urlsafe(32)
 
     def build_app(self) -> web.Application:
         app = web.Application(
-            middlewares=[_errors, self._authorized], client_max_size=MAX_BODY_BYTES
+            middlewares=[web_guard(self.hosts, probes=()), _errors, self._authorized],
+            client_max_size=MAX_BODY_BYTES,
         )
         app.cleanup_ctx.append(self._life)
         episode = "/v1/episodes/{episode_id}"
@@ -121,14 +129,17 @@ class SwarmServer:
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        wanted = self.token
-        if request.path.startswith("/trainer/"):
-            wanted = self.trainer_key
-        elif request.method == "GET" and request.path.endswith("/outcome"):
-            wanted = None  # the episode's key is asked for, and tells no more than its state
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
-            raise SwarmError("wrong or no token", "unauthorized")
+        if request.method == "GET" and request.path.endswith("/outcome"):
+            return await handler(request)  # the handler asks for the episode's key
+        for_trainer = request.path.startswith("/trainer/")
+        wanted = self.trainer_key if for_trainer else self.token
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise SwarmError(
+                "missing or wrong token: set AGENTIC_SWARM_TOKEN to the server's token; unless the "
+                "server was given one, it is in the file `token` of its state folder",
+                "unauthorized",
+            )
         return await handler(request)
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -139,8 +150,8 @@ class SwarmServer:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        told = request.headers.get("Last-Event-ID", "")
-        last = int(told) if told.isdigit() else -1
+        seen = request.headers.get("Last-Event-ID", "")
+        last = int(seen) if seen.isdecimal() and seen.isascii() else -1
         while True:
             status = await self.swarm.status(since=last, wait_s=KEEP_ALIVE_S)
             if status.change == last:
@@ -151,28 +162,21 @@ class SwarmServer:
             await response.write(f"id: {last}\nevent: status\ndata: {data}\n\n".encode())
 
     async def _get_config(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.config.read_text() if self.config.exists() else "")
+        return web.Response(text=self._config_text())
 
     async def _put_config(self, request: web.Request) -> web.Response:
-        if self.swarm.state not in (EngineState.OFFLINE, EngineState.ERROR):
+        if self.swarm.state not in WITHOUT_ENGINE:
             raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
-        text = await request.text()
-        read_settings(text)
-        before = self.config.read_text() if self.config.exists() else None
-        if text != before or "fresh" in request.query:
+        wanted = await _body(request, ConfigText)
+        if wanted.config != self._config_text() or "fresh" in request.query:
             await self.swarm.set_run_dir("")
-        self.config.write_text(text)
+        self.config.write_text(wanted.config)
         return web.json_response({})
 
     async def _start(self, _: web.Request) -> web.Response:
         if not self.config.exists():
             raise SwarmError("no configuration yet: PUT /v1/config first", "state")
-        if self.swarm.state not in (EngineState.OFFLINE, EngineState.ERROR):
-            raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
-        settings = read_settings(self.config.read_text())
-        self.swarm.set_state(EngineState.BOOTING)  # before anything is awaited: there is one start
-        await self.swarm.configure(settings)
-        await self.engine.start(await self.swarm.run_dir())
+        await self.engine.start(await self.swarm.begin())
         return _answer(await self.swarm.status())
 
     async def _stop(self, _: web.Request) -> web.Response:
@@ -198,13 +202,15 @@ class SwarmServer:
         return _answer(await self.swarm.episodes.prepare(*_claimed(request), wanted))
 
     async def _outcome(self, request: web.Request) -> web.Response:
-        return _answer(Outcome(state=await self.swarm.episodes.outcome(*_claimed(request))))
+        return _answer(EpisodeOutcome(state=await self.swarm.episodes.outcome(*_claimed(request))))
 
     async def _end(self, request: web.Request) -> web.Response:
-        return _answer(await self.swarm.episodes.end(*_claimed(request), await _body(request, End)))
+        return _answer(
+            await self.swarm.episodes.end(*_claimed(request), await _body(request, EpisodeEnd))
+        )
 
     async def _abort(self, request: web.Request) -> web.Response:
-        reason = (await request.text())[:500]
+        reason = (await _body(request, Abort)).reason[:MAX_REASON]
         return _answer(await self.swarm.episodes.abort(*_claimed(request), reason))
 
     async def _hello(self, request: web.Request) -> web.Response:
@@ -212,9 +218,7 @@ class SwarmServer:
         if self._proxy is not None:
             await self._proxy.close()
         self._proxy = ProxyClient(hello.proxy_url, hello.proxy_admin_key)
-        self.swarm.episodes.connect(hello, self._proxy)
-        await self.swarm.set_run_dir(hello.run_dir)
-        return _answer(Welcome(generation=self.swarm.episodes.generation))
+        return _answer(TrainerWelcome(generation=await self.swarm.hello(hello, self._proxy)))
 
     async def _next_batch(self, request: web.Request) -> web.Response:
         ready = await _body(request, TrainerReady)
@@ -226,32 +230,13 @@ class SwarmServer:
         return web.json_response({})
 
     async def _record(self, request: web.Request) -> web.StreamResponse:
-        path = self.swarm.episodes.record_file(Path(request.match_info["episode_id"]).name)
+        path = self.table.record_file(Path(request.match_info["episode_id"]).name)
         if not path.is_file():
-            raise SwarmError(f"no record {path.stem!r}", "not_found")
+            raise SwarmError(f"no recording of episode {path.stem!r}", "not_found")
         return web.FileResponse(path)
 
-
-def read_settings(text: str) -> SwarmSettings:
-    """The `swarm` section of a trainer's YAML; its groups are those of `rollout` by default.
-
-    Raises `invalid` with the key that is wrong.
-    """
-    try:
-        parsed = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SwarmError(f"not YAML: {' '.join(str(error).split())}", "invalid") from None
-    if not isinstance(parsed, dict):
-        raise SwarmError("the configuration's top level must map sections to keys", "invalid")
-    rollout = parsed.get("rollout") or {}
-    names = {"groups_per_step": "groups", "group_size": "group_size"}
-    given = {ours: rollout[theirs] for theirs, ours in names.items() if theirs in rollout}
-    try:
-        return SwarmSettings.model_validate({**given, **(parsed.get("swarm") or {})})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise SwarmError(f"swarm.{where}: {first['msg']}", "invalid") from None
+    def _config_text(self) -> str:
+        return self.config.read_text() if self.config.exists() else ""
 
 
 @web.middleware
@@ -260,17 +245,19 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except SwarmError as error:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
-        body: dict[str, Any] = {"error": {"code": error.code, "message": error.message}}
+        body = {"error": {"code": error.code, "message": error.message}}
         return web.json_response(body, status=error.status, headers=headers)
 
 
 async def _body(request: web.Request, kind: type[Model]) -> Model:
     try:
-        return kind.model_validate_json(await request.read())
+        return kind.model_validate_json(await read_body(request) or b"{}")
+    except RequestError as error:
+        raise SwarmError(error.message, "invalid") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise SwarmError(f"{where}: {first['msg']}", "invalid") from None
+        raise SwarmError(f"{where}: {first['msg']}" if where else first["msg"], "invalid") from None
 
 
 def _number(request: web.Request, name: str, default: float) -> float:
@@ -280,7 +267,7 @@ def _number(request: web.Request, name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise SwarmError(f"{name}={text!r}: give a number", "invalid")
+        raise SwarmError(f"{name}={text!r}: give a finite number", "invalid")
     return value
 
 

@@ -1,7 +1,7 @@
-"""`SwarmClient`: `AsyncSwarmClient` for threads. Every call runs on one event loop of its own.
+"""`SwarmClient` and `JointClient`: the asynchronous clients for threads.
 
-Invariant: nothing is implemented here; what it does is what the asynchronous client does. Any
-number of threads may share one instance.
+Invariant: nothing is implemented here. Every call runs the asynchronous client on an event loop in
+a thread of its own, and any number of threads may share one instance.
 """
 
 from __future__ import annotations
@@ -9,14 +9,41 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from agent_loop.swarm.client import AsyncSwarmClient
+from agent_loop.swarm.joint_client import AsyncJointClient, Episodes
 from agent_loop.swarm.wire import Claimed, EpisodeView, Status
 
 T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    @contextmanager
+    def within(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """Wraps an asynchronous context manager as a synchronous one."""
+        entered = self.run(_enter(manager))
+        try:
+            yield entered
+        finally:
+            self.run(_leave(manager))
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 class SwarmClient:
@@ -27,10 +54,8 @@ class SwarmClient:
     """
 
     def __init__(self, url: str, token: str | None = None, **settings: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
         self._client = AsyncSwarmClient(url, token, **settings)
+        self._loop = _LoopThread()
 
     @property
     def client_id(self) -> str:
@@ -48,13 +73,11 @@ class SwarmClient:
         self.close()
 
     def close(self) -> None:
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.run(self._client.close())
         self._loop.close()
 
     def begin_episode(self, **claim: Any) -> Claimed:
-        return self._run(self._client.begin_episode(**claim))
+        return self._loop.run(self._client.begin_episode(**claim))
 
     def end_episode(
         self,
@@ -66,7 +89,7 @@ class SwarmClient:
         turn_rewards: Mapping[int, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> EpisodeView:
-        return self._run(
+        return self._loop.run(
             self._client.end_episode(
                 episode,
                 reward=reward,
@@ -78,45 +101,74 @@ class SwarmClient:
         )
 
     def abort_episode(self, episode: Claimed, reason: str = "") -> EpisodeView:
-        return self._run(self._client.abort_episode(episode, reason))
+        return self._loop.run(self._client.abort_episode(episode, reason))
 
     def can_continue_episode(self, episode: Claimed) -> bool:
-        return self._run(self._client.can_continue_episode(episode))
+        return self._loop.run(self._client.can_continue_episode(episode))
 
     @contextmanager
     def episode(self, **claim: Any) -> Iterator[Claimed]:
-        """A claimed episode; aborted when the block leaves without having ended it."""
-        manager = self._client.episode(**claim)
-        claimed = self._run(manager.__aenter__())
-        try:
+        """A claimed episode; it is aborted if the block does not end it."""
+        with self._loop.within(self._client.episode(**claim)) as claimed:
             yield claimed
-        finally:
-            self._run(manager.__aexit__(None, None, None))
 
     def get_episode_buffer(self, limit: int = 1000) -> list[EpisodeView]:
-        return self._run(self._client.get_episode_buffer(limit))
+        return self._loop.run(self._client.get_episode_buffer(limit))
 
     def status(self) -> Status:
-        return self._run(self._client.status())
+        return self._loop.run(self._client.status())
 
     def sync_train_config(self, config: str, *, fresh: bool = False) -> None:
-        self._run(self._client.sync_train_config(config, fresh=fresh))
+        self._loop.run(self._client.sync_train_config(config, fresh=fresh))
 
     def start_engine(self, *, timeout_s: float = 600.0) -> Status:
-        return self._run(self._client.start_engine(timeout_s=timeout_s))
+        return self._loop.run(self._client.start_engine(timeout_s=timeout_s))
 
     def stop_engine(self) -> Status:
-        return self._run(self._client.stop_engine())
+        return self._loop.run(self._client.stop_engine())
 
     def auto_start(
         self, config: str, *, force_restart: bool = False, timeout_s: float = 600.0
     ) -> Status:
-        return self._run(
+        return self._loop.run(
             self._client.auto_start(config, force_restart=force_restart, timeout_s=timeout_s)
         )
 
     def agree_sync_weights(self) -> Status:
-        return self._run(self._client.agree_sync_weights())
+        return self._loop.run(self._client.agree_sync_weights())
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+class JointClient:
+    """`AsyncJointClient` for threads.
+
+    Example: JointClient({"planner": url_1, "coder": url_2}, token)
+    """
+
+    def __init__(self, urls: Mapping[str, str], token: str | None = None, **settings: Any) -> None:
+        self._joint = AsyncJointClient(
+            {name: AsyncSwarmClient(url, token, **settings) for name, url in urls.items()}
+        )
+        self._loop = _LoopThread()
+
+    def close(self) -> None:
+        self._loop.run(self._joint.close())
+        self._loop.close()
+
+    def end_episode(
+        self, episodes: Episodes, *, rewards: Mapping[str, float], **end: Any
+    ) -> Mapping[str, EpisodeView]:
+        return self._loop.run(self._joint.end_episode(episodes, rewards=rewards, **end))
+
+    @contextmanager
+    def episode(self, **claim: Any) -> Iterator[Episodes]:
+        """Claimed episodes; they are aborted if the block does not end them."""
+        with self._loop.within(self._joint.episode(**claim)) as episodes:
+            yield episodes
+
+
+async def _enter(manager: AbstractAsyncContextManager[T]) -> T:
+    return await manager.__aenter__()
+
+
+async def _leave(manager: AbstractAsyncContextManager[Any]) -> None:
+    await manager.__aexit__(None, None, None)

@@ -1,19 +1,23 @@
-"""The episodes on disk: SQLite, one thread. What was acknowledged is here, whoever is killed.
+"""The episodes on disk: a SQLite table, used from one thread, and a file for each recording.
 
-Invariant: an episode's reward and its state change in one transaction, and a batch's number is on
-all of its episodes or on none. A failed write is `unavailable`, and leaves what was.
+Invariant: an episode's reward and state change in one transaction, and a batch's number is on all
+of its episodes or on none. A change is on disk before the `Episode` shows it; a write that fails
+raises `unavailable` and changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agent_loop.swarm.episode import Episode
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.wire import Decider, EpisodeState, EpisodeView
 
@@ -29,83 +33,82 @@ CREATE TABLE IF NOT EXISTS episodes (
     view TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state);
+CREATE INDEX IF NOT EXISTS episodes_by_end ON episodes (ended_number);
 CREATE TABLE IF NOT EXISTS deciders (
     episode_id TEXT PRIMARY KEY, decider TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
+_SELECT = "SELECT view, key_hash, decider FROM episodes LEFT JOIN deciders USING (episode_id) "
 
 
 class EpisodeTable:
-    def __init__(self, path: Path) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
-        self._database = self._thread.submit(_open, path).result()
+    """Example: table = EpisodeTable(Path("runs/swarm")); await table.insert(episode)"""
 
-    async def insert(self, view: EpisodeView, key_hash: bytes) -> None:
-        row = (view.episode_id, view.state.value, key_hash, view.model_dump_json())
+    def __init__(self, folder: Path) -> None:
+        """Opens, or creates, `swarm.sqlite` and `records/` in `folder`."""
+        self.records = folder / "records"
+        self.records.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
+        self._database = self._thread.submit(_open, folder / "swarm.sqlite").result()
+        rows = self._thread.submit(_counts, self._database).result()
+        self.counts: Counter[str] = Counter(rows)
+        """Number of episodes by state, since the folder was created."""
+
+    async def insert(self, episode: Episode) -> None:
+        view = episode.view
+        row = (view.episode_id, view.state.value, episode.key_hash, view.model_dump_json())
         await self._do(
             lambda db: db.execute(
                 "INSERT INTO episodes (episode_id, state, key_hash, view) VALUES (?, ?, ?, ?)", row
             )
         )
+        self.counts[view.state.value] += 1
 
-    async def update(self, views: Iterable[EpisodeView]) -> None:
-        """All of them or none; those that ended are numbered in that order."""
+    async def move(
+        self,
+        episodes: Sequence[Episode],
+        state: EpisodeState,
+        decider: Decider | None = None,
+        **changes: Any,
+    ) -> list[EpisodeView]:
+        """Moves all of the episodes to `state` with these changes, or none. Returns their former
+        views.
+
+        Episodes are numbered in the order in which they end. `decider` is kept with prepared ones.
+        """
+        if not episodes:
+            return []
+        views = [episode.moved(state, **changes) for episode in episodes]
         rows = [
             (v.state.value, v.model_dump_json(), v.state is EpisodeState.ENDED, v.episode_id)
             for v in views
         ]
-        await self._do(lambda db: _update(db, rows))
-
-    async def prepare(self, view: EpisodeView, decider: Decider | None) -> None:
-        """The prepared episode, and whom to ask what becomes of it."""
-        row = (view.state.value, view.model_dump_json(), False, view.episode_id)
         whom = decider.model_dump_json() if decider else None
-        await self._do(lambda db: _update(db, [row], decider=whom))
+        await self._do(lambda db: _update(db, rows, whom))
+        before = [episode.view for episode in episodes]
+        for episode, view in zip(episodes, views, strict=True):
+            episode.view, episode.decider = view, decider
+        self.counts.subtract(view.state.value for view in before)
+        self.counts.update(view.state.value for view in views)
+        self.counts += Counter()  # removes states that no episode has
+        return before
 
-    async def decider(self, episode_id: str) -> Decider | None:
-        row = await self._do(
-            lambda db: db.execute(
-                "SELECT decider FROM deciders WHERE episode_id = ?", (episode_id,)
-            ).fetchone()
+    async def get(self, episode_id: str) -> Episode | None:
+        rows = await self._do(
+            lambda db: db.execute(_SELECT + "WHERE episode_id = ?", (episode_id,)).fetchall()
         )
-        return None if row is None else Decider.model_validate_json(row[0])
+        return _episode(*rows[0]) if rows else None
 
-    async def change(self, views: Sequence[EpisodeView], **changes: Any) -> None:
-        """On disk, and only then in `views` themselves."""
-        if not views:
-            return
-        await self.update([view.model_copy(update=changes) for view in views])
-        for view in views:
-            for name, value in changes.items():
-                setattr(view, name, value)
-
-    async def get(self, episode_id: str) -> tuple[EpisodeView, bytes] | None:
-        """The episode and its key's hash."""
+    async def in_state(self, state: EpisodeState) -> list[Episode]:
+        """The episodes in `state`, in the order of their ends, then of their claims."""
         rows = await self._do(
             lambda db: db.execute(
-                "SELECT view, key_hash FROM episodes WHERE episode_id = ?", (episode_id,)
+                _SELECT + "WHERE state = ? ORDER BY ended_number IS NULL, ended_number, number",
+                (state.value,),
             ).fetchall()
         )
-        return (EpisodeView.model_validate_json(rows[0][0]), rows[0][1]) if rows else None
-
-    async def in_state(self, *states: EpisodeState, limit: int = -1) -> list[EpisodeView]:
-        """In the order in which they ended, then in that of their claims."""
-        marks = ",".join("?" * len(states))
-        rows = await self._do(
-            lambda db: db.execute(
-                f"SELECT view FROM episodes WHERE state IN ({marks}) "
-                "ORDER BY ended_number IS NULL, ended_number, number LIMIT ?",
-                (*states, limit),
-            ).fetchall()
-        )
-        return [EpisodeView.model_validate_json(row[0]) for row in rows]
-
-    async def counts(self) -> dict[str, int]:
-        rows = await self._do(
-            lambda db: db.execute("SELECT state, count(*) FROM episodes GROUP BY state").fetchall()
-        )
-        return dict(rows)
+        return [_episode(*row) for row in rows]
 
     async def remember(self, name: str, value: str) -> None:
         await self._do(
@@ -118,6 +121,25 @@ class EpisodeTable:
         )
         return None if row is None else str(row[0])
 
+    def record_file(self, episode_id: str) -> Path:
+        return self.records / f"{episode_id}.record"
+
+    async def keep_record(self, episode_id: str, record: bytes) -> None:
+        """Writes the recording; it is complete on disk when this returns.
+
+        Raises `unavailable`: the write failed.
+        """
+        try:
+            await asyncio.to_thread(_write_durably, self.record_file(episode_id), record)
+        except OSError as error:
+            raise SwarmError(f"cannot write the episode's recording: {error}", "unavailable") from (
+                error
+            )
+
+    def remove_records(self, episodes: Iterable[Episode]) -> None:
+        for episode in episodes:
+            self.record_file(episode.episode_id).unlink(missing_ok=True)
+
     async def close(self) -> None:
         await self._do(lambda db: db.close())
         self._thread.shutdown()
@@ -127,7 +149,7 @@ class EpisodeTable:
         try:
             return await loop.run_in_executor(self._thread, work, self._database)
         except sqlite3.Error as error:
-            raise SwarmError(f"the swarm's disk: {error}", "unavailable") from error
+            raise SwarmError(f"the swarm's database: {error}", "unavailable") from error
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -139,15 +161,26 @@ def _open(path: Path) -> sqlite3.Connection:
     return database
 
 
+def _counts(database: sqlite3.Connection) -> dict[str, int]:
+    return dict(database.execute("SELECT state, count(*) FROM episodes GROUP BY state").fetchall())
+
+
+def _episode(view: str, key_hash: bytes, decider: str | None) -> Episode:
+    decides = None if decider is None else Decider.model_validate_json(decider)
+    return Episode(EpisodeView.model_validate_json(view), key_hash, decides)
+
+
 def _update(
-    database: sqlite3.Connection,
-    rows: Sequence[tuple[str, str, bool, str]],
-    *,
-    decider: str | None = None,
+    database: sqlite3.Connection, rows: Sequence[tuple[str, str, bool, str]], decider: str | None
 ) -> None:
     with _transaction(database):
-        _update_rows(database, rows)
-        for *_, episode_id in rows:
+        for state, view, ended, episode_id in rows:
+            database.execute(
+                "UPDATE episodes SET state = ?1, view = ?2, ended_number = CASE WHEN ?3 AND "
+                "ended_number IS NULL THEN (SELECT ifnull(max(ended_number), 0) + 1 FROM episodes) "
+                "ELSE ended_number END WHERE episode_id = ?4",
+                (state, view, ended, episode_id),
+            )
             database.execute("DELETE FROM deciders WHERE episode_id = ?", (episode_id,))
             if decider is not None:
                 database.execute("INSERT INTO deciders VALUES (?, ?)", (episode_id, decider))
@@ -155,7 +188,7 @@ def _update(
 
 @contextmanager
 def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """A failed one (disk full) is rolled back: the next one can begin."""
+    """Rolls back if the block fails (a full disk), so that the next transaction can begin."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -166,11 +199,16 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _update_rows(database: sqlite3.Connection, rows: Sequence[tuple[str, str, bool, str]]) -> None:
-    for state, view, ended, episode_id in rows:
-        database.execute(
-            "UPDATE episodes SET state = ?1, view = ?2, ended_number = CASE WHEN ?3 AND "
-            "ended_number IS NULL THEN (SELECT ifnull(max(ended_number), 0) + 1 FROM episodes) "
-            "ELSE ended_number END WHERE episode_id = ?4",
-            (state, view, ended, episode_id),
-        )
+def _write_durably(path: Path, data: bytes) -> None:
+    """Writes the file so that it exists completely or not at all, even if the machine stops."""
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # makes the file's name durable
+    finally:
+        os.close(folder)

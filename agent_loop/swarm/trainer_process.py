@@ -1,7 +1,8 @@
-"""The trainer as a child of the swarm server.
+"""The trainer as a child process of the swarm server.
 
-Invariant: its end, however it comes, is known at once and is `error` unless it was asked for or it
-was done; it ends with the server, also where the server is killed (`proxy/engines/guard.py`).
+Invariant: the server knows at once when the trainer ends. The engine's state is then `error`,
+unless the end was asked for or the training is done. The trainer ends with the server, also when
+the server is killed (`proxy/engines/guard.py`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,26 @@ from pathlib import Path
 from agent_loop.swarm.swarm import Swarm
 from agent_loop.swarm.wire import EngineState
 from proxy.engines import guard
+from proxy.secrecy import from_pipe, inherited, pipe_with
 
+URL_VARIABLE = "AGENTIC_SWARM_URL"
+KEY_FD_VARIABLE = "AGENTIC_SWARM_TRAINER_KEY_FD"
+"""The number of the descriptor from which the trainer reads its key."""
 STOP_GRACE_S = 30.0
-"""For the trainer to save and end its engines."""
+"""Seconds that the trainer may take to save its state and to end its engines."""
 LOG_TAIL_BYTES = 1500
 
 
+def server_of_trainer() -> tuple[str, str] | None:
+    """URL of the server that started this process, and its key, which can be read once; None: no
+    server did."""
+    url, fd = os.environ.get(URL_VARIABLE), os.environ.get(KEY_FD_VARIABLE)
+    return (url, from_pipe(int(fd))) if url and fd else None
+
+
 class TrainerProcess:
-    """`begin` and `resume` start the trainer, which says hello to the swarm's server by itself;
-    `{run_dir}` in `resume` becomes the run to go on from, and none at all: it begins again."""
+    """`begin` and `resume` are the commands that start the trainer, which then says hello to the
+    swarm's server. `{run_dir}` in `resume` becomes the run's folder."""
 
     def __init__(
         self, swarm: Swarm, begin: Sequence[str], resume: Sequence[str], log: Path
@@ -31,30 +43,33 @@ class TrainerProcess:
         self._swarm = swarm
         self._begin = list(begin)
         self._resume = list(resume)
-        self.env: dict[str, str] = {}
-        """What the trainer gets beside our own variables: how it reaches us."""
+        self.url = ""
+        """Where the trainer reaches the server."""
+        self.key = ""
+        """By which the server knows its trainer."""
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
 
     async def start(self, run_dir: str) -> None:
-        """Goes on from `run_dir`, if there is one."""
+        """Resumes the run in `run_dir`; empty, or without such a folder: begins a new run."""
         self._stopping = False
-        with self._log.open("ab") as log:
+        with self._log.open("ab") as log, pipe_with(self.key) as key_fd:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(STOP_GRACE_S)),
                 *self._command(run_dir),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.env},
+                env=inherited() | {URL_VARIABLE: self.url, KEY_FD_VARIABLE: str(key_fd)},
+                pass_fds=(key_fd,),
                 start_new_session=True,
             )
         self._watch = asyncio.create_task(self._ended(self._process))
 
     async def stop(self) -> None:
-        """Returns when it is gone. Again is no error."""
+        """Ends the trainer and waits for its end. Repeating this is not an error."""
         self._stopping = True
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
@@ -84,4 +99,4 @@ class TrainerProcess:
     def _last_words(self) -> str:
         text = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "the log is empty"

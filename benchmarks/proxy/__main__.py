@@ -1,6 +1,6 @@
-"""`make bench-proxy`: ours beside a bare pass-through, LiteLLM and Portkey, on the same fake vLLM.
+"""`make bench-proxy`: our proxy, a bare pass-through, LiteLLM and Portkey on the same fake vLLM.
 
-All in one run on one machine, so the ratios mean something where the absolute figures do not.
+All are measured in one run on one machine, so that their ratios can be compared.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--seconds", type=float, default=8.0, help="per cell of small calls")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds per row of small calls")
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--sessions", type=int, default=1000, help="held in memory, of 128k tokens")
+    parser.add_argument("--sessions", type=int, default=1000, help="128k-token sessions in memory")
     arguments = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     parts = {

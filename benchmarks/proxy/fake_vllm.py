@@ -1,7 +1,7 @@
-"""A vLLM that costs nothing: the same 200 tokens, with their log-probabilities, to everybody.
+"""A fake vLLM that costs little CPU: every answer has the same 200 tokens and log-probabilities.
 
-`/inference/v1/generate` and `/v1/chat/completions`, whole and streamed (one event per token, at
-`--tokens-per-s`). Prints its URL.
+It serves `/inference/v1/generate` and `/v1/chat/completions`, streamed (one event per token, at
+`--tokens-per-s`) or not, and prints its URL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import web
 TOKENS = 200
 _END = 2
 _TOKEN = 75
-"""Any id; the text of the answer does not matter."""
+"""An arbitrary id, because the text of the answer does not matter."""
 
 
 def generate_choice(count: int, finish: str | None) -> dict[str, object]:
@@ -62,8 +62,8 @@ def generate_events() -> Iterator[bytes]:
 
 
 class _Stream:
-    """Writes the events to a connection, each at its time, and nothing else: at 1,000 streams an
-    engine that costs as much as the proxy would leave it no processor."""
+    """Only writes the events to a connection, each at its time. With 1,000 streams, an engine that
+    costs as much CPU as the proxy would leave the proxy none."""
 
     def __init__(self, transport: asyncio.Transport, events: list[bytes], per_s: float) -> None:
         self._transport = transport

@@ -1,7 +1,7 @@
-"""A closed-loop load generator that costs little: raw HTTP/1.1 on asyncio protocols.
+"""A closed-loop load generator that costs little CPU: raw HTTP/1.1 on asyncio protocols.
 
-Each client sends its next request when the answer to the last is whole. Run as a process of its
-own (`python -m benchmarks.proxy.load`) it prints one JSON line: latencies in ms, requests/s.
+Each client sends its next request when it has the whole answer to the last. As a separate process
+(`python -m benchmarks.proxy.load`) it prints one JSON line: latencies in ms, requests/s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uvloop
 
 CALLS_PER_SESSION = 100
 PATIENCE_S = 30.0
-"""A call that is not answered so long after the end has failed."""
+"""A call that is not answered within this time after the end has failed."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,14 @@ class Load:
     url: str
     headers: dict[str, str]
     body: str
-    """`@N@` in it is replaced by a number that no other request has; `@S@` in the URL by one that
-    CALLS_PER_SESSION requests of a client have in common: an agent's session."""
+    """`@N@` in the body is replaced by a number that no other request has. `@S@` in the URL is
+    replaced by a number that CALLS_PER_SESSION requests of a client share, as in a session."""
     clients: int
     seconds: float
     latencies_s: list[float] = field(default_factory=list)
     failures: int = 0
     sent: int = field(default_factory=lambda: time.time_ns() // 10**6 % 10**8)
-    """From another number in every run: no request is repeated."""
+    """Starts from another number in every run, so that no request is repeated."""
     ends_at: float = 0.0
     answered_at: float = 0.0
 

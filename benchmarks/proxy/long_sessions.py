@@ -1,4 +1,4 @@
-"""What history costs: turns of a conversation that grows to 128k tokens, streams, and memory."""
+"""The cost of history: turns of a conversation that grows to 128k tokens, and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TURNS = 100
 TOTAL_TOKENS = 128_000
 NEIGHBOURS = 5
 ANSWER_TOKENS = 200
-"""What the fake vLLM says per turn."""
+"""Number of tokens that the fake vLLM answers per turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,17 @@ class TurnCost:
     turn: int
     prompt_tokens: int
     cpu_ms: float
-    """Processor time of the proxy for this turn."""
+    """CPU time of the proxy for this turn."""
     wall_ms: float
     plain_cpu_ms: float
-    """Of the pass-through for the same body."""
+    """CPU time of the pass-through for the same body."""
     json_ms: float
-    """Of reading the agent's body and writing the engine's: what no proxy can do without."""
+    """CPU time of parsing the agent's JSON and writing the engine's, which every proxy needs."""
 
 
 async def turn_costs(target: Target, plain: Target, sessions: int) -> list[TurnCost]:
-    """Medians over the sessions and NEIGHBOURS turns each, up to turns 10 and 100; turn 1."""
+    """Medians over the sessions and over the NEIGHBOURS turns up to turn 10 and up to turn 100; and
+    turn 1."""
     costs: dict[int, list[TurnCost]] = {1: [], 10: [], TURNS: []}
     async with aiohttp.ClientSession() as http:
         for number in range(sessions):
@@ -79,7 +80,7 @@ async def memory_mb(target: Target, sessions: int) -> tuple[float, float]:
 
 
 def _text(session: int, turn: int, tokens: int = TOTAL_TOKENS // TURNS - ANSWER_TOKENS) -> str:
-    """About so many tokens of the benchmark's tokenizer, which no other turn has."""
+    """A text of about this number of tokens that no other turn has."""
     return f"Session {session}, turn {turn}. " + WORDS * (tokens // 27)
 
 

@@ -1,4 +1,4 @@
-"""The least that a proxy in Python can do: aiohttp in, aiohttp out, the bytes unread."""
+"""A minimal Python proxy: aiohttp on both sides, and the bytes are passed on without parsing."""
 
 from __future__ import annotations
 

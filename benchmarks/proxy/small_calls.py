@@ -1,4 +1,4 @@
-"""Many small calls (1 KB, 200 tokens back) through each target: requests/s, latency added, CPU."""
+"""Many small calls (1 KB, 200 tokens back) through each target: requests/s, added latency, CPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def direct_row(clients: int, d: dict[str, float]) -> str:
 
 
 def row(c: Cell, d: dict[str, float]) -> str:
-    """What the target adds to the direct call of as many clients."""
+    """The latency that the target adds to direct calls of the same number of clients."""
     return (
         f"| {c.target} | {c.clients} | {c.requests_per_s:,.0f} | {c.p50_ms - d['p50_ms']:.2f} "
         f"| {c.p99_ms - d['p99_ms']:.2f} | {c.cpu_ms_per_request:.3f} | {c.failures} |"

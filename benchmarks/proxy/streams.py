@@ -1,4 +1,4 @@
-"""Many streams at once at a reader's pace: how much longer the gaps between tokens become."""
+"""Many concurrent streams at reading speed: how much longer the gaps between tokens become."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orjson
 from benchmarks.proxy.targets import Target
 
 OPENED_OVER_S = 3.0
-"""Agents do not all begin in the same instant."""
+"""Streams start at different times within this period, as agents do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Gaps:
     streams: int
     p50_ms: float
     p99_ms: float
-    """Of the time between two reads of one stream."""
+    """Percentiles of the time between two reads of one stream."""
     cpu_share: float
-    """Processor time of the target by wall time, while all streams were open: 1.0 is one core."""
+    """CPU time of the target per wall time while all streams were open; 1.0 is one core."""
 
 
 async def measure(url: str, body: bytes, streams: int, target: Target | None) -> Gaps:
@@ -71,7 +71,7 @@ async def _read(url: str, body: bytes, gaps: list[float]) -> None:
 
 
 class _Reader(asyncio.Protocol):
-    """Looks at when something came, and at little more."""
+    """Records when data arrived, and does little else, to cost little CPU."""
 
     def __init__(self, request: bytes, gaps: list[float], ended: asyncio.Future[None]) -> None:
         self._request = request

@@ -1,6 +1,6 @@
-"""The processes that are measured: ours, a bare pass-through, and the peers.
+"""The processes that are measured: our proxy, a bare pass-through, and other projects' proxies.
 
-Invariant: whoever starts a target ends all of its processes.
+Invariant: the code that starts a target ends all of its processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
 
 CONTEXT_TOKENS = 200_000
 START_TIMEOUT_S = 600.0
-"""LiteLLM imports for half a minute of processor time, which is minutes on a busy machine."""
+"""LiteLLM's imports take half a minute of CPU time, which is minutes on a busy machine."""
 LITELLM = "litellm[proxy]==1.106.2"
 PORTKEY = "@portkey-ai/gateway@1.15.2"
 
@@ -33,12 +33,12 @@ PORTKEY = "@portkey-ai/gateway@1.15.2"
 class Target:
     name: str
     url: str
-    """Of its chat completions."""
+    """URL of the target's chat completions."""
     process: subprocess.Popen[str]
     headers: dict[str, str] = field(default_factory=dict)
 
     def cpu_s(self) -> float:
-        """Processor time of its whole tree so far."""
+        """CPU time of its whole process tree so far."""
         pids = [self.process.pid, *_descendants(self.process.pid)]
         return sum(_cpu_s(pid) for pid in pids)
 
@@ -63,7 +63,7 @@ def pass_through(upstream: str) -> Iterator[Target]:
 
 @contextmanager
 def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
-    """With its durable store, sessions by path."""
+    """Our proxy, with its durable store and sessions by path."""
     model, port = folder / "model", _free_port()
     if not model.exists():
         write_checkpoint(model)
@@ -78,7 +78,7 @@ def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
 
 @contextmanager
 def litellm(upstream: str, cache: Path) -> Iterator[Target]:
-    """One worker, from PyPI, in an environment of its own under `cache`."""
+    """LiteLLM from PyPI with one worker, in its own virtual environment under `cache`."""
     venv, port = cache / "litellm", _free_port()
     if not (venv / "bin" / "litellm").exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
@@ -88,7 +88,7 @@ def litellm(upstream: str, cache: Path) -> Iterator[Target]:
     config.write_text(json.dumps({"model_list": [{"model_name": "fake", "litellm_params": model}]}))
     argv = [str(venv / "bin" / "litellm"), "--config", str(config), "--port", str(port)]
     argv += ["--host", "127.0.0.1", "--telemetry", "False"]
-    # Without this it asks GitHub for prices when it is imported.
+    # Without this, it downloads prices from GitHub when it is imported.
     # Without a master key it does not start.
     key = "sk-bench"
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
@@ -100,7 +100,7 @@ def litellm(upstream: str, cache: Path) -> Iterator[Target]:
 
 @contextmanager
 def portkey(upstream: str, cache: Path) -> Iterator[Target]:
-    """From npm, in a folder of its own under `cache`."""
+    """Portkey's gateway from npm, in its own folder under `cache`."""
     folder, port = cache / "portkey", _free_port()
     if not (folder / "node_modules").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,8 @@ def portkey(upstream: str, cache: Path) -> Iterator[Target]:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A tokenizer of 4,096 words and a context that long conversations fit into; no weights."""
+    """A tokenizer with 4,096 entries and a context that is long enough for the conversations; no
+    weights."""
     folder.mkdir(parents=True)
     tokenizer = train_tokenizer(list(pydoc_data.topics.topics.values()), 4096)
     save_tokenizer(tokenizer, folder, CONTEXT_TOKENS)
@@ -187,5 +188,5 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all its threads, in nanoseconds' resolution (clock_getcpuclockid(3))."""
+    """CPU time of all its threads, with a resolution of nanoseconds (clock_getcpuclockid(3))."""
     return time.clock_gettime((~pid << 3) | 2)

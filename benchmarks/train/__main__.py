@@ -1,10 +1,10 @@
 """python -m benchmarks.train: tokens/s and peak memory of a training step, side by side.
 
-Every contestant is a process of its own, so that peak memory is its own, and they make their steps
-in turn, so that a noisy machine is noisy for all. Peak memory is what the steps need above what
-model and libraries hold before the first: gradients, moments and activations. Tokens are the input
-tokens of all sequences (what a dense step computes), so shared prefixes show as a higher rate. CPU
-seconds tell what a step costs where other work takes part of the machine.
+Each contestant is a separate process, so that its peak memory can be measured. They make their
+steps in turn, so that other work on the machine affects all of them. Peak memory is what the steps
+need in addition to model and libraries: gradients, moments and activations. Tokens are the input
+tokens of all sequences (those that a dense step computes), so shared prefixes show as a higher
+rate. CPU seconds show the cost of a step independently of other work on the machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps after one to warm up")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps after one warm-up step")
     parser.add_argument("--one", nargs=3, metavar=("CONTESTANT", "WORKLOAD", "PATH"))
     arguments = parser.parse_args()
     if arguments.one:
@@ -94,7 +94,7 @@ def _start(name: str, workload: str, folder: str) -> subprocess.Popen[str]:
 
 
 def _serve_steps(name: str, workload: str, path: str, arguments: argparse.Namespace) -> None:
-    """A contestant's process: a step for every line that comes in."""
+    """A contestant's process: it makes a step for every line on standard input."""
     vocabulary = MODELS[arguments.model]["vocab"]
     batch = build_batch(make_groups(WORKLOADS[workload], vocabulary))
     device, dtype = arguments.device, arguments.dtype

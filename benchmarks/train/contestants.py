@@ -1,8 +1,9 @@
-"""One training step each: forward, backward, clipping and AdamW on all of a batch's tokens.
+"""The contestants. Each makes one training step: forward, backward, clipping and AdamW on a batch.
 
-All take PPO-clip's loss with π_prox of the same pass, one optimizer step a batch, no gradient
-checkpointing, the same model and type. TRL pads every row to the batch's longest prompt and longest
-completion, shuffles, and trains in micro-batches of 8: as its trainer does.
+All use the loss of PPO-clip with π_prox from the same pass, one optimizer step per batch, no
+gradient checkpointing, and the same model and dtype. TRL pads every row to the longest prompt and
+the longest completion of the batch, shuffles the rows, and trains in micro-batches of 8, as its
+trainer does.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 import torch
 
 from trainer.algorithms import Algorithm, AlgorithmConfig
-from trainer.algorithms.config import Correction
+from trainer.algorithms.correction import Correction
 from trainer.batch import Batch
+from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
-from trainer.policy.optimizer import OptimizerConfig
 from trainer.policy.policy import Policy
 from trainer.policy.update import update_policy
 
 Step = Callable[[], float]
-"""Makes one step; its gradient norm before clipping, by which contestants are compared."""
+"""Makes one step. Returns the gradient norm before clipping, by which contestants are compared."""
 
 
 def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: bool) -> Step:
@@ -55,7 +56,7 @@ def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: b
 
 
 def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
-    """GRPOTrainer's own `training_step` on batches made from ours; its generation is left out."""
+    """GRPOTrainer's own `training_step` on batches made from ours, without its generation."""
     warnings.simplefilter("ignore")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -87,7 +88,7 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
     trainer._prepare_inputs = lambda inputs: inputs
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = len(micros)
-    optimizer = trainer.policy.optimizer
+    optimizer = trainer.optimizer
 
     def step() -> float:
         trainer.policy.model.train()
@@ -102,7 +103,7 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
 
 
 def _padded(batch: Batch, device: str) -> dict[str, torch.Tensor]:
-    """The batch as GRPOTrainer's generation leaves it: one row per sequence."""
+    """The batch in the form in which GRPOTrainer's generation returns it: one row per sequence."""
     Algorithm(AlgorithmConfig()).compute_advantages(batch)
     assert batch.advantages is not None
     count = len(batch.sequences)
@@ -129,7 +130,7 @@ def _padded(batch: Batch, device: str) -> dict[str, torch.Tensor]:
 
 
 def _any_tokenizer() -> Any:
-    """TRL asks for a tokenizer; no text is tokenized here."""
+    """A tokenizer, which TRL requires although no text is tokenized here."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Groups of random tokens in the shapes that training meets. Every contestant gets the same."""
+"""Groups of random tokens with typical shapes. Every contestant gets the same groups."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Workload:
     groups: int
     rollouts: int
     shared: int
-    """What all of a group starts with: system prompt, tools, task."""
+    """Number of tokens that all trials of a group start with: system prompt, tools, task."""
     turns: int
     answer: tuple[int, int]
     """Shortest and longest sampled answer of a turn."""
     result: tuple[int, int]
     """Shortest and longest tool result after a turn."""
     forks: int
-    """Sub-agents of a trial: branches of two turns off the shared prefix."""
+    """Number of sub-agents of a trial: branches of two turns that start at the shared prefix."""
 
 
 WORKLOADS = {
-    # one answer to a short question: nothing to share but the question
+    # one answer to a short question; only the question is shared
     "single-turn": Workload(4, 8, 128, 1, (50, 500), (0, 0), 0),
     # a small tool-using agent
     "tools": Workload(4, 8, 400, 4, (20, 80), (10, 60), 0),

@@ -1,7 +1,7 @@
 """Writes the shell tasks of `examples/mini_swe_agent` as Harbor task folders.
 
-`python -m examples.harbor.make_tasks --out DIR` makes DIR/train and DIR/heldout. Invariant: the
-same tasks, files and verdicts as there; a verifier knows its task's outcome, not the agent's way.
+`python -m examples.harbor.make_tasks --out DIR` makes DIR/train and DIR/heldout. Invariant: tasks,
+files and verdicts are the same as in that example. A verifier checks only the outcome of its task.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A harbor-server for the length of a training run. Run from the repository's root, after
+# Runs a harbor-server for the duration of a training run. Run it from the repository's root, after
 # `make harbor` and `make agents`. Arguments go to agentic-train.
 set -euo pipefail
 
-# The agents' Python may lie in the home folder, which a sandbox does not see: bind it.
+# The agents' Python may be in the home folder, which a sandbox does not see.
 python=$(dirname "$(dirname "$(readlink -f .agents/python/bin/python)")")
 sandbox="{\"path\": [\"$PWD/.agents/bin\"], \"bind\": [\"$PWD/.agents\", \"$python\"]}"
 
@@ -13,6 +13,8 @@ server=$!
 trap 'kill $server 2>/dev/null || true; wait 2>/dev/null || true' EXIT
 read -r line <&3 || { echo "harbor-server did not start" >&2; exit 1; }
 echo "$line"
+HARBOR_SERVER_TOKEN=${HARBOR_SERVER_TOKEN:-$(cat runs/harbor-server/token)}
+export HARBOR_SERVER_TOKEN
 
 .venv/bin/python -m examples.harbor.make_tasks --out .cache/harbor_tasks
 .venv/bin/agentic-train --config examples/harbor/agentic_trainer.yaml "$@"

@@ -1,1 +1,2 @@
-"""The unmodified mini-swe-agent from PyPI learns small shell tasks, each in a folder of its own."""
+"""The unmodified mini-swe-agent from PyPI learns small shell tasks, each trial in its own
+folder."""

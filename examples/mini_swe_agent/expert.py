@@ -1,6 +1,7 @@
-"""The scripted, careless expert of the warm-up, in exactly the messages that mini-swe-agent sends.
+"""The scripted expert of the warm-up, which makes mistakes on purpose.
 
-Its commands are not run: what they print is worked out here, from the files of `workspace/`.
+Its transcripts contain exactly the messages that mini-swe-agent sends. Its commands are not
+executed; their output is computed here from the files of `workspace/`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
-# Chance of each mistake, where it can be made.
+# Probability of each mistake in the situations where it can be made.
 _SUBMITS_AT_ONCE = 0.15
 _ONLY_SHOWS = 0.35
 _OTHER_PROGRAM = 0.25
@@ -42,7 +43,7 @@ _LOOKS_FIRST = 0.2
 
 
 def transcript(rng: random.Random) -> Transcript:
-    """One careless run of the agent on one task."""
+    """One run of the agent on one task, possibly with mistakes."""
     task = new_task(rng)
     messages: list[Message] = [
         {"role": "system", "content": SYSTEM},
@@ -75,7 +76,7 @@ def observation(printed: str) -> str:
 
 
 def _show(kind: str, source: str) -> str:
-    """What a kind's program prints about a file; all of it for `rename`, which has none."""
+    """The output of a kind's program for a file; for `rename`, which has none, the whole file."""
     lines = (WORKSPACE / f"{source}.txt").read_text().split()
     shown = {
         "count": [str(len(lines))],

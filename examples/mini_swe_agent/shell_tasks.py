@@ -1,6 +1,6 @@
-"""The tasks: small changes to a folder of text files, the command that does each, and its outcome.
+"""The tasks: small changes to a folder of text files, a command for each, and its outcome.
 
-It imports only the standard library: the verifier is a program of its own and uses it too.
+This module imports only the standard library, because the verifier, a separate program, uses it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 WORKSPACE = Path(__file__).with_name("workspace")
 SOURCES = ("apple", "bread", "cherry", "dates", "grape", "honey", "lemon", "melon")
-"""Files of the folder, a number in each line."""
+"""Files of the folder, with one number per line."""
 TARGETS = ("amber", "brass", "coral", "ebony", "ivory", "jade", "pearl", "silver")
-"""Files that are not there yet."""
+"""Files that do not exist yet."""
 
 REQUESTS: Mapping[str, str] = {
     "count": "Count the lines of {source}.txt, and write the number into {target}.txt",
@@ -46,7 +46,7 @@ def command(kind: str, source: str, target: str) -> str:
 
 
 def expected(kind: str, source: str) -> list[str]:
-    """The words that the target must hold."""
+    """The words that the target must contain."""
     original = (WORKSPACE / f"{source}.txt").read_text().split()
     return {
         "count": [str(len(original))],
@@ -58,7 +58,7 @@ def expected(kind: str, source: str) -> list[str]:
 
 
 def is_done(folder: Path, kind: str, source: str, target: str) -> bool:
-    """Whether `folder`, a copy of `WORKSPACE` at first, is as the task wants it."""
+    """Whether `folder`, which began as a copy of `WORKSPACE`, has the outcome of the task."""
     written = folder / f"{target}.txt"
     is_gone = not (folder / f"{source}.txt").exists()
     return (

@@ -1,4 +1,4 @@
-"""The verifier: exit code 0 if the folder is as asked for and the agent submitted, else 1."""
+"""The verifier: exit code 0 if the folder has the right outcome and the agent submitted, else 1."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def main() -> int:
 
 
 def exit_status() -> str:
-    """How mini-swe-agent says that it ended, in the record of its run."""
+    """The exit status that mini-swe-agent wrote into the record of its run."""
     try:
         record = json.loads((Path(os.environ["TRIAL_DIR"]) / "mini.json").read_text())
     except FileNotFoundError:

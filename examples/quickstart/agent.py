@@ -1,8 +1,8 @@
-"""The agent: an ordinary program on the OpenAI SDK that has never heard of a trainer.
+"""The agent: an ordinary program that uses the OpenAI SDK and contains nothing about training.
 
-It is told its model and server by the environment (OPENAI_BASE_URL, OPENAI_API_KEY, AGENT_MODEL)
-and its task by a file (TASK_FILE), serves the customer with two tools, and writes `answer.txt`.
-`run` is the same agent as a function, for the `python` launcher: a process less to start.
+It reads its model and server from the environment (OPENAI_BASE_URL, OPENAI_API_KEY, AGENT_MODEL)
+and its task from a file (TASK_FILE). It serves the customer with two tools and writes `answer.txt`.
+`run` is the same agent as a function for the `python` launcher, which starts no new interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shop import SYSTEM, TOOLS, calculate, price, right_answer
 if TYPE_CHECKING:
     from agent_loop.launchers.calls import AgentCall
 
-# Three prices, a calculation and the answer make five; a policy that still calls tools is lost.
+# Three prices, a calculation and the answer need five turns; more turns do not help the policy.
 MAX_TURNS = 7
 
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def run(call: AgentCall) -> float:
-    """The reward: 1 if the answer is right."""
+    """The reward: 1.0 if the answer is right, else 0.0."""
     client = OpenAI(base_url=call.base_url, api_key=call.api_key)
     answer = serve(client, call.model, call.task)
     wanted = right_answer(call.task["order"], call.task["prices"])
@@ -39,7 +39,7 @@ def run(call: AgentCall) -> float:
 
 
 def serve(client: OpenAI, model: str, task: Mapping[str, Any]) -> str | None:
-    """The answer to the customer; None if there was none in `MAX_TURNS`."""
+    """The answer to the customer; None if the agent did not answer within `MAX_TURNS`."""
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": task["prompt"]},
@@ -60,7 +60,7 @@ def serve(client: OpenAI, model: str, task: Mapping[str, Any]) -> str | None:
 
 
 def use(tool: str, arguments: str, prices: dict[str, int]) -> str:
-    """What a tool answers; its complaint, if it was called wrongly."""
+    """The result of a tool call; an error message if the call is wrong."""
     try:
         given = json.loads(arguments)
         if tool == "price":

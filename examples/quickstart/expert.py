@@ -1,8 +1,8 @@
-"""The scripted expert of the warm-up: it knows the way, and is careless on it.
+"""The scripted expert whose transcripts the warm-up trains on. It makes mistakes on purpose.
 
-It copies names and numbers rightly, for that is what a small model learns slowly by trial and
-error. Every mistake leaves the right step as the most likely one, so that reinforcement learning
-can find it; together they leave about four of ten orders right.
+It always copies names and numbers correctly, because a small model learns that slowly by
+reinforcement. In each situation the right step stays the most likely one, so that reinforcement
+learning can find it. With all mistakes together, about four of ten orders are right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.quickstart.shop import (
 )
 from examples.starter_model.transcripts import Message, Transcript
 
-# Chance of each mistake, where it can be made.
+# Probability of each mistake in the situations where it can be made.
 _FORGETS_THING = 0.35
 _ADDS_COUNTS = 0.25
 _ANSWERS_PRICE = 0.2
@@ -30,7 +30,7 @@ _SKIPS_CALCULATION = 0.1
 
 
 def transcript(rng: random.Random) -> Transcript:
-    """One careless conversation about one order."""
+    """One conversation about one order, possibly with mistakes."""
     task = new_question(rng)
     messages: list[Message] = [
         {"role": "system", "content": SYSTEM},
@@ -52,7 +52,7 @@ def transcript(rng: random.Random) -> Transcript:
 def _look_up(
     messages: list[Message], order: Order, prices: dict[str, int], rng: random.Random
 ) -> list[tuple[str, int]]:
-    """What was asked for and its price, for the order's things one after the other."""
+    """The requested name and its price, for each thing of the order in turn."""
     seen: list[tuple[str, int]] = []
     for thing in order:
         if seen and rng.random() < _FORGETS_THING:
@@ -64,7 +64,7 @@ def _look_up(
 
 def _expression(order: Order, seen: list[tuple[str, int]], rng: random.Random) -> str:
     operator = "+" if rng.random() < _ADDS_COUNTS else "*"
-    # `seen` is shorter where a thing was forgotten.
+    # `seen` is shorter if a thing was forgotten.
     pairs = zip(order.values(), seen, strict=False)
     return "+".join(f"{n}{operator}{each}" for n, (_, each) in pairs)
 

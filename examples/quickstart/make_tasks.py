@@ -19,7 +19,7 @@ def main() -> None:
     while len(tasks) < _TRAIN + _HELDOUT:
         task = new_question(rng)
         tasks.setdefault(str(task["prompt"]), task)
-    # A single thing is a short order, of which there are few: both files get their share.
+    # There are few orders of a single thing, so they are divided between both files.
     listed = list(tasks.values())
     rng.shuffle(listed)
     _write("heldout", listed[:_HELDOUT])

@@ -1,4 +1,4 @@
-"""The shop: its goods, tools and questions. Agent, expert and verifier agree through it.
+"""The shop: its goods, tools and questions, as agent, expert and verifier use them.
 
 It knows nothing about training, and imports only the standard library.
 """
@@ -60,7 +60,7 @@ TOOLS: list[dict[str, Any]] = [
 _SUM_OF_PRODUCTS = re.compile(r"\d{1,4}(\*\d{1,4})?(\+\d{1,4}(\*\d{1,4})?)*")
 
 Order = dict[str, int]
-"""Thing → how many."""
+"""Thing → number of pieces."""
 
 
 def new_question(rng: random.Random) -> dict[str, Any]:
@@ -81,27 +81,27 @@ def question(order: Order) -> str:
 
 
 def total_line(total: int) -> str:
-    """How the shop writes a total, the `calculate` tool and the right answer alike."""
+    """A total in the shop's notation; the `calculate` tool and the right answer use it."""
     return f"total: {total}"
 
 
 def price_line(item: str, each: int) -> str:
-    """How the shop writes a price."""
+    """A price in the shop's notation."""
     return f"{item}: {each}"
 
 
 def right_answer(order: Order, prices: dict[str, int]) -> str:
-    """What the agent should answer."""
+    """The right answer to an order."""
     return total_line(sum(count * prices[thing] for thing, count in order.items()))
 
 
 def price(prices: dict[str, int], item: str) -> str:
-    """The `price` tool's answer."""
+    """The result of the `price` tool."""
     return price_line(item, prices[item]) if item in prices else f"error: no {item} here"
 
 
 def calculate(expression: str) -> str:
-    """The `calculate` tool's answer: sums of products of whole numbers, and nothing else."""
+    """The result of the `calculate` tool, which accepts only sums of products of whole numbers."""
     compact = expression.replace(" ", "")
     if not _SUM_OF_PRODUCTS.fullmatch(compact):
         return "error: not a sum of products"

@@ -1,10 +1,10 @@
-"""Makes a small Qwen3 checkpoint that can use an agent's tools, but badly.
+"""Makes a small Qwen3 checkpoint that can use an agent's tools, but often makes mistakes.
 
-Where no weights can be downloaded (CI, an aeroplane), this stands in for a pretrained model: a
-byte-level BPE tokenizer with Qwen3's special tokens and chat template, a randomly initialised
-`Qwen3ForCausalLM` of about a million parameters, and a warm-up on transcripts of a scripted expert
-who is sloppy on purpose. The result is an ordinary Hugging Face folder; the trainer sees nothing
-but `model.path`.
+It replaces a pretrained model where no weights can be downloaded, such as in CI. It consists of a
+byte-level BPE tokenizer with Qwen3's special tokens and chat template, and a randomly initialised
+`Qwen3ForCausalLM` of about a million parameters, which is trained on transcripts of a scripted
+expert that makes mistakes on purpose. The result is an ordinary Hugging Face folder, which the
+trainer reads from `model.path`.
 
     python -m examples.starter_model --expert examples.quickstart.expert:transcript --out DIR
 """

@@ -1,8 +1,9 @@
-"""`python -m examples.starter_model --expert MODULE:FUNCTION --out DIR`: make it, or keep it.
+"""`python -m examples.starter_model --expert MODULE:FUNCTION --out DIR` makes the starter model.
 
-Invariants: a model that did not learn to copy (its loss is above `--max-loss`) is not saved, for
-trial and error could teach it nothing; a folder whose `starter.json` names this very recipe
-(arguments and source code) is complete and is not made again; anything else is replaced whole.
+Invariants: a model that did not learn to copy (its loss is above `--max-loss`) is not saved,
+because reinforcement could not improve it. If the `starter.json` of a folder names the same recipe
+(arguments and source code), the folder is complete and is kept. Otherwise the whole folder is
+replaced.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from examples.starter_model.transcripts import Expert, Transcript, encode, load_
 from examples.starter_model.warmup import Recipe, warm_up
 
 _RECORD = "starter.json"
-# Transcripts that the tokenizer is trained on: enough for every word of an agent's prompts.
+# Number of transcripts that the tokenizer is trained on; they contain every word of the prompts.
 _TOKENIZER_TRANSCRIPTS = 500
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: the folder is ready; 1: the model did not get there; 2: bad arguments."""
+    """Exit code 0: the folder is ready. 1: the model did not learn to copy. 2: invalid
+    arguments."""
     arguments = _parser().parse_args(argv)
     shape = Shape(**{field.name: getattr(arguments, field.name) for field in fields(Shape)})
     recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in fields(Recipe)})
@@ -104,7 +106,7 @@ def make(folder: Path, expert: Expert, shape: Shape, recipe: Recipe) -> float:
 
 
 def _texts(transcripts: list[Transcript]) -> Iterator[str]:
-    """What the tokenizer is trained on: Python's manual, and conversations as rendered."""
+    """The texts that the tokenizer is trained on: Python's manual, and rendered conversations."""
     yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
     for transcript in transcripts:
         text = render_jinja_template(
@@ -140,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--expert", required=True, help="module:function that writes a Transcript")
     parser.add_argument("--out", required=True, type=Path, help="the checkpoint's folder")
     parser.add_argument(
-        "--max-loss", type=float, default=0.1, help="nats; above it nothing is saved"
+        "--max-loss", type=float, default=0.1, help="in nats; above it, nothing is saved"
     )
     for part in (Shape, Recipe):
         for field in fields(part):

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the model; the default has about a million parameters."""
+    """Size of the model. The default has about a million parameters."""
 
     vocab_size: int = 1024
     hidden_size: int = 128
@@ -45,7 +45,7 @@ def new_model(shape: Shape, seed: int) -> Qwen3ForCausalLM:
 
 
 def save_model(model: Qwen3ForCausalLM, folder: Path, *, end_of_turn: int, padding: int) -> None:
-    """config.json, generation_config.json and model.safetensors."""
+    """Writes config.json, generation_config.json and model.safetensors."""
     model.config.eos_token_id = end_of_turn
     model.config.pad_token_id = padding
     model.config.dtype = "float32"
@@ -53,7 +53,7 @@ def save_model(model: Qwen3ForCausalLM, folder: Path, *, end_of_turn: int, paddi
     model.generation_config.pad_token_id = padding
     model.save_pretrained(folder)
     generation = json.loads((folder / "generation_config.json").read_text())
-    # Sampling at the model's own temperature unless a request says otherwise.
+    # Engines sample at the model's own temperature unless a request sets another.
     (folder / "generation_config.json").write_text(
         json.dumps({**generation, "do_sample": True, "temperature": 1.0}, indent=2) + "\n"
     )

@@ -26,7 +26,7 @@ CONTROL_WORDS = (
     "<think>",
     "</think>",
 )
-# The first three end or begin turns and are hidden by `skip_special_tokens`; the others are text.
+# The first three begin or end turns, and `skip_special_tokens` hides them; the others are text.
 _SPECIAL = 3
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -35,7 +35,7 @@ _QWEN_SPLIT = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` entries, the control words last."""
+    """A tokenizer of at most `vocab_size` entries; the control words are the last ones."""
     tokenizer = Tokenizer(BPE(byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,7 +59,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers has them."""
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,7 +1,8 @@
-"""What an expert writes (`Transcript`) and the tokens that the proxy would have recorded for it.
+"""Transcripts of an expert, and the tokens that the proxy would have recorded for them.
 
-Invariant: `encode` builds a transcript as a recorded session grows: prompt, completion, bridge to
-the next prompt, completion, … with the same `renderers` package, so warm-up and RL see one form.
+Invariant: `encode` builds the tokens in the way in which a recorded session grows: prompt,
+completion, bridge to the next prompt, completion, … with the same `renderers` package. Warm-up and
+reinforcement learning therefore see the same tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ Expert = Callable[[random.Random], Transcript]
 
 @dataclass(frozen=True)
 class Encoded:
-    """`ids` `[T]`; `mask` `[T]`: True where the expert, in the policy's place, chose it."""
+    """`ids` `[T]`; `mask` `[T]`, True where the expert chose the token in place of the policy."""
 
     ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
 
 
 def load_expert(name: str) -> Expert:
-    """The function that `module:function` names; ValueError if there is none."""
+    """The function that `module:function` names. Raises ValueError if it does not exist."""
     module_name, _, function = name.partition(":")
     try:
         expert: Expert = getattr(importlib.import_module(module_name), function)
@@ -52,7 +53,7 @@ def load_expert(name: str) -> Expert:
 
 
 def encode(transcript: Transcript, renderer: Any) -> Encoded:
-    """The ids of a session in which the engine sampled the transcript's assistant messages."""
+    """The tokens of a session in which the engine sampled the transcript's assistant messages."""
     messages, tools = transcript.messages, transcript.tools
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     ids = list(
@@ -76,8 +77,8 @@ def encode(transcript: Transcript, renderer: Any) -> Encoded:
 
 
 def completion_ids(message: Message, renderer: Any) -> list[int]:
-    """What an engine would have sampled to say `message`, its end-of-turn included."""
-    # Between two questions the template adds no thinking block of its own.
+    """The ids that an engine would have sampled for `message`, including the end of turn."""
+    # Between two questions, the template adds no thinking block.
     question = {"role": "user", "content": "?"}
     rendered = renderer.render([question, message, question])
     return [

@@ -1,10 +1,13 @@
-"""Supervised warm-up: next-token loss on what the expert chose, and on nothing else.
+"""Supervised warm-up: next-token loss on the tokens that the expert chose, and only on them.
 
-Three things make it short. The tokens that all transcripts of a batch begin with (system prompt
-and tools: most of them) go through the model once, not once per transcript, and in the first half
-not at all: to copy a word from a question is learnt in a short text, and then found in a long one.
-And the matrices are trained with Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon):
-copying appears after about 100 steps, where AdamW had not begun.
+Three things make it short:
+
+- The tokens that all transcripts of a batch begin with (system prompt and tools, most of the
+  tokens) go through the model once per batch instead of once per transcript.
+- In the first half of the warm-up they are left out. The model learns to copy a word from a
+  question in a short text, and then also does it in a long one.
+- The matrices are trained with Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+  The model copies after about 100 steps, when it had not begun to with AdamW.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from examples.starter_model.transcripts import Encoded
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how hard to train."""
+    """Duration and learning rates of the warm-up."""
 
     transcripts: int = 4800
     epochs: int = 5
@@ -40,7 +43,7 @@ def warm_up(
     recipe: Recipe,
     report: Callable[[str], None],
 ) -> float:
-    """Trains `model` in place; returns the mean loss of the last tenth of the steps, in nats."""
+    """Trains `model` in place. Returns the mean loss of the last tenth of the steps, in nats."""
     optimizers = _optimizers(model, recipe.learning_rate)
     batches = list(_batches(transcripts, recipe))
     losses: list[float] = []
@@ -63,7 +66,7 @@ def warm_up(
 
 
 def _optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
@@ -74,7 +77,8 @@ def _optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.opt
 
 
 def _batches(transcripts: Sequence[Encoded], recipe: Recipe) -> Iterator[list[Encoded]]:
-    """Transcripts of similar lengths together, the batches in random order; each once per epoch."""
+    """Batches of transcripts of similar lengths, in random order; each transcript once per
+    epoch."""
     rng = random.Random(recipe.seed)
     for _ in range(recipe.epochs):
         keys = [(len(item.ids), rng.random()) for item in transcripts]
@@ -86,7 +90,8 @@ def _batches(transcripts: Sequence[Encoded], recipe: Recipe) -> Iterator[list[En
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Linear rise over 20 steps, level, and linear fall to a twentieth over the second half."""
+    """Factor of the learning rate: rises linearly over 20 steps, stays constant, and falls linearly
+    to a twentieth over the second half."""
     return min(1.0, (step + 1) / 20) * max(0.05, min(1.0, 2 * (1 - step / steps)))
 
 
@@ -112,7 +117,8 @@ def _loss(model: Qwen3ForCausalLM, batch: list[Encoded], *, with_beginning: bool
 
 
 def _common_prefix(batch: list[Encoded]) -> int:
-    """Tokens that all begin with, none of them chosen, and at least one less than the shortest."""
+    """Number of tokens that all transcripts begin with: none of them was chosen by the expert, and
+    they are at least one fewer than the shortest transcript has."""
     shortest = min(min(len(item.ids), int(item.mask.argmax())) for item in batch) - 1
     rows = np.stack([item.ids[:shortest] for item in batch])
     differs = (rows != rows[0]).any(axis=0)

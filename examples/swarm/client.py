@@ -2,8 +2,9 @@
 
     python -m examples.swarm.client URL --tasks examples/quickstart/train.jsonl --threads 4
 
-It ends when the training is done. Several of them may run, anywhere, each with tasks of its own
-(`--share 1/2` and `--share 2/2` here). The first one starts the engine.
+It ends when the training is done. Any number of clients may run, on any machine, each with its own
+tasks (`--share 1/2` and `--share 2/2`, for example). The first client starts the engine. The token
+is AGENTIC_SWARM_TOKEN or, on the server's machine, the one in `runs/swarm/token`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ Task = dict[str, Any]
 
 def main() -> int:
     arguments = _parser().parse_args()
-    token = os.environ.get("AGENTIC_SWARM_TOKEN")
-    with SwarmClient(arguments.url, token) as swarm:
+    with SwarmClient(arguments.url) as swarm:
         status = swarm.auto_start(arguments.config.read_text())
         print(f"{swarm.client_id}: engine {status.state.value}, version {status.version}")
         episodes = _episodes(_tasks(arguments.tasks, arguments.share), arguments.group_size)
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _work(swarm: SwarmClient, episodes: Iterator[Task]) -> list[float]:
-    """One thread: an episode after the other, until the engine is gone."""
+    """Plays one episode after another until the engine has ended."""
     rewards = []
     while True:
         task = next(episodes)
@@ -61,7 +61,7 @@ def _work(swarm: SwarmClient, episodes: Iterator[Task]) -> list[float]:
 
 
 def run_agent(task: Task, episode: Claimed) -> float:
-    """The agent and its verifier as two programs, which know only their environment."""
+    """Runs the agent and its verifier, two programs that know only their environment."""
     with tempfile.TemporaryDirectory() as folder:
         task_file = Path(folder) / "task.json"
         task_file.write_text(json.dumps(task))
@@ -84,7 +84,7 @@ def run_agent(task: Task, episode: Claimed) -> float:
 
 
 class _Shared:
-    """An iterator that threads may share."""
+    """An iterator that threads can share."""
 
     def __init__(self, items: Iterator[Task]) -> None:
         self._items, self._lock = items, Lock()
@@ -98,8 +98,8 @@ class _Shared:
 
 
 def _episodes(tasks: list[Task], group_size: int) -> Iterator[Task]:
-    """Each task `group_size` times in a row, the whole again and again under new names: a group's
-    episodes share a task id, and a task's next turn is another group."""
+    """Repeats each task `group_size` times in a row, and the whole list without end. Episodes of
+    a group share a task id; each pass over the list has new task ids, and so new groups."""
 
     def forever() -> Iterator[Task]:
         for turn in count():
@@ -121,9 +121,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("url")
     parser.add_argument("--tasks", type=Path, default=_QUICKSTART / "train.jsonl")
-    parser.add_argument("--share", default="1/1", help="which part of the tasks, like 1/2")
+    parser.add_argument("--share", default="1/1", help="the part of the tasks to play, like 1/2")
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=8, help="as rollout.group_size")
+    parser.add_argument("--group-size", type=int, default=8, help="the value of rollout.group_size")
     parser.add_argument(
         "--config", type=Path, default=Path(__file__).with_name("agentic_trainer.yaml")
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A swarm server and two clients with different tasks, to the end of the training; prints the
-# held-out success before and after. Run from the repository's root, after `make starter`.
-# Arguments go to both clients. What the trainer says as it goes: runs/swarm/trainer.log
+# held-out success before and after. Run it from the repository's root, after `make starter`.
+# Both clients get the arguments. The trainer's log is runs/swarm/trainer.log.
 set -euo pipefail
 
 state=runs/swarm

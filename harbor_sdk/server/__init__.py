@@ -1,1 +1,1 @@
-"""`harbor-server`: Harbor trials over HTTP. Runs on Python 3.12, in an environment of its own."""
+"""`harbor-server`: Harbor trials over HTTP. Needs Python 3.12, in its own virtual environment."""

@@ -11,7 +11,7 @@
     GET    /api/v1/runs/{id}/artifacts   names and sizes; …/artifacts/{path}: one file
     GET    /health
 
-Invariant: every route but /health wants the token (if there is one); errors are
+Invariant: every route but /health needs the token (`guard.py`); errors are
 `{"error": {"code", "message"}}`.
 """
 
@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import math
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
 from pydantic import ValidationError
 
 from harbor_sdk.archive import unpack_task
@@ -37,13 +38,14 @@ from harbor_sdk.errors import AgentRunError
 from harbor_sdk.ids import new_run_id
 from harbor_sdk.models import AgentRun, AgentRunRequest, RunEvent, RunList, RunStatus
 from harbor_sdk.server.config import ServerConfig
+from harbor_sdk.server.guard import Handler, guard
 from harbor_sdk.server.runs import Runs, RunTrial
 from harbor_sdk.server.table import RunTable, Submission
 
 MAX_WAIT_S = 60.0
-"""Of one long-poll: shorter than what load balancers allow an idle connection."""
+"""Longest long-poll: shorter than load balancers keep an idle connection open."""
 MAX_SUBMIT_WAIT_S = 6 * 3600.0
-"""Of a submission that asks for the result as its answer; past it: 202."""
+"""Longest time that a submission waits for its result. After it, the answer is 202."""
 KEEP_ALIVE_S = 15.0
 MAX_METADATA_BYTES = 4 * 2**20
 MAX_LOG_BYTES = 1 * 2**20
@@ -54,12 +56,11 @@ _log = logging.getLogger(__name__)
 _CONFIG = web.AppKey("config", ServerConfig)
 _RUNS = web.AppKey("runs", Runs)
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 def build_app(config: ServerConfig, run_trial: RunTrial) -> web.Application:
     app = web.Application(
-        middlewares=[_errors, _authorized], client_max_size=config.max_archive_mb * 2**20
+        middlewares=[_errors, guard(config.host, config.token)],
+        client_max_size=config.max_archive_mb * 2**20,
     )
     app[_CONFIG] = config
     app.cleanup_ctx.append(lambda app: _open_runs(app, run_trial))
@@ -86,7 +87,7 @@ async def _open_runs(app: web.Application, run_trial: RunTrial) -> AsyncIterator
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except AgentRunError as error:
@@ -102,16 +103,6 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
 def _error(status: int, code: str, message: str, headers: dict[str, str]) -> web.Response:
     body = {"error": {"code": code, "message": message}}
     return web.json_response(body, status=status, headers=headers)
-
-
-@web.middleware
-async def _authorized(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    token = request.app[_CONFIG].token
-    if token is not None and request.path != "/health":
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), token.encode()):
-            raise AgentRunError("wrong or no token", code="unauthorized", status=401)
-    return await handler(request)
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -138,17 +129,27 @@ async def _submit(request: web.Request) -> web.StreamResponse:
 
 
 async def _read_form(request: web.Request, upload: Path) -> tuple[str, bool, str]:
-    """Metadata, whether an archive came (now in `upload`), and the fingerprint of both."""
+    """The metadata, whether an archive was sent (it is stored in `upload`), and a digest of
+    both."""
     if not request.content_type.startswith("multipart/"):
         raise AgentRunError(
-            f"Content-Type is {request.content_type!r}: send multipart/form-data with metadata",
+            f"Content-Type is {request.content_type!r}: send multipart/form-data",
             code="invalid",
         )
+    try:
+        return await _read_parts(request, upload)
+    except (ValueError, RequestPayloadError, HttpProcessingError) as error:
+        raise AgentRunError(f"the form is broken: {error}", code="invalid") from error
+
+
+async def _read_parts(request: web.Request, upload: Path) -> tuple[str, bool, str]:
     metadata, has_archive, digest = None, False, hashlib.sha256()
     reader = await request.multipart()
     while part := await reader.next():
         if not isinstance(part, aiohttp.BodyPartReader):
-            raise AgentRunError("nested multipart is not read", code="invalid")
+            raise AgentRunError(
+                "the form contains a nested multipart: send plain fields", code="invalid"
+            )
         if part.name == "metadata":
             content = await _read_part(part, MAX_METADATA_BYTES)
             metadata = content.decode(errors="replace")
@@ -167,7 +168,7 @@ async def _read_part(part: aiohttp.BodyPartReader, limit: int) -> bytes:
         content += chunk
         if len(content) > limit:
             raise AgentRunError(
-                f"field {part.name} has more than {limit} bytes", code="too_large", status=413
+                f"field {part.name} is longer than {limit} bytes", code="too_large", status=413
             )
     return bytes(content)
 
@@ -181,7 +182,7 @@ async def _store_part(
             size += len(chunk)
             if size > max_archive_mb * 2**20:
                 raise AgentRunError(
-                    f"task_archive has more than {max_archive_mb} MB: raise --max-archive-mb",
+                    f"task_archive is larger than {max_archive_mb} MB: raise --max-archive-mb",
                     code="too_large",
                     status=413,
                 )
@@ -222,7 +223,7 @@ async def _accept(
         created_at=time.time(),
     )
     accepted = await runs.submit(Submission(run, wanted, task_dir, key, fingerprint))
-    if accepted.run_id != run_id and upload is not None:  # the same submission came twice at once
+    if accepted.run_id != run_id and upload is not None:  # a concurrent request had the same key
         await asyncio.to_thread(shutil.rmtree, config.state_dir / "tasks" / run_id)
     return accepted
 
@@ -247,7 +248,7 @@ def _known_task(wanted: AgentRunRequest, config: ServerConfig) -> Path | None:
         raise AgentRunError("no task: send task_archive, task_path or task_name", code="invalid")
     path = Path(wanted.task_path).resolve()
     if not any(path.is_relative_to(root.resolve()) for root in config.task_roots):
-        roots = ", ".join(str(root) for root in config.task_roots) or "none is set"
+        roots = ", ".join(str(root) for root in config.task_roots) or "none are set"
         raise AgentRunError(
             f"task_path {wanted.task_path!r} is not below a --tasks folder ({roots}): send the "
             "task as task_archive",
@@ -326,7 +327,7 @@ async def _artifact(request: web.Request) -> web.StreamResponse:
 async def _trial_file(request: web.Request, name: str) -> Path:
     run = await request.app[_RUNS].get(request.match_info["run_id"])
     root = (request.app[_RUNS].trials_dir / run.run_id).resolve()
-    path = (root / name).resolve()  # follows links: what an agent links to outside is refused
+    path = (root / name).resolve()  # links that lead outside are refused
     if not path.is_relative_to(root) or not path.is_file():
         raise AgentRunError(f"run {run.run_id} has no file {name!r}", code="not_found", status=404)
     return path

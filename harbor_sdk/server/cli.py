@@ -1,4 +1,8 @@
-"""`harbor-server`: every flag is also a variable HARBOR_SERVER_<FLAG>; the command line wins."""
+"""`harbor-server`. Every flag is also a variable HARBOR_SERVER_<FLAG>; the command line wins.
+
+The token comes from HARBOR_SERVER_TOKEN, else from the file `token` in the state folder, which the
+server creates at its first start.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import IO
 
@@ -18,9 +23,11 @@ from pydantic import ValidationError
 
 from harbor_sdk.server.app import build_app
 from harbor_sdk.server.config import DEFAULT_ENVIRONMENT, ServerConfig
+from harbor_sdk.server.guard import TOKEN_FILE, hide_memory, kept_token, request_log
 
 SHUTDOWN_TIMEOUT_S = 2.0
-"""For answers under way; long-polls and event streams are cut, their clients ask again."""
+"""For requests in flight. Long-polls and event streams are closed, and their clients repeat
+them."""
 
 _JSON_FLAGS = ("environment_kwargs", "environment_concurrency")
 
@@ -30,10 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         from harbor_sdk.trial import run_trial
     except ImportError as error:
         print(
-            f"harbor-server needs Python 3.12 and the harbor package ({error}): make harbor",
+            f"harbor-server needs Python 3.12 and the harbor package ({error}): run make harbor",
             file=sys.stderr,
         )
         return 2
+    hide_memory()
     try:
         config = ServerConfig.model_validate(_settings(arguments))
     except (ValidationError, ValueError) as error:
@@ -42,21 +50,23 @@ def main(arguments: list[str] | None = None) -> int:
     lock = locked(config.state_dir)
     if lock is None:
         print(
-            f"harbor-server: another one has {config.state_dir}: stop it, or give another "
-            "--state-dir",
+            f"harbor-server: another harbor-server uses {config.state_dir}: stop it, or pass "
+            "another --state-dir",
             file=sys.stderr,
         )
         return 2
     _log_to_stderr()
-    # Harbor would send usage statistics of every trial.
+    # Otherwise Harbor sends usage statistics of every trial.
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
     with lock:
         return asyncio.run(_serve(config, build_app(config, run_trial)))
 
 
 def locked(state_dir: Path) -> IO[bytes] | None:
-    """Held while the file is open, and by one process only: a second server would run what waits
-    again, and call lost what runs. None: another one has it."""
+    """The lock of a state folder, held while the file is open; None if another process holds it.
+
+    A second server on the folder would start queued runs again and report running ones as lost.
+    """
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = (state_dir / "lock").open("ab")
     try:
@@ -68,7 +78,9 @@ def locked(state_dir: Path) -> IO[bytes] | None:
 
 
 async def _serve(config: ServerConfig, app: web.Application) -> int:
-    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None)
+    runner = web.AppRunner(
+        app, shutdown_timeout=SHUTDOWN_TIMEOUT_S, access_log=None, logger=request_log()
+    )
     await runner.setup()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,6 +89,9 @@ async def _serve(config: ServerConfig, app: web.Application) -> int:
         await web.TCPSite(runner, config.host, config.port).start()
         host, port = runner.addresses[0][:2]
         print(f"harbor-server on http://{host}:{port}", flush=True)
+        if "HARBOR_SERVER_TOKEN" not in os.environ:
+            path = config.state_dir / TOKEN_FILE
+            print(f"clients: export HARBOR_SERVER_TOKEN=$(cat {path})", file=sys.stderr)
         await ended.wait()
     except OSError as error:
         print(f"harbor-server: {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
@@ -87,7 +102,7 @@ async def _serve(config: ServerConfig, app: web.Application) -> int:
 
 
 def _log_to_stderr() -> None:
-    """The handler has the level: Harbor's trials log at DEBUG, each into a file of its own."""
+    """Only the handler filters by level: Harbor's trials log at DEBUG into their own files."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
     logging.basicConfig(
@@ -99,27 +114,39 @@ def _settings(arguments: list[str] | None) -> dict[str, object]:
     parser = argparse.ArgumentParser(
         prog="harbor-server", description="Runs Harbor trials for AgentRunClient."
     )
-    parser.add_argument("--host", help="default 127.0.0.1; elsewhere a token is needed")
+    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--host", help="default 127.0.0.1")
     parser.add_argument("--port", type=int, help="default 8090")
     parser.add_argument("--state-dir", help="runs, tasks and trials; default ./harbor-server")
-    parser.add_argument("--tasks", action="append", help="a folder of tasks; may be repeated")
+    parser.add_argument("--tasks", action="append", help="folder of tasks; may be repeated")
     parser.add_argument("--environment", help=f"default {DEFAULT_ENVIRONMENT}")
-    parser.add_argument("--environment-kwargs", help="JSON, for that environment")
+    parser.add_argument("--environment-kwargs", help="JSON object: arguments of that environment")
     parser.add_argument("--concurrency", type=int, help="runs at once per environment; default 8")
     parser.add_argument("--environment-concurrency", help='JSON: {"docker": 4}')
     parser.add_argument("--max-queued", type=int, help="default 1000")
     parser.add_argument("--max-archive-mb", type=int, help="default 100")
     parser.add_argument("--max-task-mb", type=int, help="default 1000")
-    parser.add_argument("--keep-s", type=float, help="of finished runs; default 7 days")
+    parser.add_argument("--keep-s", type=float, help="lifetime of finished runs")
     given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
     settings: dict[str, object] = {}
     for name in ("token", *ServerConfig.model_fields):
         value = given.get(name, os.environ.get(f"HARBOR_SERVER_{name.upper()}"))
         if value is not None:
             settings[name] = _parsed(name, value) if name in _JSON_FLAGS else value
+    if not settings.get("token"):
+        folder = settings.get("state_dir", ServerConfig.model_fields["state_dir"].default)
+        settings["token"] = kept_token(Path(str(folder)))
     roots = given.get("tasks") or os.environ.get("HARBOR_SERVER_TASKS", "").split(os.pathsep)
     settings["task_roots"] = [Path(root) for root in roots if root]
     return settings
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: list[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.exit(message=f"harbor-server {metadata.version('agentic-rl')}\n")
 
 
 def _parsed(name: str, value: str) -> object:

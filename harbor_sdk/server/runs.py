@@ -1,8 +1,8 @@
 """`Runs`: the bounded queue between submissions and trials.
 
-Invariant: a run starts at most once. A queued run survives a restart of the server; one that was
-running is `lost`, because its agent may have spoken to its session already. Whoever waits for a
-run is woken by its change, not by a clock.
+Invariant: a run starts at most once. A queued run survives a restart of the server. A running run
+is then `lost`, because its agent may already have made calls in its session. A change of a run
+wakes those who wait for it; nothing polls.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from harbor_sdk.server.table import RunTable, Submission
 
 QUEUE_FULL_RETRY_S = 5.0
 CANCEL_WAIT_S = 45.0
-"""For Harbor to end the environment, within what clients wait for an answer."""
+"""Time for Harbor to end the environment; shorter than clients wait for an answer."""
 
 _log = logging.getLogger(__name__)
 
 
 class RunTrial(Protocol):
-    """`harbor_sdk.trial.run_trial`."""
+    """The signature of `harbor_sdk.trial.run_trial`; tests pass a function of their own."""
 
     def __call__(
         self,
@@ -44,6 +44,8 @@ class RunTrial(Protocol):
 
 
 class Runs:
+    """Accepts, queues, runs and cancels runs, and wakes those who wait for a change."""
+
     def __init__(self, config: ServerConfig, table: RunTable, run_trial: RunTrial) -> None:
         self._config = config
         self._table = table
@@ -70,8 +72,8 @@ class Runs:
         return len(self._live) - self.queued
 
     async def open(self) -> None:
-        """Takes up what the last server left: queued runs wait again, running ones are lost. Files
-        of submissions that it had not accepted are removed."""
+        """Continues the runs of the previous server: queued runs are queued again, and running ones
+        are marked as lost. Files of submissions that it had not accepted are removed."""
         await asyncio.to_thread(self._remove_orphans, await self._table.run_ids())
         for submission in await self._table.unfinished():
             run = submission.run
@@ -84,12 +86,12 @@ class Runs:
                     run,
                     status=RunStatus.LOST,
                     finished_at=time.time(),
-                    error="the server ended while this ran: run it again with a new session",
+                    error="the server ended during this run: submit it again with a new session",
                 )
         self._sweeper = asyncio.create_task(self._remove_old_runs())
 
     async def close(self) -> None:
-        """Ends running trials (their environments too); queued runs stay queued in the table."""
+        """Ends running trials and their environments. Queued runs stay queued in the table."""
         self._closing = True
         tasks = [*self._tasks.values(), *([self._sweeper] if self._sweeper else [])]
         for task in tasks:
@@ -100,15 +102,16 @@ class Runs:
     def require_room(self) -> None:
         if self.queued >= self._config.max_queued:
             raise AgentRunError(
-                f"{self.queued} runs are queued, the bound is {self._config.max_queued}: "
-                "try again later",
+                f"the queue is full ({self.queued} of {self._config.max_queued} runs): retry "
+                "later, or raise --max-queued",
                 code="queue_full",
                 status=429,
                 retry_after_s=QUEUE_FULL_RETRY_S,
             )
 
     async def submit(self, submission: Submission) -> AgentRun:
-        """Durable when it returns. The run may be an earlier one of the same idempotency key."""
+        """Adds the run to the table and queues it. If an earlier run has the same idempotency key,
+        returns that run."""
         async with self._submitting:
             known = await self.known(submission.idempotency_key, submission.fingerprint)
             if known is None:
@@ -118,14 +121,16 @@ class Runs:
         return known or submission.run
 
     async def known(self, key: str | None, fingerprint: str) -> AgentRun | None:
-        """The run that `key` named before. Raises `conflict` if it was another request."""
+        """The earlier run with this idempotency key, or None. Raises AgentRunError with the code
+        `conflict` if its request was different."""
         found = await self._table.by_key(key) if key else None
         if found is None:
             return None
         run, of_run = found
         if of_run != fingerprint:
             raise AgentRunError(
-                f"Idempotency-Key {key!r} was used for another request (run {run.run_id})",
+                f"Idempotency-Key {key!r} was already used for another request (run {run.run_id}): "
+                "send a new key",
                 code="conflict",
                 status=409,
             )
@@ -143,7 +148,7 @@ class Runs:
         return await self._table.page(job_id=job_id, status=status, limit=limit, offset=offset)
 
     async def wait(self, run_id: str, timeout_s: float | None) -> AgentRun:
-        """The run when it is final, or as it is after `timeout_s`."""
+        """Returns the run when it has ended, or in its present state after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not (run := await self.get(run_id)).status.is_final:
@@ -153,7 +158,7 @@ class Runs:
         return run
 
     async def events(self, run_id: str, after: int) -> AsyncIterator[RunEvent]:
-        """All events past number `after`, as they happen, to the final one."""
+        """Yields all events after number `after` as they happen, up to the final one."""
         while True:
             run = await self.get(run_id)
             changed = self._change(run_id) if not run.status.is_final else None
@@ -165,8 +170,9 @@ class Runs:
             await changed.wait()
 
     async def cancel(self, run_id: str) -> AgentRun:
-        """Ends the run, if it has not ended; returns it when it has, or after `CANCEL_WAIT_S`."""
-        await asyncio.sleep(0)  # a task that never began could not record its end
+        """Cancels the run if it has not ended. Returns it when it has ended, or after
+        `CANCEL_WAIT_S`."""
+        await asyncio.sleep(0)  # a task that has not begun could not record its end
         task = self._tasks.get(run_id)
         if task and not task.cancelling():  # a second cancel would interrupt Harbor's cleaning up
             task.cancel()
@@ -190,7 +196,7 @@ class Runs:
             final = outcome.model_dump(include=_FOUND_BY_TRIAL)
         except asyncio.CancelledError:
             if self._closing:
-                raise  # the server ends: `open` of the next one decides
+                raise  # the server ends; `open` of the next server decides about the run
             final = {"status": RunStatus.CANCELLED, "error": "cancelled by DELETE"}
         end = self._record(self._live[run.run_id], finished_at=time.time(), **final)
         await asyncio.shield(end)

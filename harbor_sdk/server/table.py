@@ -1,7 +1,7 @@
-"""The run table: every accepted run, durable before its submitter hears of it.
+"""The run table: every accepted run, on disk before the answer to its submission is sent.
 
-Invariant: a run is written as `queued` before 202 is sent and in its final status before anyone
-sees that; an idempotency key names at most one run. One thread owns the database.
+Invariant: a run is written as `queued` before 202 is sent, and in its final status before a client
+can see that status. An idempotency key names at most one run. One thread owns the database.
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ CREATE TABLE IF NOT EXISTS events (
 
 @dataclass(frozen=True, slots=True)
 class Submission:
+    """An accepted request with its run. `task_dir` holds the uploaded task."""
+
     run: AgentRun
     request: AgentRunRequest
     task_dir: Path | None
     idempotency_key: str | None = None
     fingerprint: str = ""
-    """Of metadata and archive: the same key with another request is refused."""
+    """Digest of metadata and archive. The same key with another digest is refused."""
 
 
 class RunTable:
+    """The runs and their events in an SQLite file."""
+
     def __init__(self, path: Path) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run-table")
         self._database = self._thread.submit(_open, path).result()
@@ -78,7 +82,7 @@ class RunTable:
         )
 
     async def update(self, event: RunEvent) -> None:
-        """The run's new state and the event that tells of it, in one transaction."""
+        """Writes the run's new state and its event in one transaction."""
         await self._do(lambda db: _update(db, event))
 
     async def get(self, run_id: str) -> AgentRun | None:
@@ -88,7 +92,7 @@ class RunTable:
         return AgentRun.model_validate_json(rows[0][0]) if rows else None
 
     async def by_key(self, key: str) -> tuple[AgentRun, str] | None:
-        """The run that this idempotency key named, and the fingerprint it came with."""
+        """The run with this idempotency key and its fingerprint, or None."""
         rows = await self._do(
             lambda db: db.execute(
                 "SELECT run, fingerprint FROM runs WHERE idempotency_key = ?", (key,)
@@ -99,7 +103,7 @@ class RunTable:
     async def page(
         self, *, job_id: str | None, status: str | None, limit: int, offset: int
     ) -> tuple[list[AgentRun], int]:
-        """Newest first, and how many there are in all."""
+        """The runs of one page, newest first, and the number of all runs that match."""
         where = "(?1 IS NULL OR job_id = ?1) AND (?2 IS NULL OR status = ?2)"
         select = f"SELECT run FROM runs WHERE {where} ORDER BY created_at DESC LIMIT ?3 OFFSET ?4"
         rows = await self._do(
@@ -130,7 +134,7 @@ class RunTable:
         return int(row[0] or 0)
 
     async def unfinished(self) -> list[Submission]:
-        """In the order of their submission."""
+        """Queued and running runs, in the order of their submission."""
         rows = await self._do(
             lambda db: db.execute(
                 "SELECT run, request, task_dir FROM runs WHERE status IN (?, ?) ORDER BY rowid",
@@ -151,7 +155,7 @@ class RunTable:
         return {row[0] for row in rows}
 
     async def remove_finished_before(self, time: float) -> list[str]:
-        """Returns the ids of the runs whose folders are to be removed."""
+        """Removes the rows, and returns their ids so that the caller can remove their folders."""
         rows = await self._do(
             lambda db: db.execute(
                 "DELETE FROM runs WHERE finished_at < ? RETURNING run_id", (time,)

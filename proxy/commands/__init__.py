@@ -1,1 +1,1 @@
-"""What `agentic-proxy` does beside serving."""
+"""The commands of `agentic-proxy` besides `serve`."""

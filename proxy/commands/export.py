@@ -1,42 +1,42 @@
 """Recorded sessions as files: JSON Lines or Parquet with one trajectory per row, or the compact
 binary form with one file per session.
 
-A row is a path from a root to a turn that nothing continues: `ids`, and per id whether it was
-`sampled`, its `logprobs` and the `turns` on the path, with the session's rewards.
+A row is a path from a root to a turn that no other turn continues in full: `ids`, `sampled` and
+`logprobs` per id, the `turns` on the path, and the session's rewards. Over all rows of a session
+each sampled token is marked exactly once.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 from urllib.parse import quote
 
 import orjson
 
+from proxy.commands.arguments import Format
 from proxy.control.record_view import session_view, trajectories_view
 from proxy.errors import ConfigurationError
 from proxy.record_format import encode_record
 from proxy.records import Session, Turn
 
-Format = Literal["jsonl", "parquet", "binary"]
-FORMATS = get_args(Format)
 ROWS_PER_GROUP = 256
-"""A Parquet row group: few enough that an export needs little memory."""
+"""Rows per Parquet row group; few, so that an export needs little memory."""
 
 Records = AsyncIterator[tuple[Session, list[Turn]]]
 
 
 async def export(records: Records, to: Path, kind: Format) -> int:
-    """Writes the sessions and returns how many there were.
+    """Writes the sessions and returns their number.
 
-    Raises ConfigurationError where `to` cannot be written or pyarrow is missing.
+    Raises ConfigurationError if `to` cannot be written or pyarrow is missing.
     """
     writers = {"jsonl": _jsonl, "parquet": _parquet, "binary": _binary}
     try:
         return await writers[kind](records, to)
     except OSError as error:
-        raise ConfigurationError(f"--out: {to} cannot be written: {error.strerror}") from error
+        raise ConfigurationError(f"--out: cannot write {to}: {error.strerror}") from error
 
 
 async def _jsonl(records: Records, to: Path) -> int:
@@ -55,7 +55,7 @@ async def _parquet(records: Records, to: Path) -> int:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise ConfigurationError(
-            "--format parquet needs pyarrow: pip install 'agentic-rl[train]'"
+            "--format parquet needs the package pyarrow; run `pip install pyarrow`"
         ) from error
     schema = pa.schema(
         [
@@ -100,6 +100,6 @@ def _rows(session: Session, turns: list[Turn]) -> Iterator[dict[str, Any]]:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Objects as JSON text, which every reader of Parquet can take apart."""
+    """The row with objects as JSON text, which every Parquet reader can handle."""
     texts = {name: orjson.dumps(row[name]).decode() for name in ("rewards", "metadata")}
     return {**row, **texts}

@@ -1,11 +1,12 @@
-"""A recorded session scored again: the proof that what was recorded is what was sampled.
+"""Scores a recorded session again, to prove that the record is what was sampled.
 
-Each path of the token tree goes to an engine as it stands, and the log-probabilities that come back
-are compared with those that were recorded at sampling. With the same weights they differ by the
-engine's own noise; a token, a position or a temperature that is off by one differs by nats.
+Each path of the token tree is sent to an engine unchanged, and the returned log-probabilities are
+compared with the recorded ones. With the same weights they differ by the engine's numerical noise;
+a wrong token, position or temperature makes differences of several nats.
 
-A path is scored in one call where its turns were sampled from the model's own distribution. A turn
-whose parameters bent that (temperature, top-p, …) is scored token by token under the same ones.
+A path whose turns were sampled from the model's own distribution is scored in one call. A turn
+whose sampling parameters changed the distribution (temperature, top-p, …) is scored token by token
+with the same parameters.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from typing import Any, Protocol
 import numpy as np
 
 from proxy.records import Ids, Logprobs, Turn, TurnStatus
-from proxy.token_tree import TokenTree
+from proxy.token_tree.paths import path
 
 _BENDING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Whose effect on a token depends on its path alone, with what leaves it as it is."""
+"""Parameters whose effect on a token depends only on its path, with their neutral values."""
 _LOOKING_BACK = ("presence_penalty", "frequency_penalty", "structured")
-"""Whose effect depends on where the answer began, which an engine that scores is not told."""
+"""Parameters whose effect depends on where the answer began, which is unknown when scoring."""
 
 
 class Scorer(Protocol):
-    """Raises EngineError or RequestError when the engine does not score."""
+    """Scores ids with an engine. Raises EngineError or RequestError if the engine fails."""
 
     async def path(self, ids: Ids) -> Logprobs:
-        """`[T]` ids → `[T]` log-probabilities, each given the ids before it, at temperature 1."""
+        """`[T]` ids → `[T]` log-probabilities, each given the preceding ids, at temperature 1."""
         ...
 
     async def sampled(self, path: Ids, count: int, params: Mapping[str, Any]) -> Logprobs:
-        """`[count]`, of the last ids of a path, under these sampling parameters (`_BENDING`)."""
+        """`[count]` log-probabilities of a path's last ids under these sampling parameters."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """One turn, compared. Example: Replayed(turn=3, tokens=42, largest=0.0021, mean=0.0003)"""
+class ComparedTurn:
+    """One turn, compared. Example: ComparedTurn(turn=3, tokens=42, largest=0.0021, mean=0.0003)"""
 
     turn: int
     tokens: int
@@ -47,22 +48,20 @@ class Replayed:
     """Largest absolute difference of log-probability over its sampled tokens, in nats."""
     mean: float
     versions: tuple[int, ...]
-    """Of the weights that sampled it."""
+    """Versions of the weights that sampled the turn."""
 
 
-async def replay(turns: list[Turn], scorer: Scorer) -> tuple[list[Replayed], list[str]]:
+async def replay(turns: list[Turn], scorer: Scorer) -> tuple[list[ComparedTurn], list[str]]:
     """The turns compared, in order, and why others could not be.
 
-    Raises EngineError or RequestError when the engine does not score.
+    Raises EngineError or RequestError if the engine fails.
     """
-    tree = TokenTree(turns)
     skipped = [f"turn {turn.index}: {why}" for turn in turns if (why := _why_not(turn))]
-    compared: dict[int, Replayed] = {}
+    compared: dict[int, ComparedTurn] = {}
     for turn in turns:
         if not _why_not(turn) and _bent(turn):
             params = {name: turn.sampling.get(name, value) for name, value in _BENDING.items()}
-            path = tree.path(turn.index)
-            again = await scorer.sampled(path, len(turn.sampled_ids), params)
+            again = await scorer.sampled(path(turns, turn.index), len(turn.sampled_ids), params)
             compared[turn.index] = _compare(turn, again)
     plain = {turn.index for turn in turns if not _why_not(turn) and not _bent(turn)}
     for leaf in turns:
@@ -73,7 +72,7 @@ async def replay(turns: list[Turn], scorer: Scorer) -> tuple[list[Replayed], lis
         ]
         if not found or _compared_by_a_child(leaf, turns):
             continue
-        scored = await scorer.path(tree.path(leaf.index))
+        scored = await scorer.path(path(turns, leaf.index))
         for turn in found:
             plain.remove(turn.index)
             compared[turn.index] = _compare(turn, scored[turn.prompt_tokens : turn.path_tokens])
@@ -81,12 +80,12 @@ async def replay(turns: list[Turn], scorer: Scorer) -> tuple[list[Replayed], lis
 
 
 def _compared_by_a_child(turn: Turn, turns: list[Turn]) -> bool:
-    """Whether some turn's path runs through the whole of this one's."""
+    """Whether another turn continues this turn's whole path, so that it is scored with that one."""
     return any(t.parent == turn.index and t.shared_tokens >= turn.path_tokens for t in turns)
 
 
 def _chain(turns: list[Turn], leaf: Turn) -> list[tuple[Turn, int]]:
-    """The turns on a leaf's path, each with how many tokens of its own path are on it."""
+    """The turns on a leaf's path, each with the number of tokens of its own path on it."""
     chain, length = [(leaf, leaf.path_tokens)], leaf.shared_tokens
     while leaf.parent is not None:
         leaf = turns[leaf.parent]
@@ -96,14 +95,14 @@ def _chain(turns: list[Turn], leaf: Turn) -> list[tuple[Turn, int]]:
 
 
 def _why_not(turn: Turn) -> str:
-    """Empty where the turn can be compared."""
+    """Why the turn cannot be compared; empty if it can."""
     if turn.status is not TurnStatus.DONE or not len(turn.sampled_ids):
         return f"is {turn.status}"
     if np.isnan(turn.logprobs).any():
-        return "has no log-probabilities: its engine tells text only"
+        return "has no log-probabilities, because its engine is text-only"
     for name in _LOOKING_BACK:
         if turn.sampling.get(name):
-            return f"was sampled with {name}, which cannot be scored behind a given prompt"
+            return f"was sampled with {name}, which cannot be scored"
     return ""
 
 
@@ -111,9 +110,9 @@ def _bent(turn: Turn) -> bool:
     return any(turn.sampling.get(name, neutral) != neutral for name, neutral in _BENDING.items())
 
 
-def _compare(turn: Turn, again: Logprobs) -> Replayed:
+def _compare(turn: Turn, again: Logprobs) -> ComparedTurn:
     difference = np.abs(again - turn.logprobs)
-    return Replayed(
+    return ComparedTurn(
         turn.index,
         len(difference),
         float(difference.max()),

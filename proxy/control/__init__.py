@@ -1,1 +1,1 @@
-"""The control plane: sessions, engines, rewards, events, and the record as others read it."""
+"""The control plane: sessions, engines, rewards, events, and read access to the record."""

@@ -1,7 +1,7 @@
-"""A session's events as they happen, whichever process of this proxy they happen in (SSE).
+"""Streams a session's events from all processes of this proxy (SSE).
 
-Invariant: a listener is told each event once: what is stored, then what comes, here and from the
-siblings, each of which is listened to in the same way. It ends when the session has.
+Invariant: a listener gets each event once: first the stored events, then new ones of this process
+and of its siblings, whose streams are read in the same way. The stream ends with the session.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from proxy.processes.siblings import Siblings, told_by_sibling
-from proxy.sessions import CLOSING, LiveSession
+from proxy.serving.sessions import CLOSING, LiveSession
+from proxy.siblings import Siblings, told_by_sibling
 from proxy.store.protocol import Store
 from proxy.wire.dialect import KEEP_ALIVE
 
 _log = logging.getLogger(__name__)
 
 QUEUED_EVENTS = 1000
-"""Per listener; one that falls this far behind loses events and reads the record."""
+"""Per listener. A listener that falls further behind loses events and must read the record."""
 
 
 class EventStream:
-    """One listener. Turns are told only as they come; the record has those of before."""
+    """The stream of one listener. Past turns are not among the events; they are in the record."""
 
     def __init__(
         self, live: LiveSession, store: Store, siblings: Siblings, keep_alive_s: float
@@ -39,7 +39,7 @@ class EventStream:
         self._relays: dict[str, asyncio.Task[None]] = {}
 
     async def answer(self, request: web.Request, since: int) -> web.StreamResponse:
-        """`since`: the number of the last event that the listener has."""
+        """Streams the events after `since`, the number of the last event that the listener got."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         from_sibling = told_by_sibling(request)
         self._live.listeners.add(self._queue)
@@ -73,7 +73,7 @@ class EventStream:
         return self._live.closed.is_set() and self._queue.empty() and relays_ended
 
     async def _follow(self, request: web.Request) -> None:
-        """Returns when every sibling is listened to that can be."""
+        """Opens the streams of all siblings that are reachable."""
         opened = []
         for name in [] if self._live.closed.is_set() else self._siblings.names:
             relay = self._relays.get(name)
@@ -91,13 +91,13 @@ class EventStream:
                     if line.startswith(b"data: "):
                         self._take(orjson.loads(line[6:]))
         except aiohttp.ClientError as error:
-            _log.info("a process of this proxy cannot be listened to (any more): %r", error)
+            _log.info("cannot read the events of another process of this proxy: %r", error)
         finally:
             opened.set()
-            self._put({"kind": CLOSING})  # wakes the listener, who may have waited for us only
+            self._put({"kind": CLOSING})  # wakes the waiting listener
 
     def _take(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "expired":  # which only the process that noticed knows
+        if event["kind"] == "expired":  # only one process notices the expiry
             self._live.closed.set()
         self._put(event)
 

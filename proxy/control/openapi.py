@@ -1,4 +1,4 @@
-"""The control plane's OpenAPI 3.1 document, made of its routes and their models."""
+"""The control plane's OpenAPI 3.1 document, generated from its routes and their models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Operation:
     refusals: tuple[int, ...] = ()
     query: dict[str, dict[str, Any]] = field(default_factory=dict)
     other_types: tuple[str, ...] = ()
-    """What is answered instead where `Accept` asks for it (or always, without `answer`)."""
+    """Content types that are sent if `Accept` names them (always, if there is no `answer`)."""
     open_to_all: bool = False
 
 
@@ -35,15 +35,21 @@ _TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integ
 _FILTER = {"status": _TEXT, "kind": _TEXT, "id_prefix": _TEXT, "after": _TEXT, "limit": _COUNT}
 _FOLLOW = {"wait": {"const": "completed"}, "timeout_s": _NUMBER, "since": _COUNT}
 OPERATIONS = {
-    "health": Operation("Whether the process lives", schema.Status, open_to_all=True),
+    "health": Operation("Whether the process lives", schema.ProcessStatus, open_to_all=True),
     "ready": Operation(
-        "Whether calls can be answered", schema.Status, refusals=(503,), open_to_all=True
+        "Whether calls can be answered", schema.ProcessStatus, refusals=(503,), open_to_all=True
     ),
     "openapi": Operation("This document", other_types=("application/json",), open_to_all=True),
-    "show_metrics": Operation("For Prometheus, of all processes", other_types=("text/plain",)),
-    "list": Operation("Sessions in order", schema.SessionList, query=_FILTER, refusals=(400,)),
-    "create": Operation("A new session", schema.SessionCreated, schema.NewSession, 201, (400, 409)),
-    "show": Operation("Turns, forks, rewards", schema.SessionRecord, refusals=(404,)),
+    "show_metrics": Operation("Prometheus metrics of all processes", other_types=("text/plain",)),
+    "list": Operation(
+        "Lists sessions in order of their ids", schema.SessionList, query=_FILTER, refusals=(400,)
+    ),
+    "create": Operation(
+        "Creates a session", schema.SessionCreated, schema.NewSession, 201, (400, 409)
+    ),
+    "show": Operation(
+        "A session with its turns, forks and rewards", schema.SessionRecord, refusals=(404,)
+    ),
     "trajectories": Operation(
         "Every path through the token tree",
         schema.SessionTrajectories,
@@ -51,38 +57,44 @@ OPERATIONS = {
         other_types=(CONTENT_TYPE,),
     ),
     "events": Operation(
-        "What happened and what happens; with `wait`, whether the session has ended",
+        "Past events or a stream of new ones; with `wait`, whether the session has ended",
         schema.Events,
         refusals=(400, 404),
         query=_FOLLOW,
         other_types=("text/event-stream",),
     ),
     "reward": Operation(
-        "A reward, once per key", schema.Added, schema.NewReward, refusals=(400, 404)
+        "Adds a reward, once per key", schema.Added, schema.NewReward, refusals=(400, 404)
     ),
-    "complete": Operation("Later calls get 409", schema.Nothing, refusals=(404,)),
-    "delete": Operation("The session and its record", schema.Nothing, refusals=(404,)),
-    "engines": Operation("The replicas", schema.Engines),
+    "complete": Operation(
+        "Ends a session: later calls get 409, calls in flight are cut",
+        schema.Nothing,
+        refusals=(404, 503),
+    ),
+    "delete": Operation("Removes a session and its record", schema.Nothing, refusals=(404, 503)),
+    "engines": Operation("Lists the engines", schema.Engines),
     "add_engine": Operation(
-        "One more replica", schema.EngineAdded, schema.NewEngine, 201, (400, 409)
+        "Adds an engine", schema.EngineAdded, schema.NewEngine, 201, (400, 409)
     ),
-    "remove_engine": Operation("It gets no new call", schema.Nothing, refusals=(404,)),
-    "pause": Operation("Calls that have not begun wait", schema.Paused),
-    "resume": Operation("They go on", schema.Paused),
+    "remove_engine": Operation(
+        "Removes an engine; it gets no new calls", schema.Nothing, refusals=(404,)
+    ),
+    "pause": Operation("Makes calls that have not begun wait", schema.Paused),
+    "resume": Operation("Lets waiting calls continue", schema.Paused),
     "set_version": Operation(
-        "The weights' version", schema.Version, schema.Version, refusals=(400,)
+        "Sets the version of the weights", schema.Version, schema.Version, refusals=(400,)
     ),
 }
-"""By handler, as in `control_plane.ROUTES`."""
+"""By the handler's name in `plane.ROUTES`."""
 
 
 def document(routes: tuple[tuple[str, str, str], ...]) -> dict[str, Any]:
-    """`routes`: method, path and handler of each."""
+    """`routes`: (method, path, name of the handler)"""
     paths: dict[str, dict[str, Any]] = {}
     for method, path, name in routes:
         plain = _PARAMETER.sub(r"{\1}", path)
         paths.setdefault(plain, {})[method.lower()] = _operation(name, method, plain)
-    models: set[type[BaseModel]] = {schema.Error}
+    models: set[type[BaseModel]] = {schema.ErrorBody}
     for operation in OPERATIONS.values():
         models.update(m for m in (operation.answer, operation.takes) if m is not None)
     ordered = sorted(models, key=lambda model: model.__name__)
@@ -130,5 +142,5 @@ def _content(model: type[BaseModel]) -> dict[str, Any]:
 def _refusal(status: int) -> dict[str, Any]:
     return {
         "description": f"refused: {status}",
-        "content": {"application/json": _content(schema.Error)},
+        "content": {"application/json": _content(schema.ErrorBody)},
     }

@@ -1,13 +1,12 @@
 """The control plane: sessions, their records and rewards, events, engines, versions.
 
-Invariant: nothing here is answered without the admin key where one is set, and off loopback one is
-always set. No answer holds an API key but the one that creates it.
+Invariant: every request needs the admin key, except for health and readiness. An API key appears
+only in the answer that creates it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,30 +15,31 @@ from urllib.parse import unquote
 import orjson
 from aiohttp import web
 
+from proxy.admin_key import check_admin_key
 from proxy.config import EngineConfig, ProxyConfig
 from proxy.control.event_stream import EventStream
 from proxy.control.openapi import OPERATIONS, document
 from proxy.control.record_view import session_view, trajectories_view, turn_view
 from proxy.control.schema import NewEngine, NewReward, NewSession, Version, parsed
-from proxy.data_plane import api_key, read_body
 from proxy.engines.protocol import Engine
 from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
+from proxy.http_request import api_key, read_body
 from proxy.metrics import Metrics
-from proxy.processes.forwarding import tell, was_forwarded
-from proxy.processes.siblings import Siblings, told_by_sibling
 from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
-from proxy.sessions import Sessions
+from proxy.serving.ownership import tell, was_forwarded
+from proxy.serving.sessions import Sessions
+from proxy.siblings import Siblings, told_by_sibling
 from proxy.store.protocol import SessionFilter, Store
 
 MAX_WAIT_S = 300.0
-"""A long-poll is answered after this at the latest; the caller asks again."""
+"""Longest wait of a long poll, after which the caller repeats it."""
 
 
 class ControlPlane:
-    """One handler per route; `ROUTES` says which."""
+    """One handler per entry of `ROUTES`."""
 
     def __init__(
         self,
@@ -59,30 +59,42 @@ class ControlPlane:
         self._make_engine = make_engine
         self._siblings = siblings
         self._withdrawn = False
+        self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
+            "health": self._health,
+            "ready": self._ready,
+            "openapi": self._openapi,
+            "show_metrics": self._show_metrics,
+            "list": self._list,
+            "create": self._create,
+            "trajectories": self._trajectories,
+            "events": self._events,
+            "reward": self._reward,
+            "complete": self._complete,
+            "show": self._show,
+            "delete": self._delete,
+            "engines": self._engines,
+            "pause": self._pause,
+            "resume": self._resume,
+            "add_engine": self._add_engine,
+            "remove_engine": self._remove_engine,
+            "set_version": self._set_version,
+        }
 
     def withdraw(self) -> None:
-        """`/ready` says no from now on."""
+        """Makes `/ready` return 503 from now on."""
         self._withdrawn = True
 
     async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
         """Runs the handler of a route in `ROUTES`."""
         try:
             if not OPERATIONS[name].open_to_all:
-                self._check_admin(request)
-            response: web.StreamResponse = await getattr(self, f"_{name}")(request)
+                check_admin_key(self._config, api_key(request.headers))
+            response = await self._handlers[name](request)
             if name in _TOLD_TO_SIBLINGS:
                 await self._siblings.tell(request)
         except ProxyError as error:
             return _refused(error)
         return response
-
-    def _check_admin(self, request: web.Request) -> None:
-        if self._config.admin_key is None:
-            return
-        wanted = self._config.admin_key.get_secret_value().encode()
-        given = (api_key(request.headers) or "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, wanted):
-            raise SessionError("the control plane wants the admin key", status=401)
 
     async def _create(self, request: web.Request) -> web.Response:
         trial_id = request.match_info.get("trial_id")
@@ -138,7 +150,10 @@ class ControlPlane:
         if reward.turn is not None:
             turns = await self._store.get_turns(session.session_id)
             if reward.turn >= len(turns):
-                raise RequestError(f"turn: the session has {len(turns)} turns", param="turn")
+                raise RequestError(
+                    f"turn: {reward.turn} does not exist; the session has {len(turns)} turns",
+                    param="turn",
+                )
         added = await self._store.add_reward(session.session_id, reward)
         if added:
             live = await self._sessions.get(session.session_id)
@@ -154,7 +169,7 @@ class ControlPlane:
     async def _end(
         self, request: web.Request, kind: str, end: Callable[[str], Awaitable[None]]
     ) -> web.Response:
-        """Its calls in flight are cut, also at another proxy on the store."""
+        """Ends a session and cuts its calls in flight, also those of another proxy on the store."""
         trial_id = _trial_id(request)
         if told_by_sibling(request) or was_forwarded(request):
             self._sessions.ended_elsewhere(trial_id, kind)
@@ -248,7 +263,7 @@ class ControlPlane:
     async def _session(self, request: web.Request) -> Session:
         session = await self._store.get_session(_trial_id(request))
         if session is None:
-            raise SessionError(f"session {_trial_id(request)!r} is unknown", status=404)
+            raise SessionError(f"session {_trial_id(request)!r} does not exist", status=404)
         return session
 
     def _public_url(self, request: web.Request) -> str:
@@ -257,7 +272,7 @@ class ControlPlane:
         return str(request.url.origin())
 
 
-_NAMED = r"/sessions/{trial_id:[\s\S]+?}"  # a line break, too, is ours to refuse
+_NAMED = r"/sessions/{trial_id:[\s\S]+?}"  # also matches line breaks
 ROUTES = (
     ("GET", "/health", "health"),
     ("GET", "/ready", "ready"),
@@ -294,7 +309,7 @@ def _choice(value: str | None, kind: Any, name: str) -> Any:
     try:
         return kind(value)
     except ValueError as error:
-        raise RequestError(f"{name}: one of {', '.join(kind)} is wanted, not {value!r}") from error
+        raise RequestError(f"{name}: {value!r} is not one of {', '.join(kind)}") from error
 
 
 def _number(text: str, name: str, low: float, high: float) -> float:
@@ -303,7 +318,7 @@ def _number(text: str, name: str, low: float, high: float) -> float:
     except ValueError:
         value = math.nan
     if not low <= value <= high:
-        raise RequestError(f"{name}: a number from {low} to {high} is wanted, not {text!r}")
+        raise RequestError(f"{name}: {text!r} is not a number from {low} to {high}")
     return value
 
 

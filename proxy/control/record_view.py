@@ -1,4 +1,4 @@
-"""A recorded session as people and scripts read it: JSON, without what only machines need."""
+"""A recorded session as JSON for people and scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from proxy.records import Session, Turn, TurnStatus
-from proxy.token_tree import TokenTree
+from proxy.token_tree.paths import path
 
 
 def session_view(session: Session) -> dict[str, Any]:
@@ -57,18 +57,24 @@ def turn_view(turn: Turn) -> dict[str, Any]:
 
 
 def trajectories_view(turns: list[Turn]) -> list[dict[str, Any]]:
-    """Every path from a root to a turn that nothing continues; `[T]` arrays of equal length.
+    """Every path from a root to a turn that no other turn continues in full, as `[T]` arrays of
+    equal length.
 
-    `sampled` marks tokens that the policy sampled in a turn that is DONE; a token that several
-    paths share is marked in each. (Which of them trains is the trainer's to decide, once.)
+    `sampled` marks the tokens that the policy sampled in DONE turns, each token exactly once: on
+    the first of the paths that share it. `logprobs` are filled in wherever they are recorded.
     """
-    tree = TokenTree(turns)
-    inner = {turn.parent for turn in turns}
-    return [_trajectory(tree, turns, turn.index) for turn in turns if turn.index not in inner]
+    whole = {
+        turn.parent
+        for turn in turns
+        if turn.parent is not None and turn.shared_tokens == turns[turn.parent].path_tokens
+    }
+    marked = [0] * len(turns)
+    return [_trajectory(turns, turn.index, marked) for turn in turns if turn.index not in whole]
 
 
-def _trajectory(tree: TokenTree, turns: list[Turn], leaf: int) -> dict[str, Any]:
-    ids = tree.path(leaf)
+def _trajectory(turns: list[Turn], leaf: int, marked: list[int]) -> dict[str, Any]:
+    """`marked` holds, per turn, the number of sampled tokens already marked; it is updated."""
+    ids = path(turns, leaf)
     sampled = np.zeros(len(ids), np.bool_)
     logprobs = np.zeros(len(ids), np.float32)
     index: int | None = leaf
@@ -78,7 +84,8 @@ def _trajectory(tree: TokenTree, turns: list[Turn], leaf: int) -> dict[str, Any]
         turn = turns[index]
         start, end = turn.prompt_tokens, min(length, turn.path_tokens)
         if end > start:
-            sampled[start:end] = turn.status is TurnStatus.DONE
+            sampled[start + marked[index] : end] = turn.status is TurnStatus.DONE
+            marked[index] = max(marked[index], end - start)
             logprobs[start:end] = turn.logprobs[: end - start]
         chain.append(index)
         index, length = turn.parent, min(length, turn.shared_tokens)

@@ -1,16 +1,25 @@
-"""What goes over the control plane, as the OpenAPI document describes it.
+"""The bodies of the control plane's requests and responses, as in the OpenAPI document.
 
-Requests are parsed by these models, unknown keys refused. Answers are written without them; the
-tests hold every answer against its model, so that the document says what is so.
+Requests are parsed with these models, and unknown keys are refused. Responses are written without
+them; the tests validate every response against its model, so that the document is correct.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    ValidationError,
+)
 
+from proxy.engines.registry import ENGINES
 from proxy.errors import RequestError
 from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, TurnStatus
 
@@ -23,36 +32,44 @@ def _can_be_stored(value: dict[str, Any]) -> dict[str, Any]:
     try:
         orjson.dumps(value)
     except orjson.JSONEncodeError as error:
-        raise ValueError(f"it cannot be stored: {error}") from error
+        raise ValueError(f"cannot be stored: {error}") from error
     return value
 
 
 _STORED = AfterValidator(_can_be_stored)
-"""JSON may hold integers past 64 bits, which no store here does."""
+"""JSON can hold integers beyond 64 bits, which cannot be stored."""
 
 
 class Schema(BaseModel):
+    """Base class: unknown keys and values of another type are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Limits(Schema):
+class SessionLimits(Schema):
+    """Limits of one session; None for the configuration's limit."""
+
     max_turns: int | None = Field(None, ge=1, le=2**53)
     max_tokens: int | None = Field(None, ge=1, le=2**53)
-    """Sampled ones."""
+    """Number of sampled tokens."""
     max_concurrent_calls: int | None = Field(None, ge=1, le=2**53)
 
 
 class NewSession(Schema):
+    """Body of `POST /sessions`."""
+
     trial_id: str | None = None
     kind: SessionKind = SessionKind.TRAIN
     sampling: Annotated[dict[str, int | FiniteFloat], _STORED] = Field(default_factory=dict)
     profile: str = "default"
-    limits: Limits = Field(default_factory=Limits)
+    limits: SessionLimits = Field(default_factory=SessionLimits)
     metadata: Annotated[dict[str, Any], _STORED] = Field(default_factory=dict)
     ttl_s: float | None = Field(None, ge=1, le=MAX_TTL_S)
 
 
 class NewReward(Schema):
+    """Body of `POST /sessions/{id}/rewards`. Without `turn`, the reward is the session's."""
+
     key: str = "reward"
     value: float = Field(allow_inf_nan=False)
     parts: dict[str, FiniteFloat] = Field(default_factory=dict)
@@ -60,19 +77,37 @@ class NewReward(Schema):
     branch: bool = False
 
 
+_KINDS: list[JsonValue] = [*sorted(ENGINES)]
+
+
+def _known_kind(kind: str) -> str:
+    """Accepts built-in kinds only; an import path may only come from the configuration file."""
+    if kind not in ENGINES:
+        raise ValueError(f"unknown kind; use one of {', '.join(sorted(ENGINES))}")
+    return kind
+
+
 class NewEngine(Schema):
+    """Body of `POST /engines`."""
+
     url: str
-    kind: Literal["vllm", "completions", "sglang", "text"] = "vllm"
+    kind: Annotated[str, AfterValidator(_known_kind)] = Field(
+        "vllm", json_schema_extra={"enum": _KINDS}
+    )
     name: str | None = None
     model: str | None = None
     api_key: str | None = None
 
 
 class Version(Schema):
+    """The version of the engines' weights: body and answer of `PUT /policy_version`."""
+
     version: int = Field(ge=0, le=2**31 - 1)
 
 
 class SessionCreated(Schema):
+    """Answer of `POST /sessions`. The key is shown only here. `expires_at` is in Unix seconds."""
+
     trial_id: str
     api_key: str
     base_url: str
@@ -81,6 +116,8 @@ class SessionCreated(Schema):
 
 
 class SessionView(Schema):
+    """A session without its turns. Times are in Unix seconds."""
+
     trial_id: str
     kind: SessionKind
     status: SessionStatus
@@ -89,16 +126,20 @@ class SessionView(Schema):
     completed_at: float | None
     sampling: dict[str, int | float]
     profile: str
-    limits: Limits
+    limits: SessionLimits
     metadata: dict[str, Any]
     rewards: list[NewReward]
 
 
 class SessionList(Schema):
+    """Answer of `GET /sessions`."""
+
     sessions: list[SessionView]
 
 
 class TurnView(Schema):
+    """One turn of a session, without its token ids."""
+
     index: int
     parent: int | None
     fork_cause: ForkCause | None
@@ -118,10 +159,14 @@ class TurnView(Schema):
 
 
 class SessionRecord(SessionView):
+    """Answer of `GET /sessions/{id}`: the session with its turns."""
+
     turns: list[TurnView]
 
 
-class Trajectory(Schema):
+class TrajectoryView(Schema):
+    """One path through the token tree. All lists but `turns` have one entry per token."""
+
     turns: list[int]
     ids: list[int]
     sampled: list[bool]
@@ -129,30 +174,38 @@ class Trajectory(Schema):
 
 
 class SessionTrajectories(SessionView):
-    trajectories: list[Trajectory]
+    """JSON answer of `GET /sessions/{id}/trajectories`."""
+
+    trajectories: list[TrajectoryView]
 
 
 class Event(BaseModel):
-    """Its other fields depend on its kind."""
+    """An event. Its other fields depend on its kind."""
 
     model_config = ConfigDict(extra="allow")
     kind: str
     at: float
     seq: int | None = None
-    """Of a stored event; turns are told only as they come."""
+    """Only stored events have one; events about turns are sent but not stored."""
 
 
 class Events(Schema):
+    """Answer of `GET /sessions/{id}/events` when it is not a stream."""
+
     events: list[Event] | None = None
     completed: bool | None = None
-    """Of a long-poll (`wait=completed`)."""
+    """Only in the response to a long poll (`wait=completed`)."""
 
 
 class Added(Schema):
+    """Answer of `POST /sessions/{id}/rewards`. False if the session has a reward with this key."""
+
     added: bool
 
 
 class EngineView(Schema):
+    """One engine. `in_flight` is its number of calls; `version` is that of its weights."""
+
     name: str
     url: str
     healthy: bool
@@ -165,40 +218,53 @@ class EngineView(Schema):
 
 
 class Engines(Schema):
+    """Answer of `GET /engines`."""
+
     engines: list[EngineView]
     paused: bool
 
 
 class EngineAdded(Schema):
+    """Answer of `POST /engines`: the engine's name."""
+
     name: str
 
 
 class Paused(Schema):
+    """Answer of `POST /engines/pause` and `POST /engines/resume`."""
+
     paused: bool
 
 
-class Status(Schema):
+class ProcessStatus(Schema):
+    """Answer of `GET /health` and `GET /ready`."""
+
     status: str
 
 
 class Nothing(Schema):
-    pass
+    """An empty JSON object."""
 
 
-class Failure(Schema):
+class ErrorDetail(Schema):
+    """What happened and what to do."""
+
     message: str
 
 
-class Error(Schema):
-    error: Failure
+class ErrorBody(Schema):
+    """Body of every answer with a status of 400 or above."""
+
+    error: ErrorDetail
 
 
 def parsed(model: type[M], body: bytes) -> M:
-    """Raises RequestError that names the field, its value and what is wanted."""
+    """Parses a request's body. Raises RequestError with the field, its value and what was
+    expected."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "body"
         shown = repr(first["input"])[:_SHOWN_CHARS]
-        raise RequestError(f"{field}: {first['msg']}, not {shown}", param=field) from error
+        raise RequestError(f"{field}: {first['msg']}, got {shown}", param=field) from error

@@ -1,8 +1,9 @@
-"""Any `/v1/completions` that takes token ids and tells those that it sampled.
+"""The client of any `/v1/completions` route that accepts token ids and reports the sampled ids.
 
-vLLM of any age does: `return_token_ids`, and before it `return_tokens_as_token_ids`. Invariant: an
-answer without ids, or with an id that has no log-probability, is an error, never a guess. What the
-log-probabilities are of is the server's setting (vLLM: `--logprobs-mode processed_logprobs`).
+All versions of vLLM do: `return_token_ids`, and before that `return_tokens_as_token_ids`.
+Invariant: an answer without ids, or with an id that has no log-probability, is an error. The
+server's settings determine the distribution of the log-probabilities (vLLM: `--logprobs-mode
+processed_logprobs`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from proxy.engines.http_engine import Answer, HttpEngine
+from proxy.engines.http_engine import Answer, Choice, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import MISSING_LOGPROB, sampling_params
 from proxy.records import Ids
@@ -28,7 +29,7 @@ class _Logprobs(msgspec.Struct, gc=False):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _Choice(Choice, gc=False):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -40,7 +41,7 @@ class _Answer(Answer, gc=False):
 
 
 class CompletionsEngine(HttpEngine[_Answer]):
-    """Implements `proxy.engines.protocol.Engine`. It tells no weight versions."""
+    """Implements `proxy.engines.protocol.Engine`. Does not report weight versions."""
 
     route = COMPLETIONS
     _decoder = msgspec.json.Decoder(_Answer)
@@ -71,7 +72,8 @@ class CompletionsEngine(HttpEngine[_Answer]):
 
     def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
         for payload in payloads:
-            for choice in self._decode(payload).choices:
+            choice = self._only(self._decode(payload).choices)
+            if choice is not None:
                 yield self._chunk(choice)
 
     def _chunk(self, choice: _Choice) -> Chunk:
@@ -95,6 +97,10 @@ class CompletionsEngine(HttpEngine[_Answer]):
         return chunk
 
     def _token_id(self, word: str) -> int:
-        if not word.startswith(_TOKEN_WORD):
-            raise self._upstream.fault("tells no token ids: it cannot be trained on")
-        return int(word.removeprefix(_TOKEN_WORD))
+        number = word.removeprefix(_TOKEN_WORD)
+        if number == word or not (number.isascii() and number.isdigit() and len(number) <= 10):
+            raise self._upstream.fault(
+                f"sent the token {word[:40]!r} without its id, so that it cannot be trained; for"
+                " eval sessions, add the engine with kind `text`"
+            )
+        return int(number)

@@ -1,8 +1,8 @@
-"""HTTP/1.1 to one replica over kept connections, one request at a time on each.
+"""A pool of HTTP/1.1 connections to one replica, with one request at a time on each connection.
 
-Every token of every stream comes through here, so it does without a client library's layers: bytes
-are parsed by llhttp (`httptools`) and handed to their reader. Invariant: a connection is used again
-only after the whole response was read from it; in every other case it is closed.
+Every token of every stream passes through this module, so it avoids the layers of a client library:
+llhttp (`httptools`) parses the bytes and passes them to the reader. Invariant: a connection is
+reused only after the whole response was read; otherwise it is closed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 import httptools
 
 IDLE_S = 3.0
-"""Below uvicorn's 5 s, so that the engine never closes a connection that we are about to use."""
+"""Less than uvicorn's 5 s, so that the engine does not close a connection just before its reuse."""
 MAX_RESPONSE_BYTES = 2**30
 
 
 class ResponseError(Exception):
-    """What came back is no HTTP response, or not a whole one."""
+    """The received bytes are not a complete HTTP response."""
 
 
 class Response(asyncio.Protocol):
-    """One connection, and the response that is being read from it."""
+    """One connection, and the response that is read from it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -43,12 +43,13 @@ class Response(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """For another request."""
+        """Whether another request can be sent."""
         return self.ended and self._failure is None and self._transport is not None
 
     async def send(self, head: bytes, body: bytes, stall_s: float) -> None:
-        """Returns when the status is known; `stall_s` without a byte is a TimeoutError, from here
-        to the end. Raises ResponseError and OSError, as all that reads from here."""
+        """Sends a request and returns when the status is known. Until the end of the response,
+        `stall_s` seconds without a byte raise a TimeoutError. Like every method that reads, it
+        raises ResponseError and OSError."""
         assert self._transport is not None
         self.status, self.ended, self._has_length, self._bytes = 0, False, False, 0
         self._parts = []
@@ -68,13 +69,13 @@ class Response(asyncio.Protocol):
         return body
 
     async def beginning(self, size: int) -> bytes:
-        """At least the first `size` bytes of the body, if it has them."""
+        """At least the first `size` bytes of the body, or the whole body if it is shorter."""
         while not self.ended and self._bytes < size:
             await self._news()
         return b"".join(self._parts)
 
     async def part(self) -> bytes:
-        """What has come since the last part; empty at the end."""
+        """The bytes received since the last part; empty at the end."""
         while not self._parts and not self.ended:
             await self._news()
         part = b"".join(self._parts)
@@ -88,10 +89,12 @@ class Response(asyncio.Protocol):
             self._transport = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is one, but not by its type
 
     def data_received(self, data: bytes) -> None:
-        if self.ended:  # nobody asked for it
+        if self.ended:  # no request is waiting for it
             self.close()
             return
         self._heard_at = self._loop.time()
@@ -106,7 +109,7 @@ class Response(asyncio.Protocol):
         if self.ended:
             return
         if self.status and not self._has_length and exc is None:
-            self.on_message_complete()  # its end is the connection's
+            self.on_message_complete()  # the body ends with the connection
             self._wake()
         else:
             self._fail(exc or ResponseError("closed the connection in the middle of an answer"))
@@ -130,7 +133,7 @@ class Response(asyncio.Protocol):
             self._parts.append(body)
 
     def on_message_complete(self) -> None:
-        if self.status:  # not one that only says that another one comes
+        if self.status:  # a final response, not an informational one (1xx)
             self.ended = True
             if not self._parser.should_keep_alive() and self._transport is not None:
                 self._transport.close()
@@ -138,7 +141,7 @@ class Response(asyncio.Protocol):
             self._rest()
 
     async def _news(self) -> None:
-        """Returns when something came. Raises what ended the response."""
+        """Waits until bytes have arrived. Raises the error that ended the response."""
         if self._failure is not None:
             raise self._failure
         self._reader = self._loop.create_future()
@@ -151,7 +154,7 @@ class Response(asyncio.Protocol):
             self._reader.set_result(None)
 
     def _look(self) -> None:
-        """Whether a byte came within `stall_s`."""
+        """Fails the response if no byte has arrived within `stall_s`."""
         left = self._heard_at + self._stall_s - self._loop.time()
         if left <= 0:
             self._fail(TimeoutError())
@@ -164,37 +167,37 @@ class Response(asyncio.Protocol):
         self._wake()
 
     def _rest(self) -> None:
-        self._parser = None  # which holds on to us
+        self._parser = None  # breaks a reference cycle
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
 class Connections:
-    """To one replica; made on first use, in the running event loop."""
+    """The connections to one replica, opened on first use in the running event loop."""
 
     def __init__(self, url: str, headers: dict[str, str], *, connect_timeout_s: float) -> None:
-        """Raises ValueError for what is no `http` or `https` URL, or headers of several lines."""
+        """Raises ValueError for an invalid URL or header."""
         self._url = urlsplit(url)
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
-            raise ValueError(f"{url!r} is no http:// or https:// URL")
+            raise ValueError(f"{url!r} is not an http:// or https:// URL")
         self._host, https = self._url.hostname, self._url.scheme == "https"
         self._port = self._url.port or (443 if https else 80)
         self._tls = ssl.create_default_context() if https else None
         host = self._url.netloc.rpartition("@")[2]
         lines = [f"{name}: {value}" for name, value in {"Host": host, **headers}.items()]
         if any(not line.isprintable() for line in lines):
-            raise ValueError("a header holds a line break or a control character")
+            raise ValueError("a header contains a line break or a control character")
         self._headers = "\r\n".join(lines).encode()
         self._connect_timeout_s = connect_timeout_s
         self._free: list[Response] = []
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def send(self, method: str, path: str, body: bytes, *, stall_s: float) -> Response:
-        """The response, its status known; `release` it.
+        """Sends a request and returns the response when its status is known. `release` it later.
 
-        Raises (also while it is read): ResponseError; OSError, among them TimeoutError where it
-        cannot be connected in time or no byte comes for `stall_s`.
+        Raises ResponseError or OSError, also while the response is read. It is a TimeoutError (an
+        OSError) if connecting takes too long, or if no byte arrives for `stall_s`.
         """
         response = self._kept() or await self._connect()
         head = b"%b %b HTTP/1.1\r\n%b\r\nContent-Length: %d\r\n\r\n" % (
@@ -222,7 +225,7 @@ class Connections:
             self._sweeper = loop.call_later(IDLE_S, self._sweep)
 
     def close(self) -> None:
-        """Of what is not in use."""
+        """Closes the connections that are not in use."""
         while self._free:
             self._free.pop().close()
         if self._sweeper is not None:
@@ -246,7 +249,7 @@ class Connections:
         return response
 
     def _sweep(self) -> None:
-        """Closes what has not been used for IDLE_S; the longest unused come first."""
+        """Closes connections that were idle for IDLE_S. The longest idle ones come first."""
         loop = asyncio.get_running_loop()
         since = loop.time() - IDLE_S
         while self._free and self._free[0].free_since <= since:

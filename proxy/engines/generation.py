@@ -1,7 +1,7 @@
-"""What every engine reached by HTTP does around one generation, and around a health check.
+"""Supervises a generation and a health check of an engine that is reached by HTTP.
 
-Invariant: a generation that its reader leaves before its last chunk is aborted at the engine; one
-that ended is not. `info.in_flight` counts those that are neither.
+Invariant: a generation whose reader leaves before the last chunk is aborted at the engine; a
+generation that has ended is not aborted. `info.in_flight` counts the running generations.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from proxy.errors import EngineError
 async def watched(
     chunks: AsyncGenerator[Chunk, None], info: EngineInfo, abort: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Chunk, None]:
-    """The chunks up to the one with a finish_reason.
+    """Yields the chunks; the last one has the finish reason.
 
     Raises:
-        EngineError: as `chunks` did, with `started` set; or they ended without a finish_reason.
+        EngineError: `chunks` raised it; or there was no finish reason, or something came after it.
     """
-    started = ended = False
+    last: Chunk | None = None
     info.in_flight += 1
     try:
         async for chunk in chunks:
-            ended = chunk.finish_reason is not None
-            yield chunk
-            started = True
-            if ended:
-                return
-        raise EngineError(f"engine {info.url} ended its stream without a finish_reason", status=502)
-    except EngineError as error:
-        error.started = started
-        raise
+            if last is not None:
+                _nothing_more(chunk, info)
+            elif chunk.finish_reason is not None:
+                last = chunk
+            else:
+                yield chunk
+        if last is None:
+            raise EngineError(
+                f"engine {info.url} ended its stream without a finish reason", status=502
+            )
+        yield last
     except (GeneratorExit, asyncio.CancelledError):
-        if not ended:
+        if last is None:
             with contextlib.suppress(EngineError):
                 await abort()
         raise
@@ -45,17 +47,19 @@ async def watched(
         await chunks.aclose()
 
 
+def _nothing_more(chunk: Chunk, info: EngineInfo) -> None:
+    if chunk.ids or chunk.finish_reason is not None:
+        raise EngineError(
+            f"engine {info.url} sent tokens or a second finish reason after its finish reason",
+            status=502,
+        )
+
+
 async def checked(info: EngineInfo, learn: Awaitable[None]) -> None:
-    """`info.healthy` is whether `learn` ended without EngineError, which is raised on."""
+    """Awaits `learn` and sets `info.healthy`. Raises the EngineError of `learn`."""
     try:
         await learn
     except EngineError:
         info.healthy = False
         raise
     info.healthy = True
-
-
-def version_number(label: object, otherwise: int) -> int:
-    """Engines label weights with text; until someone sets a number it is `default`."""
-    text = str(label)
-    return int(text) if text.isascii() and text.isdigit() else otherwise

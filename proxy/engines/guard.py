@@ -1,10 +1,10 @@
-"""The process between us and a server that we started: ends all of it, whatever happens to us.
+"""A process between the proxy and a server that it started, which ends the server in any event.
 
-A program of its own that imports the standard library only: `python -I -S guard.py PARENT GRACE_S
-ARGV…`. Invariant: when it exits, no descendant of the server lives. It ends the server (SIGTERM to
-its process group, then SIGKILL to everything below) when standard input closes, when it gets
-SIGTERM, when process PARENT ends, `kill -9` included, and when the server's main process ends. It
-exits with the server's exit code, 128 + N for signal N.
+A separate program that imports only the standard library: `python -I -S guard.py PARENT GRACE_S
+ARGV…`. It ends the server (SIGTERM to its process group, then SIGKILL to all its descendants) when
+standard input closes, when it gets SIGTERM, when process PARENT ends (also by `kill -9`), and when
+the server's main process ends. It exits with the server's exit code, or 128 + N for signal N.
+Invariant: when the guard has exited, no descendant of the server is alive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
     parent, grace_s, argv = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    _prctl(PR_SET_DUMPABLE, 0)  # the server may have a pipe with a secret
     parent_fd = os.pidfd_open(parent)
     wake_fd = _wake_on(signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -56,7 +58,7 @@ def _start(argv: list[str]) -> int:
 
 
 def _wake_on(number: signal.Signals) -> int:
-    """A file descriptor that becomes readable when the signal came."""
+    """A file descriptor that becomes readable when the signal arrives."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     signal.signal(number, lambda *_: None)
@@ -65,7 +67,7 @@ def _wake_on(number: signal.Signals) -> int:
 
 
 def _wait(fds: tuple[int, ...], timeout_s: float | None) -> None:
-    """Until one of them is readable or closed, or the time is over."""
+    """Waits until one of the descriptors is readable or closed, or until the timeout."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN | select.POLLHUP)
@@ -73,7 +75,7 @@ def _wait(fds: tuple[int, ...], timeout_s: float | None) -> None:
 
 
 def _end_everything(server: int) -> int:
-    """Kills and reaps until there is no child; returns the server's exit code."""
+    """Kills and reaps until there is no child left; returns the server's exit code."""
     code = 1
     while True:
         for pid in _descendants(os.getpid()):

@@ -1,28 +1,39 @@
-"""What the engines that are reached by HTTP have in common; each of them is a wire.
+"""The common part of engines that are reached by HTTP. Each kind adds its wire format.
 
-Invariant: a generation that is left before its end is aborted, `info` says how the replica is, and
-what its wire cannot decode, or an error in its place, is an EngineError (or RequestError) with the
-replica's URL.
+Invariant: a generation whose reader leaves early is aborted; `info` describes the replica; and an
+error, or a response that the wire format cannot decode, is raised as an EngineError (or an
+EngineRefusal) with the replica's URL.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Generic, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from proxy.config import EngineConfig
+from proxy.engines.answer_check import MAX_VERSION
 from proxy.engines.generation import checked, watched
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import Upstream
+from proxy.errors import EngineError
 from proxy.records import FinishReason, Ids
+from proxy.rendering.tokenizer import Tokenizer
 
 CONTROL_TIMEOUT_S = 30.0
-"""A server that compiles, or whose machine is overloaded, answers late and is not dead."""
-
+"""Long, because a server that compiles, or whose machine is overloaded, is slow but not dead."""
+END_WAIT_S = 1.0
+"""How long to wait for the end of a stream after the finish reason. The remaining events are
+checked, and a connection that is read to its end can be reused."""
+MAX_REST = 16
+"""Number of events that are read after the finish reason; engines send one or two (usage,
+`[DONE]`)."""
 
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -31,27 +42,45 @@ _FINISH = {
 }
 
 
-class Failure(msgspec.Struct, gc=False):
-    """What an engine says when a call failed that had begun well."""
+class EngineFailure(msgspec.Struct, gc=False):
+    """What an engine reports when a call fails after it has begun."""
 
     message: str = ""
     code: int | str | None = 500
 
 
 class Answer(msgspec.Struct, gc=False):
-    """A body or an event, which each wire adds its fields to."""
+    """A response body or an event. Each wire format adds its fields."""
 
-    error: Failure | None = None
+    error: EngineFailure | None = None
+
+
+class _Model(msgspec.Struct, gc=False):
+    id: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, gc=False):
+    """`GET /v1/models`."""
+
+    data: list[_Model] = []
+
+
+class Choice(msgspec.Struct, gc=False):
+    """One of the answers to a request; the proxy requests one."""
+
+    index: int = 0
 
 
 A = TypeVar("A", bound=Answer)
+C = TypeVar("C", bound=Choice)
 
 
 class HttpEngine(ABC, Generic[A]):
     """Implements `proxy.engines.protocol.Engine`."""
 
     route: str
-    """Where a generation is asked for."""
+    """The path of generation requests."""
     _decoder: msgspec.json.Decoder[A]
 
     def __init__(
@@ -67,6 +96,12 @@ class HttpEngine(ABC, Generic[A]):
         self._info = EngineInfo(
             name=name or urlsplit(self._upstream.url).netloc, url=self._upstream.url, model=model
         )
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, tokenizer: Tokenizer) -> Self:
+        """Implements `proxy.engines.registry.MakeEngine`."""
+        key = config.api_key.get_secret_value() if config.api_key else None
+        return cls(config.url, name=config.name, api_key=key, model=config.model)
 
     @property
     def info(self) -> EngineInfo:
@@ -86,7 +121,7 @@ class HttpEngine(ABC, Generic[A]):
         return watched(chunks, self._info, lambda: self.abort(request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Where the wire has no route for it, the closed connection is what ends a generation."""
+        """Does nothing by default: closing the connection ends the call."""
 
     async def check(self) -> None:
         await checked(self._info, self._learn())
@@ -103,48 +138,102 @@ class HttpEngine(ABC, Generic[A]):
         cache_salt: str | None,
         stream: bool,
     ) -> bytes:
-        """The request."""
+        """The body of a generation request."""
 
     @abstractmethod
     def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
-        """What events that came together say (or a whole body), `given` tokens into the call."""
+        """The chunks in events that arrived together (or in a whole body). `given` is the number of
+        tokens before them."""
 
     def _decode(self, payload: bytes) -> A:
-        """Raises EngineError and RequestError."""
+        """Raises EngineError and EngineRefusal."""
         try:
             answer = self._decoder.decode(payload)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
+            raise self._upstream.fault(f"sent an invalid response: {error}") from error
         if answer.error is not None:
             code = answer.error.code if isinstance(answer.error.code, int) else 500
             raise self._upstream.refusal(code, answer.error.message)
         return answer
 
     def _finish_reason(self, name: str) -> FinishReason:
-        """Raises EngineError for one that nobody knows."""
+        """Raises EngineError for an unknown finish reason."""
         if name not in _FINISH:
-            raise self._upstream.fault(f"gave finish_reason {name!r}")
+            raise self._upstream.fault(f"sent the unknown finish reason {name[:40]!r}")
         return _FINISH[name]
 
+    def _only(self, choices: list[C]) -> C | None:
+        """The requested choice; None for an event without choices, such as the usage.
+
+        Raises EngineError.
+        """
+        if len(choices) > 1 or any(choice.index != 0 for choice in choices):
+            raise self._upstream.fault(f"sent {len(choices)} choices, or a choice other than 0")
+        return choices[0] if choices else None
+
+    def _version(self, label: object) -> int:
+        """The version in an engine's weight label, which is `default` until a number is set.
+
+        Raises EngineError.
+        """
+        text = str(label)
+        if not (text.isascii() and text.isdigit()):
+            return self._info.version
+        if len(text) > len(str(MAX_VERSION)) or int(text) > MAX_VERSION:
+            raise self._upstream.fault(
+                f"reported weight version {text[:20]}; the maximum is {MAX_VERSION}"
+            )
+        return int(text)
+
     async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        given = 0
+        given, finished = 0, False
         async with aclosing(self._upstream.events(self.route, body)) as events:
             async for payloads in events:
-                said = [payload for payload in payloads if payload != b"[DONE]"]
-                for chunk in self._chunks(said, sampling, given):
+                for chunk in self._chunks(_said(payloads), sampling, given):
                     given += len(chunk.ids)
+                    finished = finished or chunk.finish_reason is not None
                     yield chunk
+                if finished:
+                    break
+            for chunk in self._chunks(_said(await _rest(events)), sampling, given):
+                yield chunk
 
     async def _whole(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         for chunk in self._chunks([await self._upstream.post(self.route, body)], sampling, 0):
             yield chunk
 
+    async def _weight_label(self, path: str) -> object:
+        """The engine's label of its weights; None if it does not report one."""
+        said = await self._upstream.get(path, timeout_s=CONTROL_TIMEOUT_S)
+        return said.get("weight_version") if isinstance(said, dict) else None
+
     async def _learn(self) -> None:
-        """Model and context, asked once; health, every time."""
+        """Requests the health each time, and the model and its context length once."""
         info = self._info
         await self._upstream.get("/health", timeout_s=CONTROL_TIMEOUT_S)
-        if info.max_context_tokens is None:
-            listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
-            served: dict[str, Any] = next(iter((listing or {}).get("data", [])), {})
-            info.model = info.model or served.get("id")
-            info.max_context_tokens = served.get("max_model_len")
+        if info.max_context_tokens is not None:
+            return
+        listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
+        try:
+            served = msgspec.convert(listing or {}, _Models).data[:1]
+        except msgspec.ValidationError as error:
+            raise self._upstream.fault(f"listed its models in an unknown form: {error}") from error
+        for model in served:
+            info.model = info.model or model.id
+            info.max_context_tokens = model.max_model_len
+
+
+def _said(payloads: list[bytes]) -> list[bytes]:
+    return [payload for payload in payloads if payload != b"[DONE]"]
+
+
+async def _rest(events: AsyncGenerator[list[bytes], None]) -> list[bytes]:
+    """The events until the stream ends, for at most `END_WAIT_S` and `MAX_REST` events."""
+    rest: list[bytes] = []
+    with contextlib.suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(END_WAIT_S):
+            async for payloads in events:
+                rest += payloads
+                if len(rest) > MAX_REST:
+                    break
+    return rest

@@ -1,6 +1,6 @@
-"""Prompts as JSON: one that goes on from its session's last costs only what it adds.
+"""Serialises prompts as JSON. A prompt that extends its session's last one costs only the new ids.
 
-Invariant: `dump` gives the JSON of the ids, whatever is remembered; that is at most `limit_bytes`.
+Invariant: the result of `dump` does not depend on the cache, which holds at most `limit_bytes`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from proxy.records import Ids
 
 LIMIT_BYTES = 128 * 2**20
 MIN_TOKENS = 1024
-"""A shorter prompt is written sooner than it is compared."""
+"""Serialising a shorter prompt is faster than comparing it with the cached one."""
 
 
 class PromptJson:
+    """Writes prompts as JSON, and keeps the last prompt of each session in both forms."""
+
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0

@@ -1,7 +1,7 @@
-"""What an engine is to the proxy: prompt ids in, sampled ids out, as they are sampled.
+"""The protocol of an engine: prompt ids in, sampled ids out while they are sampled.
 
-Invariant: the ids of the chunks of one call, concatenated, are exactly what the engine sampled,
-the stop token included where it sampled one, each with its log-probability.
+Invariant: the concatenated ids of a call's chunks are exactly what the engine sampled, including
+the stop token if it sampled one, each with its log-probability.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from proxy.records import FinishReason, Ids, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What the engine is asked for. None leaves the engine's own default, except that engines
-    must be told `top_p=1, top_k=-1, min_p=0, repetition_penalty=1` explicitly: their defaults
-    come from the model's generation_config.json and would bend the distribution unseen.
+    """The sampling parameters of a call. None leaves the engine's own default.
+
+    Engine clients must send `top_p=1, top_k=-1, min_p=0, repetition_penalty=1` explicitly: the
+    engines' defaults come from the model's generation_config.json and would silently change the
+    distribution.
     """
 
     max_tokens: int
@@ -32,18 +34,18 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
-    """Whether the agent is shown them; they are recorded in any case."""
+    """Whether the agent gets log-probabilities. They are always recorded."""
     top_logprobs: int = 0
-    """Alternatives per token, for agents that ask for them."""
+    """Number of alternatives per token, for agents that request them."""
     structured: dict[str, Any] | None = None
-    """The engine's guided-decoding request, passed through."""
+    """Guided decoding, in the form of vLLM's `structured_outputs`."""
     trained: bool = False
-    """What is sampled may be trained: no text-only engine may answer."""
+    """Whether the answer may be trained. If so, no text-only engine may sample it."""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Some sampled tokens; the last chunk of a call has `finish_reason` set."""
+    """A group of sampled tokens; the last chunk of a call has `finish_reason` set."""
 
     ids: list[int]
     logprobs: list[float]
@@ -51,14 +53,14 @@ class Chunk:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop string or token that ended the call, where the engine tells."""
+    """The stop string or token that ended the call, if the engine reports it."""
     versions: tuple[VersionSpan, ...] = ()
-    """On the last chunk: spans over the whole answer."""
+    """In the last chunk: spans over the whole answer, or empty."""
 
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What `GET /engines` shows of one replica."""
+    """The state of one replica, as in `GET /engines`."""
 
     name: str
     url: str
@@ -68,7 +70,7 @@ class EngineInfo:
     model: str | None = None
     max_context_tokens: int | None = None
     text_only: bool = False
-    """It tells no tokens: its answers are recorded as text, and never trained."""
+    """Does not report token ids; its answers are never trained."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -87,20 +89,21 @@ class Engine(Protocol):
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
-        """`request_id` is `SESSION#TURN`. Yields chunks as they are sampled, or one chunk with all
+        """`request_id` is `SESSION#TURN`, or `SESSION#TURN.CALL` where another call sampled the
+        first tokens of the answer. Yields chunks as they are sampled, or one chunk with all
         where `stream` is False, which costs less. Closing the generator (`aclose`, or cancelling
         its reader) aborts the call.
 
         Raises:
-            EngineError: the replica failed; `started` tells whether a token was yielded before.
-            RequestError: the engine refuses these parameters; another replica would, too.
+            EngineError: the replica failed. The tokens that it yielded before stay valid.
+            EngineRefusal: the engine refuses these parameters, as another replica would.
         """
         ...
 
     async def abort(self, request_id: str) -> None: ...
 
     async def check(self) -> None:
-        """Refreshes `info`; raises EngineError when the replica does not answer."""
+        """Updates `info`. Raises EngineError if the replica does not answer."""
         ...
 
     async def close(self) -> None: ...

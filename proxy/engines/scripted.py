@@ -1,10 +1,10 @@
-"""An engine without a model: a server that answers as a script says, on vLLM's, SGLang's and the
-completions route's wire.
+"""An engine without a model: a server whose answers come from a script.
 
-For tests (in the process: `async with ScriptedEngine(script) as engine`) and for benchmarks
-(`python -m proxy.engines.scripted --answer-tokens 200`). It remembers every call, ids in and ids
-out; `scripted_logprob` depends on the ids alone, so that a replay can be checked; with
-`expect_extension` it refuses any prompt that does not extend a path of its session.
+It implements vLLM's and SGLang's routes and the completions route. Use it in tests (`async with
+ScriptedEngine(script) as engine`) and in benchmarks (`python -m proxy.engines.scripted
+--answer-tokens 200`). It keeps every call with its prompt and answer ids. `scripted_logprob`
+depends only on the ids, so that a test can recompute it. With `expect_extension` the engine refuses
+any prompt that does not extend a path of its session.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from proxy.engines.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scrip
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
 
 Script = Callable[[list[int]], Sequence[int]]
-"""Prompt ids → answer ids, its stop token included."""
+"""Prompt ids → answer ids, including the stop token."""
 
 
 class ScriptedEngine:
-    """Add a `Fault` to `faults` and the next call has it."""
+    """See the module. To make the next call fail, add a `Fault` to `faults`."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class ScriptedEngine:
         self.healthy = True
         self.calls: list[ScriptedCall] = []
         self.aborts: list[str] = []
-        """Request ids that the abort route was given."""
+        """Request ids that the abort route received."""
         self.called = asyncio.Event()
-        """Set when a call has come in."""
+        """Set when a call has arrived."""
         self.checked = asyncio.Event()
-        """Set when its health was asked for."""
+        """Set when the engine's health has been requested."""
         self.violations: list[str] = []
-        """With `expect_extension`: what each refused prompt did wrong."""
+        """With `expect_extension`: one message per refused prompt."""
         self.faults: list[Fault] = []
         self.url = ""
         self._running: dict[str, ScriptedCall] = {}
@@ -86,7 +86,7 @@ class ScriptedEngine:
         return app
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listens, and returns the URL."""
+        """Starts to listen and returns the URL."""
         self._runner = web.AppRunner(
             self.build_app(), access_log=None, handler_cancellation=True, shutdown_timeout=0
         )
@@ -97,7 +97,7 @@ class ScriptedEngine:
         return self.url
 
     async def close(self) -> None:
-        """Stops listening and cuts every connection, as a dying engine does."""
+        """Stops listening and cuts every connection, like an engine that crashes."""
         if self._runner is not None:
             for call in self._running.values():
                 call.abort.set()
@@ -145,7 +145,7 @@ class ScriptedEngine:
             del self._running[call.request_id]
 
     def _refusal(self, call: ScriptedCall) -> str | None:
-        """Words like vLLM's."""
+        """The message of a refusal, in vLLM's wording; None if the call is accepted."""
         if len(call.prompt_ids) >= self.max_context_tokens:
             return f"The prompt (length {len(call.prompt_ids)}) exceeds max_model_len"
         if not self.expect_extension:
@@ -176,7 +176,7 @@ class ScriptedEngine:
             return web.json_response({"error": {"message": "scripted fault"}}, status=500)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        with suppress(ConnectionResetError):  # the client has gone: nothing is left to say
+        with suppress(ConnectionResetError):  # the client has disconnected
             sent = 0
             async for at in self._sample(call):
                 await response.write(_event(wire, call, sent, at))
@@ -189,11 +189,13 @@ class ScriptedEngine:
         return response
 
     async def _sample(self, call: ScriptedCall) -> Any:
-        """Yields how many tokens are sampled, one at a time, all but the last."""
+        """Samples one token at a time; yields the number of tokens so far, except at the last."""
         await self._resumed.wait()
         answer, finish = _bounded(list(self.script(call.prompt_ids)), call.sampling)
         if call.breaks:
             answer = answer[: call.fault.after_tokens] if call.fault else []
+        elif call.fault is not None and call.fault.kind == "abort":
+            answer, finish = answer[: call.fault.after_tokens], "abort"
         for at, token in enumerate(answer):
             await self._wait_for_token(call)
             if call.abort.is_set():
@@ -277,7 +279,7 @@ def text_script(
     encode: Callable[[str], list[int]],
     end_ids: Sequence[int],
 ) -> Script:
-    """A script written as text: `answer` sees the decoded prompt, special tokens included."""
+    """A script in terms of text: `answer` gets the decoded prompt, including special tokens."""
     return lambda prompt_ids: [*encode(answer(decode(prompt_ids))), *end_ids]
 
 
@@ -303,7 +305,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Prints its URL when it listens."""
+    """Runs a scripted engine and prints its URL once it listens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)

@@ -1,8 +1,8 @@
-"""The wires that the scripted engine speaks: vLLM's, the completions route's, SGLang's.
+"""The wire formats of the scripted engine: vLLM's, SGLang's and the completions route's.
 
-Each reads a request into a `ScriptedCall`, and writes a slice of what was sampled as that engine
-writes it. Invariant: what is written depends on the call alone, so the same call has the same
-log-probabilities on every wire.
+Each parses a request into a `ScriptedCall` and writes a slice of the sampled tokens in that
+engine's format. Invariant: the output depends only on the call, so that the same call has the same
+log-probabilities in every format.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, Literal
 
 from proxy.engines import completions, sglang, vllm
 
-FaultKind = Literal["error", "die", "stall", "missing_logprob", "nonsense"]
+FaultKind = Literal["error", "die", "stall", "abort", "missing_logprob", "nonsense"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one call, once `after_tokens` tokens were sent.
+    """A failure of one call after `after_tokens` tokens.
 
     `error` answers 500 (in a stream: an error event), `die` cuts the connection, `stall` says
-    nothing more, `missing_logprob` and `nonsense` break the protocol.
+    nothing more, `abort` ends the answer with that finish reason, `missing_logprob` and `nonsense`
+    break the protocol.
     """
 
     kind: FaultKind
@@ -32,7 +33,7 @@ class Fault:
 
 @dataclass(slots=True)
 class ScriptedCall:
-    """One call as the engine saw it."""
+    """One call as the engine received it."""
 
     request_id: str
     prompt_ids: list[int]
@@ -40,22 +41,22 @@ class ScriptedCall:
     cache_salt: str | None
     stream: bool
     no_logprob: float | None = None
-    """What the wire has in a missing one's place."""
+    """The value that the wire format uses for a missing log-probability."""
     fault: Fault | None = None
     answer_ids: list[int] = field(default_factory=list)
-    """What was sent, a part of the script's answer where the call was cut."""
+    """The ids that were sent; only a part of the script's answer if the call was cut."""
     versions: list[int] = field(default_factory=list)
-    """Of each id of the answer."""
+    """Version of the weights for each id of the answer."""
     finish_reason: str | None = None
     began: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the first token was sampled."""
+    """Set when the first token has been sampled."""
     abort: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the abort route, and by the client's going away."""
+    """Set by the abort route, and when the client disconnects."""
 
     @property
     def breaks(self) -> bool:
         """Whether its fault ends it before its answer's end."""
-        return self.fault is not None and self.fault.kind != "missing_logprob"
+        return self.fault is not None and self.fault.kind not in ("missing_logprob", "abort")
 
     @property
     def path(self) -> list[int]:
@@ -64,16 +65,16 @@ class ScriptedCall:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How one kind of engine is spoken to."""
+    """The wire format of one kind of engine."""
 
     route: str
     read: Callable[[dict[str, Any]], ScriptedCall]
     write: Callable[[ScriptedCall, int, int], dict[str, Any]]
-    """Tokens `[start, end)` as the body of an event, or of the whole answer."""
+    """Tokens `[start, end)` as the body of an event or of a whole answer."""
 
 
 def scripted_logprob(previous_id: int, token_id: int) -> float:
-    """In [-2, 0), exact in float32, the same for the same two ids."""
+    """A log-probability in [-2, 0) that is exact in float32 and depends only on the two ids."""
     return -((previous_id * 31 + token_id * 17) % 1024 + 1) / 512
 
 
@@ -157,7 +158,7 @@ def _read_sglang(body: dict[str, Any]) -> ScriptedCall:
 
 
 def _write_sglang(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
-    """Each event repeats what came before."""
+    """Each event repeats the previous ones."""
     finish = _finish(call, end)
     kinds: dict[str | None, dict[str, Any]] = {
         "stop": {"matched": next(reversed(call.answer_ids), None)},
@@ -182,7 +183,7 @@ WIRES = (
 
 
 def _sampled(call: ScriptedCall, start: int, end: int) -> list[tuple[int, float | None]]:
-    """Ids with their log-probabilities; a fault leaves the last one's out."""
+    """Ids with their log-probabilities; a `missing_logprob` fault removes the last one."""
     before = [call.prompt_ids[-1], *call.answer_ids]
     sampled: list[tuple[int, float | None]] = [
         (token, scripted_logprob(before[at], token))

@@ -1,9 +1,9 @@
-"""SGLang's native `POST /generate`: `input_ids` in, ids with log-probabilities out.
+"""The client of SGLang's native `POST /generate`: `input_ids` in, ids and log-probabilities out.
 
-Invariant: ids and log-probabilities come from the same list (`output_token_logprobs`), so that one
-cannot be without the other. SGLang repeats in each event what came before, or not, by its
-settings; `completion_tokens` says how many entries of the list are new. Its log-probabilities are
-of the distribution after temperature, before top-p and top-k.
+Invariant: ids and log-probabilities come from the same list (`output_token_logprobs`), so that
+neither can be missing. Depending on its settings, SGLang repeats earlier tokens in each event;
+`completion_tokens` determines how many entries of the list are new. The log-probabilities are those
+of the distribution after temperature and before top-p and top-k.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import orjson
 
-from proxy.engines.generation import version_number
 from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import RequestError
@@ -59,9 +58,7 @@ class SglangEngine(HttpEngine[_Answer]):
 
     async def _learn(self) -> None:
         await super()._learn()
-        model = await self._upstream.get("/get_model_info", timeout_s=CONTROL_TIMEOUT_S)
-        label = (model or {}).get("weight_version")
-        self._info.version = version_number(label, self._info.version)
+        self._info.version = self._version(await self._weight_label("/get_model_info"))
 
     def _body(
         self,
@@ -91,13 +88,15 @@ class SglangEngine(HttpEngine[_Answer]):
             yield chunk
 
     def _chunk(self, payload: bytes, given: int) -> Chunk:
-        """What is new behind `given` tokens."""
+        """The new tokens after the first `given` ones."""
         meta = self._decode(payload).meta_info
         if meta is None:
-            raise self._upstream.fault("answered without meta_info")
+            raise self._upstream.fault("sent a response without meta_info")
         new = meta.completion_tokens - given
-        entries = meta.output_token_logprobs[-new:] if new > 0 else []
-        if len(entries) != max(new, 0):
+        if new < 0:
+            raise self._upstream.fault(f"sent {given} tokens before, but now reports {-new} fewer")
+        entries = meta.output_token_logprobs[-new:] if new else []
+        if len(entries) != new:
             raise self._upstream.fault(f"sent {len(entries)} of {new} new log-probabilities")
         logprobs = [p for p, _, _ in entries if p is not None]
         if len(logprobs) != len(entries):
@@ -118,12 +117,12 @@ class SglangEngine(HttpEngine[_Answer]):
         chunk.finish_reason = self._finish_reason(finish.type)
         chunk.stop_reason = finish.matched if isinstance(finish.matched, int | str) else None
         if meta.weight_version is not None and meta.completion_tokens:
-            self._info.version = version_number(meta.weight_version, self._info.version)
+            self._info.version = self._version(meta.weight_version)
             chunk.versions = (VersionSpan(self._info.version, 0, meta.completion_tokens),)
 
 
 def _sampling_params(s: Sampling) -> dict[str, Any]:
-    """SGLang's names. Neutral values are said, too, as for vLLM."""
+    """The parameters by SGLang's names. Neutral values are sent too, as for vLLM."""
     params: dict[str, Any] = {
         "max_new_tokens": s.max_tokens,
         "temperature": s.temperature,
@@ -147,7 +146,7 @@ def _sampling_params(s: Sampling) -> dict[str, Any]:
 
 
 def _structured(wanted: dict[str, Any]) -> dict[str, str]:
-    """From vLLM's `structured_outputs`, which the proxy speaks."""
+    """Converts vLLM's `structured_outputs`, which the proxy uses."""
     if "json" in wanted:
         schema = wanted["json"]
         return {"json_schema": schema if isinstance(schema, str) else orjson.dumps(schema).decode()}
@@ -156,4 +155,4 @@ def _structured(wanted: dict[str, Any]) -> dict[str, str]:
     for ours, theirs in (("regex", "regex"), ("grammar", "ebnf")):
         if ours in wanted:
             return {theirs: str(wanted[ours])}
-    raise RequestError(f"SGLang cannot be asked for structured output by {sorted(wanted)}")
+    raise RequestError(f"structured output by {sorted(wanted)} is not supported with SGLang")

@@ -1,21 +1,22 @@
-"""A server that takes and gives text only: any OpenAI-compatible `/v1/completions`.
+"""The client of a server that accepts and returns only text: any OpenAI-compatible
+`/v1/completions`.
 
-The prompt goes out as the text of its tokens, and the answer's text comes back and is tokenised
-here. Invariant: nothing of it is ever trained. It serves EVAL sessions alone (the router sends it
-no call of a TRAIN session), and each of its tokens is recorded with a log-probability of NaN, which
-the trajectories refuse.
+The prompt is sent as decoded text, and the answer's text is tokenised here. Invariant: its answers
+are never trained. It serves only EVAL sessions (the router sends it no call of a TRAIN session),
+and each of its tokens is recorded with a log-probability of NaN, which trajectories refuse.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import orjson
 
-from proxy.engines.http_engine import Answer, HttpEngine
+from proxy.config import EngineConfig
+from proxy.engines.http_engine import Answer, Choice, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import RequestError
 from proxy.records import Ids
@@ -23,12 +24,12 @@ from proxy.rendering.tokenizer import Tokenizer
 
 ROUTE = "/v1/completions"
 MAX_STOPS = 4
-"""OpenAI's own bound."""
+"""OpenAI's own limit."""
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "structured": None}
-"""What OpenAI's route has no name for, with the value that asks for nothing."""
+"""Parameters that OpenAI's route does not have, with their neutral values."""
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _Choice(Choice, gc=False):
     text: str = ""
     finish_reason: str | None = None
 
@@ -38,7 +39,7 @@ class _Answer(Answer, gc=False):
 
 
 class TextEngine(HttpEngine[_Answer]):
-    """Implements `proxy.engines.protocol.Engine`. It tells no tokens, versions or health."""
+    """Implements `proxy.engines.protocol.Engine`. Does not report token ids or versions."""
 
     route = ROUTE
     _decoder = msgspec.json.Decoder(_Answer)
@@ -47,6 +48,14 @@ class TextEngine(HttpEngine[_Answer]):
         super().__init__(url, **more)
         self._tokenizer = tokenizer
         self._info.text_only = True
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, tokenizer: Tokenizer) -> Self:
+        """Implements `proxy.engines.registry.MakeEngine`."""
+        key = config.api_key.get_secret_value() if config.api_key else None
+        return cls(
+            config.url, tokenizer=tokenizer, name=config.name, api_key=key, model=config.model
+        )
 
     def _body(
         self,
@@ -75,7 +84,8 @@ class TextEngine(HttpEngine[_Answer]):
 
     def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
         for payload in payloads:
-            for choice in self._decode(payload).choices:
+            choice = self._only(self._decode(payload).choices)
+            if choice is not None:
                 ids = self._tokenizer.encode(choice.text)
                 chunk = Chunk(ids, [math.nan] * len(ids))
                 if choice.finish_reason is not None:
@@ -84,14 +94,19 @@ class TextEngine(HttpEngine[_Answer]):
 
 
 def _check(sampling: Sampling) -> None:
-    """Raises RequestError for what would change the answer and cannot be passed on."""
+    """Raises RequestError for a parameter that changes the answer and cannot be sent."""
     for name, neutral in _NEUTRAL.items():
         value = getattr(sampling, name)
         if value != neutral:
-            raise RequestError(f"{name}: the text-only engine cannot honour {value!r}", param=name)
+            raise RequestError(
+                f"{name}: {value!r} is not supported by the text-only engine", param=name
+            )
     if sampling.logprobs or sampling.top_logprobs:
-        raise RequestError("the text-only engine has no log-probabilities", param="logprobs")
+        raise RequestError(
+            "logprobs: the text-only engine has no log-probabilities", param="logprobs"
+        )
     if len(sampling.stop) > MAX_STOPS:
         raise RequestError(
-            f"stop: the text-only engine takes {MAX_STOPS}, not {len(sampling.stop)}", param="stop"
+            f"stop: got {len(sampling.stop)} strings; the text-only engine accepts {MAX_STOPS}",
+            param="stop",
         )

@@ -1,7 +1,7 @@
-"""One replica's HTTP connections: requests out, bodies and server-sent events back.
+"""HTTP requests to one replica; returns bodies and server-sent events.
 
-Invariant: whatever goes wrong on the wire leaves as EngineError (the replica's fault: another may
-answer) or RequestError (this request's fault: none will), with the replica's URL and its words.
+Invariant: every failure is raised as EngineError (the replica failed, another one may answer) or
+EngineRefusal (the request is at fault, no replica will answer), with the replica's URL and message.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import orjson
 
+from proxy.engines.address import EngineAddress
 from proxy.engines.connections import Connections, Response, ResponseError
-from proxy.errors import ConfigurationError, EngineError, RequestError
+from proxy.errors import ConfigurationError, EngineError, EngineRefusal
 
 MAX_ERROR_BYTES = 4096
 MAX_EVENT_BYTES = 16 * 2**20
@@ -22,7 +23,7 @@ _REQUEST_FAULTS = (400, 413, 422)
 
 
 class Upstream:
-    """Connections are made on first use, in the running event loop."""
+    """Requests to one replica. Connections are opened on first use, in the running event loop."""
 
     def __init__(
         self,
@@ -32,37 +33,38 @@ class Upstream:
         connect_timeout_s: float = 5.0,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        """`stall_timeout_s`: no byte for so long, weight updates included, and the call failed.
+        """`url` may contain the API key, see `EngineAddress`. `stall_timeout_s`: a call fails if it
+        gets no byte for this long; it must be longer than the pauses of weight updates.
 
-        Raises ConfigurationError for a URL or key that cannot be sent.
+        Raises ConfigurationError for an invalid URL or key.
         """
-        self.url = url.rstrip("/").removesuffix("/v1")
         headers = {
             "Accept": "*/*",
             "User-Agent": "agentic-proxy",
             "Content-Type": "application/json",
         }
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
         try:
+            address = EngineAddress.parse(url, key=api_key)
+            self.url = address.url
+            headers |= address.headers
             self._connections = Connections(self.url, headers, connect_timeout_s=connect_timeout_s)
         except ValueError as error:
             raise ConfigurationError(f"engines: {error}") from error
         self._stall_timeout_s = stall_timeout_s
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
-        """The JSON at `path`; None where its body is empty or the path is unknown there."""
+        """The JSON at `path`; None if the body is empty or the path does not exist."""
         async with self._request("GET", path, b"", timeout_s) as response:
             body = None if response.status == 404 else await response.read()
         return self.parse(body) if body else None
 
     async def post(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
-        """The answer's body; without `timeout_s` only `stall_timeout_s` bounds the wait."""
+        """The response's body. Without `timeout_s`, only `stall_timeout_s` limits the wait."""
         async with self._request("POST", path, body, timeout_s) as response:
             return await response.read()
 
     async def events(self, path: str, body: bytes) -> AsyncGenerator[list[bytes], None]:
-        """The `data:` payloads of a stream, those that came together in one list."""
+        """Yields the `data:` payloads of a stream; those that arrived together are in one list."""
         async with self._request("POST", path, body) as response:
             rest = b""
             while read := await response.part():
@@ -77,16 +79,16 @@ class Upstream:
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            raise self.fault(f"did not answer JSON: {body[:80]!r}") from error
+            raise self.fault(f"sent a body that is not JSON: {body[:80]!r}") from error
 
     def fault(self, words: str) -> EngineError:
-        """The engine answered, and what it answered cannot be used."""
+        """The error for an unusable answer of the engine."""
         return EngineError(f"engine {self.url} {words}", status=502)
 
-    def refusal(self, status: int, words: str) -> EngineError | RequestError:
-        """What an HTTP status, or the `code` of an error event, means."""
+    def refusal(self, status: int, words: str) -> EngineError | EngineRefusal:
+        """The error for an HTTP status or the `code` of an error event."""
         if status in _REQUEST_FAULTS:
-            return RequestError(f"the engine refuses: {words}")
+            return EngineRefusal(f"engine {self.url} refused the call: {words}")
         retryable = status in (429, 500, 503)
         return EngineError(
             f"engine {self.url} answered {status}: {words}", status=503 if retryable else 502
@@ -99,7 +101,7 @@ class Upstream:
     async def _request(
         self, method: str, path: str, body: bytes, timeout_s: float | None = None
     ) -> AsyncIterator[Response]:
-        """`timeout_s` bounds the whole of it."""
+        """`timeout_s` limits the whole request."""
         response: Response | None = None
         try:
             async with asyncio.timeout(timeout_s) if timeout_s else nullcontext():

@@ -1,7 +1,8 @@
-"""vLLM's token-in/token-out route, `POST /inference/v1/generate` (needs `--enable-scale-out`).
+"""The client of vLLM's token-in/token-out route, `POST /inference/v1/generate`.
 
-Invariant: every id comes with its log-probability under the distribution that was sampled (the
-server runs with `--logprobs-mode processed_logprobs`); a missing one is an error. `abort` is CUT.
+vLLM needs `--enable-scale-out` for this route. Invariant: every id has its log-probability under
+the sampled distribution (the server runs with `--logprobs-mode processed_logprobs`); a missing one
+is an error. The finish reason `abort` becomes CUT.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from proxy.engines.generation import version_number
-from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, HttpEngine
+from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import ProxyError
@@ -22,9 +22,9 @@ from proxy.records import Ids, VersionSpan
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"
-"""vLLM knows a request of this route by its id behind this."""
+"""vLLM puts this before the id of a request of this route."""
 MISSING_LOGPROB = -9999.0
-"""What vLLM sends for NaN, minus infinity, or a token that is not in its own table."""
+"""vLLM's value for NaN, minus infinity, or a token that is not in its table."""
 
 
 class _Alternative(msgspec.Struct, gc=False):
@@ -48,7 +48,7 @@ class _Version(msgspec.Struct, gc=False):
     end: int
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _Choice(Choice, gc=False):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -76,9 +76,7 @@ class VllmEngine(HttpEngine[_Answer]):
 
     async def _learn(self) -> None:
         await super()._learn()
-        weights = await self._upstream.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
-        label = (weights or {}).get("weight_version")
-        self._info.version = version_number(label, self._info.version)
+        self._info.version = self._version(await self._weight_label("/weight_info"))
 
     def _body(
         self,
@@ -108,11 +106,12 @@ class VllmEngine(HttpEngine[_Answer]):
             raise failure
 
     def _choices(self, payloads: list[bytes]) -> tuple[list[_Choice], ProxyError | None]:
-        """What was sampled before the failure, if there is one, is still given out."""
+        """The choices of the events up to the first failure, and that failure."""
         choices: list[_Choice] = []
         try:
             for payload in payloads:
-                choices += self._decode(payload).choices
+                choice = self._only(self._decode(payload).choices)
+                choices += [] if choice is None else [choice]
         except ProxyError as failure:
             return choices, failure
         return choices, None
@@ -122,6 +121,8 @@ class VllmEngine(HttpEngine[_Answer]):
         chunk = Chunk([], [])
         tokens: list[_Token] = []
         for choice in choices:
+            if chunk.finish_reason is not None:
+                raise self._upstream.fault("sent an event after its finish reason")
             chunk.ids += choice.token_ids or ()
             tokens += (choice.logprobs and choice.logprobs.content) or ()
             if choice.finish_reason is not None:
@@ -137,10 +138,7 @@ class VllmEngine(HttpEngine[_Answer]):
         return chunk
 
     def _versions(self, spans: Iterable[_Version]) -> tuple[VersionSpan, ...]:
-        versions = tuple(
-            VersionSpan(version_number(s.version, self._info.version), s.start, s.end)
-            for s in spans
-        )
+        versions = tuple(VersionSpan(self._version(s.version), s.start, s.end) for s in spans)
         if versions:
             self._info.version = versions[-1].version
         return versions
@@ -148,14 +146,16 @@ class VllmEngine(HttpEngine[_Answer]):
     def _check(self, chunk: Chunk, tokens: list[_Token]) -> None:
         if chunk.ids != [token.token_id for token in tokens]:
             raise self._upstream.fault(
-                f"sent {len(chunk.ids)} tokens and log-probabilities of {len(tokens)}, or of others"
+                f"sent {len(chunk.ids)} tokens and log-probabilities of {len(tokens)} tokens, or of"
+                " different ones"
             )
         if chunk.logprobs and min(chunk.logprobs) <= MISSING_LOGPROB:
             raise self._upstream.fault("sent a token without its log-probability")
 
 
 def sampling_params(s: Sampling) -> dict[str, Any]:
-    """vLLM's SamplingParams. Neutral values are said, too: generation_config.json has others."""
+    """vLLM's SamplingParams. Neutral values are sent too, because generation_config.json may have
+    others."""
     params: dict[str, Any] = {
         "max_tokens": s.max_tokens,
         "temperature": s.temperature,

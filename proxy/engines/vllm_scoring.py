@@ -1,10 +1,10 @@
-"""What a vLLM gives tokens that it did not sample just now: the other side of a replay.
+"""Gets the log-probabilities of recorded tokens from a vLLM, for a replay.
 
-Two ways, both exact. `path` is one prefill: the log-probabilities of a prompt, which vLLM computes
-before any sampling parameter bends them. `sampled` asks for each token by itself, in a call of one
-token under the parameters that it was sampled with, and so gets what those left of it; the prefix
-cache makes such a call one step. Sampling parameters that look back at the answer so far
-(presence and frequency penalty, a grammar) are lost on a call that begins in its middle.
+There are two exact ways. `path` is one prefill: vLLM computes the log-probabilities of a prompt
+before it applies any sampling parameter. `sampled` makes one call of one token for each recorded
+token, with the parameters that it was sampled with; the prefix cache makes such a call one step.
+Parameters that depend on the answer so far (presence and frequency penalty, a grammar) have no
+effect in a call that begins in the middle of an answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from proxy.engines.vllm import GENERATE, MISSING_LOGPROB
 from proxy.records import Ids, Logprobs
 
 AT_ONCE = 32
-"""Calls of one token."""
+"""Number of concurrent one-token calls."""
 
 
 class _Known(msgspec.Struct, gc=False):
@@ -65,8 +65,8 @@ class VllmScorer:
         await self._upstream.close()
 
     async def path(self, ids: Ids) -> Logprobs:
-        """`[T]`, each id's log-probability after those before it, at temperature 1; 0 for the
-        first. Raises EngineError or RequestError."""
+        """`[T]`: each id's log-probability given the preceding ids, at temperature 1; 0 for the
+        first id. Raises EngineError or RequestError."""
         answer = await self._ask(ids, {"temperature": 1.0, "prompt_logprobs": 0})
         scored = answer.prompt_logprobs or []
         if len(scored) != len(ids):
@@ -80,16 +80,16 @@ class VllmScorer:
         return values
 
     async def sampled(self, path: Ids, count: int, params: Mapping[str, Any]) -> Logprobs:
-        """`[count]`: of the path's last ids, under these of vLLM's SamplingParams; minus infinity
-        for one that they exclude. Raises EngineError or RequestError."""
+        """`[count]`: log-probabilities of the path's last ids under these SamplingParams; minus
+        infinity for an id that they exclude. Raises EngineError or RequestError."""
         starts = range(len(path) - count, len(path))
-        first = await self._token(path, starts[0], params)  # the others find its prompt cached
+        first = await self._token(path, starts[0], params)  # fills the prefix cache for the others
         rest = [self._token(path, at, params) for at in starts[1:]]
         return np.array([first, *await asyncio.gather(*rest)], np.float32)
 
     async def _token(self, path: Ids, at: int, params: Mapping[str, Any]) -> float:
         token = int(path[at])
-        # Twice, since vLLM tells as many as it is asked for, and the one that it sampled is first.
+        # Listed twice, because vLLM's first result is the token that it sampled.
         asked = {**params, "logprob_token_ids": [token, token], "logprobs": 2}
         async with self._places:
             answer = await self._ask(path[:at], asked)
@@ -112,4 +112,4 @@ class VllmScorer:
         try:
             return self._decoder.decode(answered)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise self._upstream.fault(f"did not speak its protocol: {error}") from error
+            raise self._upstream.fault(f"sent an invalid response: {error}") from error

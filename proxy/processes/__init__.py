@@ -1,1 +1,1 @@
-"""Proxy processes: one, several on one port, several on one store."""
+"""The proxy's processes: a single one, or several on one port."""

@@ -1,6 +1,6 @@
 """One of several processes on one port (`python -m proxy.processes.worker`, see `workers.py`).
 
-Invariant: it says `listening` when it does, and ends when its standard input closes.
+Invariant: it prints `listening` once it listens, and ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import uvloop
 
 from proxy import logs
 from proxy.errors import ConfigurationError
-from proxy.processes.serving import listen, withdraw
-from proxy.processes.workers import Part
+from proxy.processes.process import listen, withdraw
+from proxy.processes.workers import WorkerPart
+from proxy.secrecy import hide_memory
 
 
 def main() -> int:
-    part: Part = pickle.load(sys.stdin.buffer)
+    hide_memory()
+    part: WorkerPart = pickle.load(sys.stdin.buffer)
     logs.set_up(part.config.log)
     try:
         uvloop.run(_serve(part))
@@ -29,7 +31,7 @@ def main() -> int:
     return 0
 
 
-async def _serve(part: Part) -> None:
+async def _serve(part: WorkerPart) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

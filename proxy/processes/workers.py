@@ -1,9 +1,9 @@
 """Several processes on one port: the kernel gives each connection to one of them (SO_REUSEPORT).
 
-`serve_workers` runs in the parent, `python -m proxy.processes.worker` is one child: it reads its
-part from standard input and stops when that closes, so it does not outlive the parent, `kill -9`
-included.
-A child that dies is started again; the agents' retries go on from the store.
+`serve_workers` runs in the parent. `python -m proxy.processes.worker` is a child: it reads its part
+from standard input and stops when that closes, so that it never outlives the parent, even after
+`kill -9`. A child that ends is started again, also if it ends during its start; the agents' retries
+continue from the store.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pickle
 import socket
 import sys
 import tempfile
+from asyncio.subprocess import Process
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,20 @@ from pathlib import Path
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
 
+WORKER = (sys.executable, "-m", "proxy.processes.worker")
+"""The child's command."""
+REFUSED = 2
+"""The child's exit code if its configuration is wrong; the child has printed why."""
+MAX_FAILED_STARTS = 5
+RESTART_DELAY_S = 0.5
+"""Delay after the first failed start; it doubles with each further one."""
+
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process of several serves."""
+class WorkerPart:
+    """What one of several processes serves."""
 
     config: ProxyConfig
     own_socket: Path
@@ -37,18 +46,20 @@ class Part:
 async def serve_workers(
     config: ProxyConfig, stop: asyncio.Event, listening: Callable[[ProxyConfig, str], None]
 ) -> None:
-    """Until `stop`; `listening` is called when every process listens.
+    """Runs the processes until `stop`. Calls `listening` when all of them listen.
 
     Raises:
-        ConfigurationError: a process ended before it listened; it has said why.
+        ConfigurationError: a process refuses its configuration, or repeatedly fails to start.
     """
     if config.relay.token is not None:
-        raise ConfigurationError("workers: must be 1 with relay.token: a worker joins one process")
+        raise ConfigurationError(
+            "workers must be 1 with relay.token, because a relay worker joins one process"
+        )
     with tempfile.TemporaryDirectory(prefix="agentic-proxy-") as folder, _reserve(config) as port:
-        # Of the plain class: how it was loaded stays here.
+        # ProxyConfig can be pickled, but the class that `load_config` returns cannot.
         config = ProxyConfig.model_construct(**{**dict(config), "port": port})
         sockets = [Path(folder) / f"{number}.sock" for number in range(config.workers)]
-        parts = [Part(config, own, tuple(s for s in sockets if s != own)) for own in sockets]
+        parts = [WorkerPart(config, own, tuple(s for s in sockets if s != own)) for own in sockets]
         ready = [asyncio.Event() for _ in parts]
         keepers = [
             asyncio.create_task(_keep(part, is_ready, stop))
@@ -72,36 +83,64 @@ async def _all(events: Iterable[asyncio.Event]) -> None:
         await event.wait()
 
 
-async def _keep(part: Part, ready: asyncio.Event, stop: asyncio.Event) -> None:
-    """Runs the child, again and again if it dies, until `stop`."""
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        while not stop.is_set():
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "proxy.processes.worker"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-            )
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(pickle.dumps(part))
-            if not await child.stdout.readline():
-                await child.wait()
-                raise ConfigurationError("a worker process did not start: see its message above")
+async def _keep(part: WorkerPart, ready: asyncio.Event, stop: asyncio.Event) -> None:
+    """Runs the child, and starts it again whenever it ends, until `stop`.
+
+    Raises:
+        ConfigurationError: the child refused its configuration at the first start, or ended
+            `MAX_FAILED_STARTS` times in a row before it listened.
+    """
+    failed_starts = 0
+    while not stop.is_set():
+        child = await asyncio.create_subprocess_exec(
+            *WORKER, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        if await _listens(child, part):
+            failed_starts = 0
             ready.set()
-            ended = asyncio.create_task(child.wait())
-            await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not stop.is_set():
-                _log.error("worker %d ended with code %s: starting another", child.pid, await ended)
-            child.stdin.close()
-            await ended
+            await _until_ended(child, stop)
+            continue
+        code = await child.wait()
+        failed_starts += 1
+        if code == REFUSED and not ready.is_set():
+            raise ConfigurationError("a worker process did not start; see its message above")
+        if failed_starts == MAX_FAILED_STARTS:
+            raise ConfigurationError(
+                f"a worker process ended {failed_starts} times in a row before it listened, last"
+                f" with code {code}; see the messages above"
+            )
+        _log.error(
+            "worker process %d ended with code %s before it listened; restarting", child.pid, code
+        )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), RESTART_DELAY_S * 2 ** (failed_starts - 1))
+
+
+async def _listens(child: Process, part: WorkerPart) -> bool:
+    """Gives the child its part and waits. False when it ended before it listened."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(pickle.dumps(part))
+    return bool(await child.stdout.readline())
+
+
+async def _until_ended(child: Process, stop: asyncio.Event) -> None:
+    """Returns when the child has ended, by itself or because of `stop`."""
+    assert child.stdin is not None
+    stopping, ended = asyncio.create_task(stop.wait()), asyncio.create_task(child.wait())
+    try:
+        await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            _log.error("worker process %d ended with code %s; restarting", child.pid, await ended)
+        child.stdin.close()
+        await ended
     finally:
         stopping.cancel()
 
 
 @contextlib.contextmanager
 def _reserve(config: ProxyConfig) -> Iterator[int]:
-    """The port, held by a socket that listens to nobody."""
+    """Reserves the port with a socket that does not listen."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -109,7 +148,7 @@ def _reserve(config: ProxyConfig) -> Iterator[int]:
             holder.bind((config.host, config.port))
         except OSError as error:
             raise ConfigurationError(
-                f"port: {config.host}:{config.port} cannot be listened on: {error.strerror}; "
-                "free it or give another --port"
+                f"port: cannot listen on {config.host}:{config.port}: {error.strerror}; "
+                "free the port or choose another --port"
             ) from error
         yield int(holder.getsockname()[1])

@@ -1,10 +1,12 @@
-r"""`agentic-worker`: serves the engine on this machine to a proxy somewhere else.
+r"""`agentic-worker`: serves the engine on this machine to a proxy on another machine.
 
     AGENTIC_WORKER_TOKEN=… agentic-worker --proxy wss://proxy.example.org \
         --engine http://127.0.0.1:8001 --model /models/qwen3 --name gpu-0
 
-It connects out, so the engine's machine needs no open port. It ends with status 1 and one line
-when the proxy refuses it for good, and connects again whenever the network fails.
+The worker opens the connection, so the engine's machine needs no open port. It reconnects whenever
+the network fails. If the proxy refuses it, it prints one line and exits with code 1. Each setting
+can also be an environment variable (AGENTIC_WORKER_PROXY and so on); the token and the engine's key
+(AGENTIC_WORKER_TOKEN, AGENTIC_WORKER_ENGINE_API_KEY) are read from the environment only.
 """
 
 from __future__ import annotations
@@ -12,85 +14,60 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
-import socket
 import sys
-from pathlib import Path
+from importlib import metadata
+from typing import Any
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
-
-from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError, EngineError
-from proxy.relay.fingerprint import fingerprint
-from proxy.relay.worker import RelayWorker, WorkerRefused, WorkerSettings
+
+FLAGS = {
+    "proxy": "the proxy's address, ws://HOST:PORT or wss://HOST",
+    "engine": "the vLLM on this machine, started with --enable-scale-out",
+    "model": "the folder of the checkpoint that the engine serves; the proxy has the same model",
+    "name": "the worker's unique name at the proxy (default: this host's name)",
+    "max-calls": "maximum number of concurrent calls to the engine (256)",
+    "silence-s": "seconds without data after which a connection counts as lost (15)",
+    "drain-s": "seconds that calls in flight get to finish after SIGTERM (300)",
+}
+"""Flag → help; each is a field of `proxy.relay.worker.WorkerConfig`."""
 
 
-class WorkerConfig(BaseSettings):
-    """Precedence: command line > environment (`AGENTIC_WORKER_…`) > default."""
+def main(argv: list[str] | None = None) -> None:
+    """Prints one line and exits with code 1 if the worker cannot run."""
+    given = vars(_parser().parse_args(argv))
+    from proxy.relay.worker import WorkerRefused  # imported here to keep --help fast
+    from proxy.relay.worker_process import run_worker, worker_config
+    from proxy.secrecy import hide_memory
 
-    model_config = SettingsConfigDict(extra="forbid", env_prefix="AGENTIC_WORKER_")
-
-    proxy: str = Field(pattern="^wss?://.+")
-    """The proxy's address, `ws://HOST:PORT` or `wss://HOST`."""
-    engine: str = Field(pattern="^https?://.+")
-    """The vLLM server on this side, started with `--enable-scale-out`."""
-    engine_api_key: SecretStr | None = None
-    model: Path
-    """Folder of the checkpoint that the engine serves; the proxy was given the same model."""
-    name: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
-    """Names the worker at the proxy; each needs its own. Default: the host's name."""
-    token: SecretStr
-    """What the proxy was given as `relay.token`. By the environment, not the command line."""
-    max_calls: int = Field(default=256, ge=1)
-    """Calls that the engine is given at a time; past it the proxy asks another."""
-    silence_s: float = Field(default=15.0, gt=0)
-    """A connection over which nothing came for so long is dead."""
-    drain_s: float = Field(default=300.0, ge=0)
-    """How long calls in flight may still take after SIGTERM."""
-
-
-def main() -> None:
+    hide_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        asyncio.run(_run(_config()))
+        asyncio.run(run_worker(worker_config(given)))
     except (ConfigurationError, EngineError, WorkerRefused) as error:
         sys.exit(f"agentic-worker: {error}")
 
 
-async def _run(config: WorkerConfig) -> None:
-    key = config.engine_api_key
-    engine = VllmEngine(config.engine, api_key=key.get_secret_value() if key else None)
-    try:
-        await engine.check()
-        settings = WorkerSettings(
-            proxy=config.proxy,
-            name=config.name,
-            token=config.token.get_secret_value(),
-            max_calls=config.max_calls,
-            silence_s=config.silence_s,
-            drain_s=config.drain_s,
-        )
-        worker = RelayWorker(engine, fingerprint(config.model), settings)
-        loop = asyncio.get_running_loop()
-        for signal_number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signal_number, worker.stop)
-        await worker.run()
-    finally:
-        await engine.close()
+class _Version(argparse.Action):
+    """Reads the installed version only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"{parser.prog} {metadata.version('agentic-rl')}")
+        parser.exit()
 
 
-def _config() -> WorkerConfig:
-    parser = argparse.ArgumentParser(prog="agentic-worker", description=__doc__)
-    for name, field in WorkerConfig.model_fields.items():
-        if field.annotation is not SecretStr and name != "engine_api_key":
-            parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS)
-    try:
-        return WorkerConfig(**vars(parser.parse_args()))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0])
-        said = "" if first["type"] == "missing" else f" (value: {first['input']!r})"
-        raise ConfigurationError(
-            f"--{key.replace('_', '-')} or AGENTIC_WORKER_{key.upper()}: {first['msg']}{said}"
-        ) from error
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="agentic-worker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="print the version and exit",
+    )
+    for flag, text in FLAGS.items():
+        parser.add_argument(f"--{flag}", default=argparse.SUPPRESS, help=text)
+    return parser

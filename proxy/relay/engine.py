@@ -1,8 +1,8 @@
-"""A relay worker as an `Engine`: calls that outlive the connection they were made on.
+"""A relay worker as an `Engine` whose calls survive a reconnect.
 
-Invariant: a call is sampled by the worker at most once, and its reader gets every frame exactly
-once and in order, or an EngineError. While the worker is away for less than the grace time its
-calls wait; after that, or when it comes back as another process, they are cut.
+Invariant: the worker samples a call at most once, and the call's reader gets every frame exactly
+once and in order, or an EngineError. While the worker is disconnected, its calls wait for the grace
+time; they are cut when it expires, or when another process connects under the worker's name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import count
 from typing import Protocol
 
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
-from proxy.errors import EngineError, ProxyError, RequestError
+from proxy.errors import EngineError, EngineRefusal, ProxyError
 from proxy.records import Ids
 from proxy.relay.protocol import (
     Check,
@@ -41,7 +41,7 @@ class Connection(Protocol):
     """The hub's side of one WebSocket."""
 
     def post(self, message: ToWorker) -> None:
-        """Queues `message`; a connection that has gone drops it."""
+        """Queues `message`. It is discarded if the connection has ended."""
         ...
 
     def drop(self, reason: str) -> None: ...
@@ -58,7 +58,7 @@ class RelayEngine:
         grace_s: float,
         on_lost: Callable[[RelayEngine], None],
     ) -> None:
-        """`on_lost` is called once, when the worker will not come back: every call is cut."""
+        """`on_lost` is called once, when the worker is lost for good and its calls are cut."""
         self._on_lost = on_lost
         self._incarnation = hello.incarnation
         self._window = window
@@ -115,8 +115,6 @@ class RelayEngine:
         try:
             while True:
                 item = await call.items.get()
-                if isinstance(item, EngineError):
-                    item.started = taken > 0
                 if isinstance(item, ProxyError):
                     raise item
                 yield item
@@ -143,7 +141,7 @@ class RelayEngine:
             raise EngineError(f"worker {self._info.name!r}: {health.error}")
 
     async def probe(self, timeout_s: float = 5.0) -> Health:
-        """The worker's word on its engine; raises EngineError when no word comes."""
+        """Asks the worker for its engine's health. Raises EngineError if it does not answer."""
         if self._connection is None:
             raise EngineError(f"worker {self._info.name!r} is not connected")
         number = next(self._numbers)
@@ -163,9 +161,9 @@ class RelayEngine:
         self.lose("the proxy closed it")
 
     def attach(self, connection: Connection, hello: Hello) -> None:
-        """A connection of this worker's process, the first or a later one: calls go on."""
+        """Takes over the first or a later connection of this worker's process; calls continue."""
         if self._connection is not None:
-            self._connection.drop("the worker has connected again")
+            self._connection.drop("the worker has reconnected")
         if self._expiry is not None:
             self._expiry.cancel()
         open_calls = {n: call for n, call in self._calls.items() if not call.complete}
@@ -178,7 +176,8 @@ class RelayEngine:
             self._post(call.request)
 
     def detach(self, connection: Connection, *, gone: bool) -> None:
-        """`connection` has ended. `gone`: by the worker's own will, so it is not waited for."""
+        """Handles the end of `connection`. `gone`: the worker closed it on purpose, so its calls
+        are cut at once."""
         if self._connection is not connection:
             return
         self._connection, self._info.healthy = None, False
@@ -190,7 +189,7 @@ class RelayEngine:
         if gone:
             self.lose("the worker left")
         else:
-            late = f"the worker did not come back within {self._grace_s:g} s"
+            late = f"the worker did not reconnect within {self._grace_s:g} s"
             self._expiry = asyncio.get_running_loop().call_later(self._grace_s, self.lose, late)
 
     def receive(self, message: ToProxy) -> None:
@@ -207,8 +206,8 @@ class RelayEngine:
             case Hello():
                 raise ProtocolError("a second hello on one connection")
 
-    def lose(self, reason: str) -> None:
-        """Cuts every call; the engine is over."""
+    def lose(self, reason: str, *, status: int = 503) -> None:
+        """Cuts every call with an EngineError of `status`, and ends the engine."""
         if self._lost:
             return
         self._lost = True
@@ -219,10 +218,13 @@ class RelayEngine:
             self._connection.drop(reason)
             self._connection = None
         log.warning(
-            "relay: worker %s is gone (%s): %d calls cut", self._info.name, reason, len(self._calls)
+            "relay: lost worker %s (%s); %d calls were cut",
+            self._info.name,
+            reason,
+            len(self._calls),
         )
         for call in self._calls.values():
-            call.cut(f"worker {self._info.name!r}: {reason}: the call was cut")
+            call.cut(f"worker {self._info.name!r}: {reason}; the call was cut", status)
         self._on_lost(self)
 
     def _open(self, request: Generate) -> _Call:
@@ -230,7 +232,7 @@ class RelayEngine:
         if self._lost or self._leaving:
             raise EngineError(f"worker {name!r} is gone")
         if len(self._calls) >= self._max_calls:
-            raise EngineError(f"worker {name!r} has its {self._max_calls} calls in flight")
+            raise EngineError(f"worker {name!r} is full: {self._max_calls} calls are in flight")
         call = self._calls[request.call] = _Call(request)
         self._info.in_flight += 1
         self._post(request)
@@ -245,16 +247,18 @@ class RelayEngine:
         if call is None or call.complete or frame.number < call.received:
             return
         if frame.number > call.received:
-            raise ProtocolError(f"call {frame.call}: frame {frame.number} before {call.received}")
+            raise ProtocolError(
+                f"call {frame.call}: got frame {frame.number}, expected {call.received}"
+            )
         if call.items.qsize() >= self._window:
-            raise ProtocolError(f"call {frame.call}: more than {self._window} frames not taken")
+            raise ProtocolError(f"call {frame.call}: more than {self._window} unread frames")
         call.put(frame)
         if frame.versions:
             self._info.version = frame.versions[-1][0]
 
 
 class _Call:
-    """A call in flight, as its reader sees it."""
+    """A call in flight, with the frames that its reader has not taken yet."""
 
     def __init__(self, request: Generate) -> None:
         self.request = request
@@ -266,12 +270,12 @@ class _Call:
         if frame.error is None:
             self.items.put_nowait(chunk_of(frame))
         else:
-            self.items.put_nowait((RequestError if frame.refused else EngineError)(frame.error))
+            self.items.put_nowait((EngineRefusal if frame.refused else EngineError)(frame.error))
         self.received = frame.number + 1
         self.complete = frame.last
         self.request.prompt = b""
 
-    def cut(self, reason: str) -> None:
+    def cut(self, reason: str, status: int = 503) -> None:
         if not self.complete:
             self.complete = True
-            self.items.put_nowait(EngineError(reason))
+            self.items.put_nowait(EngineError(reason, status=status))

@@ -1,7 +1,7 @@
-"""Which model a folder holds: digests of its tokenizer and of its architecture.
+"""Identifies the model in a folder by digests of its tokenizer and its architecture.
 
-Two folders with one fingerprint give every text the same ids and every id the same place in the
-model. The weights are not part of it: they change with every step of a training run.
+Two folders with the same fingerprint have the same token ids and the same architecture. The weights
+are not part of the fingerprint because they change with every training step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 
 
 def fingerprint(model: Path) -> Fingerprint:
-    """Of the checkpoint folder `model`.
+    """The fingerprint of the checkpoint folder `model`.
 
     Raises:
-        ConfigurationError: `tokenizer.json` or `config.json` is not there, or is not JSON.
+        ConfigurationError: `tokenizer.json` or `config.json` is missing or is not JSON.
     """
     return Fingerprint(
         tokenizer=_digest(model / "tokenizer.json", _TOKENIZER_NOISE),
@@ -37,7 +37,7 @@ def _digest(path: Path, noise: tuple[str, ...]) -> str:
         fields: dict[str, Any] = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise ConfigurationError(
-            f"{path}: {error}; a relay needs it to tell whether both sides have one model"
+            f"{path}: {error}; the relay needs this file to compare the models of proxy and worker"
         ) from error
     known = {key: value for key, value in fields.items() if key not in noise}
     return hashlib.sha256(orjson.dumps(known, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -1,7 +1,8 @@
-"""Where relay workers come in: one WebSocket route, a name for each worker, its engine behind it.
+"""Accepts relay workers on one WebSocket route and adds each of them as an engine.
 
-Invariant: a worker becomes an engine only with the token, this protocol, this proxy's model and a
-name that no live worker has. A name belongs to one process of a worker at a time.
+Invariant: a worker becomes an engine only if it has the token, speaks this version of the protocol,
+has the proxy's model, and uses a name that no connected worker has. A name belongs to one worker
+process at a time.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class RelayHub:
         joined: Callable[[RelayEngine], Awaitable[None]],
         left: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`joined` is given each new engine, and may refuse it with RequestError; `left` is given
-        the name of one that is over for good, before another can have it.
+        """`joined` gets each new engine and may refuse it with RequestError. `left` gets the name
+        of an engine that is lost for good, before another engine can have the name.
 
         Raises:
             ConfigurationError: no token is set.
         """
         if config.token is None:
-            raise ConfigurationError("relay.token: needed by the relay; there is no default")
+            raise ConfigurationError("relay.token is not set; the relay needs a token")
         self._token = _hash(config.token.get_secret_value())
         self._config = config
         self._fingerprint = fingerprint
@@ -72,14 +73,17 @@ class RelayHub:
         await self._say_farewell()
 
     async def connect(self, request: web.Request) -> web.StreamResponse:
-        """The handler of one worker's connection, from the handshake to its end."""
+        """Handles one worker's connection from the handshake to its end."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or not hmac.compare_digest(_hash(token), self._token):
-            log.warning("relay: a worker at %s came with a wrong token", request.remote)
+            log.warning("relay: a worker at %s sent a wrong token", request.remote)
             return web.json_response({"error": "wrong relay token"}, status=401)
         if self._open_sockets >= self._config.max_workers:
             return web.json_response(
-                {"error": f"the proxy has its {self._config.max_workers} workers"},
+                {
+                    "error": f"the proxy has the maximum of {self._config.max_workers} workers; "
+                    "raise relay.max_workers"
+                },
                 status=503,
                 headers={"Retry-After": "10"},
             )
@@ -116,18 +120,18 @@ class RelayHub:
             await asyncio.wait([sender])
 
     async def _read(self, socket: web.WebSocketResponse, engine: RelayEngine) -> bool:
-        """Whether the worker said good-bye, rather than its connection having broken."""
+        """Reads until the connection ends; returns whether the worker closed it on purpose."""
         try:
             async for message in socket:
                 if message.type is WSMsgType.TEXT:
-                    raise ProtocolError("a text message")
+                    raise ProtocolError("got a text message, expected a binary one")
                 if message.type is WSMsgType.ERROR:
                     if isinstance(message.data, WebSocketError):
                         raise ProtocolError(f"{message.data}")
                     break
                 engine.receive(decode_to_proxy(message.data))
         except ProtocolError as error:
-            engine.lose(f"it broke the protocol: {error}")
+            engine.lose(f"it broke the protocol: {error}", status=502)
             await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
         return socket.close_code == WSCloseCode.OK
 
@@ -159,7 +163,7 @@ class RelayHub:
             farewell.add_done_callback(self._farewells.discard)
 
     async def _part(self, name: str) -> None:
-        with contextlib.suppress(RequestError):  # it was removed by hand
+        with contextlib.suppress(RequestError):  # it was removed through the control plane
             await self._left(name)
 
     async def _say_farewell(self) -> None:
@@ -168,29 +172,31 @@ class RelayHub:
     def _match(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
             raise _RefusedError(
-                f"worker {hello.name!r} speaks relay protocol {hello.protocol}, this proxy "
-                f"{PROTOCOL_VERSION}: run the same release on both sides"
+                f"worker {hello.name!r} speaks relay protocol {hello.protocol}, and this proxy "
+                f"{PROTOCOL_VERSION}; run the same release on both sides"
             )
         ours, theirs = self._fingerprint, hello.fingerprint
         for what in ("tokenizer", "architecture"):
             if getattr(ours, what) != getattr(theirs, what):
                 raise _RefusedError(
-                    f"worker {hello.name!r} has another model: its {what} is "
-                    f"{getattr(theirs, what)[:12]}, the proxy's {getattr(ours, what)[:12]}: "
-                    "give both the same --model"
+                    f"worker {hello.name!r} has another model than the proxy: its {what} is "
+                    f"{getattr(theirs, what)[:12]}, the proxy's is {getattr(ours, what)[:12]} "
+                    "(SHA-256); give the worker the proxy's model as --model"
                 )
 
     async def _evict(self, held: RelayEngine) -> None:
-        """Frees the name of a worker that is dead; raises when it is alive."""
+        """Frees the name of a dead worker. Raises _RefusedError if the worker is alive."""
         name = held.info.name
         with contextlib.suppress(EngineError):
             await held.probe()
-            raise _RefusedError(f"a worker named {name!r} is connected: give each its own --name")
-        held.lose("another process took its name")
+            raise _RefusedError(
+                f"a worker named {name!r} is connected; give each worker its own --name"
+            )
+        held.lose("another process took over its name")
 
 
 class _Connection:
-    """Messages out over one WebSocket, in order. What waits is bounded by the calls in flight."""
+    """Sends messages over one WebSocket in order. The calls in flight bound the queue's length."""
 
     def __init__(self, socket: web.WebSocketResponse) -> None:
         self._socket = socket
@@ -204,7 +210,7 @@ class _Connection:
         self._outbox.put_nowait(None)
 
     async def send(self) -> None:
-        """Until the connection ends or is dropped."""
+        """Sends until the connection ends or is dropped."""
         with contextlib.suppress(ConnectionError):
             while (message := await self._outbox.get()) is not None:
                 await self._socket.send_bytes(encode(message))
@@ -217,16 +223,16 @@ async def _hello(socket: web.WebSocketResponse) -> Hello:
     except TimeoutError as error:
         raise ProtocolError(f"no hello within {HANDSHAKE_S:g} s") from error
     if message.type is not WSMsgType.BINARY:
-        raise ProtocolError(f"a {message.type.name} message instead of a hello")
+        raise ProtocolError(f"got a {message.type.name} message, expected a hello")
     hello = decode_to_proxy(message.data)
     if not isinstance(hello, Hello):
-        raise ProtocolError(f"{type(hello).__name__} instead of a hello")
+        raise ProtocolError(f"got {type(hello).__name__}, expected a hello")
     return hello
 
 
 class _RefusedError(Exception):
-    """The handshake failed, and would fail again."""
+    """The worker is refused; another attempt would be refused too."""
 
 
 def _hash(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -1,18 +1,18 @@
-"""What the proxy and a relay worker say to each other: msgpack messages in binary frames.
+"""The protocol between the proxy and a relay worker: msgpack messages in binary frames.
 
-Ids travel as little-endian int32 and log-probabilities as little-endian float32, raw, so that
-what the proxy records is bit for bit what the worker's engine gave.
+Ids are sent as raw little-endian int32 and log-probabilities as raw little-endian float32, so that
+the proxy records exactly what the worker's engine returned.
 
-Invariant: the frames of a call are numbered from 0 without gaps. The worker keeps a frame until
-the proxy has taken it, so that after a reconnect it can be sent again, and never keeps more than
-the proxy's `window` of them: a reader that does not keep up stops the engine's stream.
+Invariant: the frames of a call are numbered from 0 without gaps. The worker keeps each frame until
+the proxy has acknowledged it, so that it can be sent again after a reconnect, and keeps at most
+`window` frames: a slow reader stops the engine's stream.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,11 +24,15 @@ PROTOCOL_VERSION = 1
 PATH = "/relay"
 
 FRAME_BYTES = 32 * 2**20
-"""Largest message: a prompt of 4 M tokens and some (int32), the longest context in use."""
+"""Size of the largest message: enough for a prompt of 8 M tokens (int32)."""
+
+
+Version = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Version of the weights; recorded as int32."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
-    """Which model a side was given; equal on both or the worker is refused. Hex SHA-256."""
+    """Identifies a side's model (hex SHA-256). If the two sides differ, the worker is refused."""
 
     tokenizer: str
     architecture: str
@@ -40,34 +44,36 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     protocol: int
     name: str
     incarnation: str
-    """Random, one per process of the worker: a reconnect has the same, a restart another."""
+    """Random per worker process: the same after a reconnect, different after a restart."""
     fingerprint: Fingerprint
     model: str | None
-    version: int
+    version: Version
     max_context_tokens: int | None
     max_calls: int
     calls: tuple[int, ...]
-    """Calls that the worker still holds frames of."""
+    """Calls of which the worker still keeps frames."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The handshake succeeded."""
 
     window: int
-    """Frames per call that the worker may hold untaken."""
+    """Number of unacknowledged frames that the worker may keep per call."""
     grace_s: float
-    """For how long both sides keep calls alive without a connection."""
+    """How long both sides keep calls alive without a connection, in seconds."""
     resumed: dict[int, int]
-    """Call → the number of the frame that the proxy wants next. Calls not named are over."""
+    """Call → number of the next frame that the proxy expects. All other calls have ended."""
 
 
 class Refuse(msgspec.Struct, tag="refuse", array_like=True):
-    """The handshake failed for good: trying again would fail again."""
+    """The proxy refuses the worker; another attempt would be refused too."""
 
     reason: str
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True):
+    """Asks the worker to sample an answer. `prompt` holds the token ids as bytes of int32."""
+
     call: int
     request_id: str
     prompt: bytes
@@ -77,7 +83,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True):
 
 
 class Frame(msgspec.Struct, tag="frame", array_like=True):
-    """A chunk of a call, or with `error` its failure; `finish` or `error` makes it the last."""
+    """A chunk of a call, or its failure if `error` is set. `finish` or `error` marks the last."""
 
     call: int
     number: int
@@ -86,10 +92,10 @@ class Frame(msgspec.Struct, tag="frame", array_like=True):
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish: str | None = None
     stop: int | str | None = None
-    versions: tuple[tuple[int, int, int], ...] = ()
+    versions: tuple[tuple[Version, int, int], ...] = ()
     error: str | None = None
     refused: bool = False
-    """With `error`: the engine refuses the request itself; another replica would, too."""
+    """With `error`: the engine refuses the request itself, and another replica would too."""
 
     @property
     def last(self) -> bool:
@@ -97,20 +103,20 @@ class Frame(msgspec.Struct, tag="frame", array_like=True):
 
 
 class Taken(msgspec.Struct, tag="taken", array_like=True):
-    """The proxy's reader has taken every frame of the call below `number`."""
+    """The proxy acknowledges every frame of the call with a number below `number`."""
 
     call: int
     number: int
 
 
 class End(msgspec.Struct, tag="end", array_like=True):
-    """The proxy wants no more of the call: abort it if it runs, and forget it."""
+    """The proxy is done with the call: the worker aborts it if it is running, and forgets it."""
 
     call: int
 
 
 class Check(msgspec.Struct, tag="check", array_like=True):
-    """Is the worker's engine well, and which weights has it?"""
+    """Asks for the health of the worker's engine and the version of its weights."""
 
     number: int
 
@@ -119,12 +125,12 @@ class Health(msgspec.Struct, tag="health", array_like=True):
     """The answer to the `Check` of the same number."""
 
     number: int
-    version: int
+    version: Version
     error: str | None = None
 
 
 class Leave(msgspec.Struct, tag="leave", array_like=True):
-    """The worker finishes the calls it has, takes no more, and then closes with code 1000."""
+    """The worker finishes its calls, accepts no more, and then closes with code 1000."""
 
 
 ToWorker = Welcome | Refuse | Generate | Taken | End | Check
@@ -132,7 +138,7 @@ ToProxy = Hello | Frame | Health | Leave
 
 
 class ProtocolError(Exception):
-    """The other side sent what the protocol does not allow; the connection is closed."""
+    """The other side broke the protocol; the connection is closed."""
 
 
 def encode(message: ToWorker | ToProxy) -> bytes:
@@ -183,13 +189,16 @@ def frame_of(call: int, number: int, chunk: Chunk) -> Frame:
 
 
 def chunk_of(frame: Frame) -> Chunk:
-    """Raises ProtocolError when ids and log-probabilities do not match one to one."""
+    """Raises ProtocolError when the numbers of ids and log-probabilities differ, or the finish
+    reason is unknown."""
     if len(frame.ids) != len(frame.logprobs):
         raise ProtocolError(
             f"call {frame.call}: {len(frame.ids) // 4} ids but "
             f"{len(frame.logprobs) // 4} log-probabilities"
         )
     _whole(frame.logprobs)
+    if frame.finish is not None and frame.finish not in set(FinishReason):
+        raise ProtocolError(f"call {frame.call}: unknown finish reason {frame.finish[:40]!r}")
     return Chunk(
         ids=unpack_ids(frame.ids).tolist(),
         logprobs=np.frombuffer(frame.logprobs, "<f4").tolist(),
@@ -204,7 +213,7 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a message of {len(data)} bytes: {error}") from error
+        raise ProtocolError(f"cannot decode a message of {len(data)} bytes: {error}") from error
 
 
 def _whole(data: bytes) -> None:

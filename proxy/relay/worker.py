@@ -1,8 +1,8 @@
-"""The worker's side of the relay: connects out to the proxy and serves its calls from an engine.
+"""The worker's side of the relay: connects to the proxy and serves its calls from an engine.
 
-Invariant: a call is given to the engine once. While the connection is away the call goes on, its
-frames kept up to the proxy's window, and they are sent when the connection is back; after the
-proxy's grace time, or when the proxy no longer wants it, the call is aborted.
+Invariant: a call is given to the engine once. While the connection is lost, the call continues; up
+to the proxy's window of frames is kept and sent after the reconnect. The call is aborted when the
+grace time of the proxy is over, or when the proxy ends it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import contextlib
 import logging
 import random
 import secrets
+import socket
 from collections import deque
-from dataclasses import dataclass
+from pathlib import Path
 
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
@@ -48,38 +51,47 @@ from proxy.relay.protocol import (
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
+BACKOFF_S = 0.5
+"""Wait before the first reconnect. It doubles with each further attempt up to `MAX_BACKOFF_S`, and
+is reset by a successful handshake."""
+MAX_BACKOFF_S = 30.0
 
 
 class WorkerRefused(Exception):
-    """The proxy will not have this worker, however often it tries."""
+    """The proxy refuses this worker for good; another attempt would fail too."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """Example: WorkerSettings(proxy="wss://proxy.example.org", name="gpu-0", token="…")"""
+class WorkerConfig(BaseSettings):
+    """The worker's settings. Precedence: command line > environment > default."""
 
-    proxy: str
-    """`ws://` or `wss://`, host and port; a path in front of `/relay` is kept."""
-    name: str
-    token: str
-    max_calls: int = 256
-    silence_s: float = 15.0
-    """A connection over which no pong comes for so long is dead."""
-    backoff_s: float = 0.5
-    """Before the first try to connect again; doubles up to `max_backoff_s`, and starts over once
-    a handshake has succeeded."""
-    max_backoff_s: float = 30.0
-    drain_s: float = 300.0
-    """How long calls may still take once the worker is told to stop."""
+    model_config = SettingsConfigDict(extra="forbid", env_prefix="AGENTIC_WORKER_")
+
+    proxy: str = Field(pattern="^wss?://.+")
+    """The proxy's address, `ws://HOST:PORT` or `wss://HOST`."""
+    engine: str = Field(pattern="^https?://.+")
+    """The URL of the vLLM on this machine, which runs with `--enable-scale-out`."""
+    engine_api_key: SecretStr | None = None
+    model: Path
+    """Folder of the checkpoint that the engine serves; the proxy was given the same model."""
+    name: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
+    """The worker's name at the proxy, unique there. Default: the host's name."""
+    token: SecretStr
+    """The proxy's `relay.token`. From the environment only."""
+    max_calls: int = Field(default=256, ge=1)
+    """Maximum number of concurrent calls to the engine; the proxy routes others elsewhere."""
+    silence_s: float = Field(default=15.0, gt=0)
+    """Seconds without any message after which a connection counts as lost."""
+    drain_s: float = Field(default=300.0, ge=0)
+    """Seconds that calls in flight get to finish after SIGTERM."""
 
 
 class RelayWorker:
-    """Example: `await RelayWorker(engine, fingerprint(model), settings).run()`"""
+    """Example: `await RelayWorker(engine, fingerprint(model), config).run()`"""
 
-    def __init__(self, engine: Engine, fingerprint: Fingerprint, settings: WorkerSettings) -> None:
+    def __init__(self, engine: Engine, fingerprint: Fingerprint, config: WorkerConfig) -> None:
         self._engine = engine
         self._fingerprint = fingerprint
-        self._settings = settings
+        self._config = config
         self._incarnation = secrets.token_hex(16)
         self._calls: dict[int, _Call] = {}
         self._window = 1
@@ -87,17 +99,18 @@ class RelayWorker:
         self._expiry: asyncio.TimerHandle | None = None
         self._socket: ClientConnection | None = None
         self._outbox: asyncio.Queue[ToProxy] | None = None
-        """Both None while there is no connection."""
+        """`_socket` and `_outbox` are None while there is no connection."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._stop = asyncio.Event()
         self._tries = 0
 
     async def run(self) -> None:
-        """Until `stop`, and the calls in flight then have ended.
+        """Runs until `stop` is called and the calls in flight have ended.
 
         Raises:
-            WorkerRefused: wrong token, protocol, model, or a name in use; one line says which.
+            WorkerRefused: the proxy refuses the token, the protocol, the model or the name; the
+                message names which.
         """
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
@@ -115,7 +128,7 @@ class RelayWorker:
             raise serving.result()
 
     def stop(self) -> None:
-        """Takes no more calls, finishes those in flight, and ends `run`."""
+        """Accepts no more calls, finishes those in flight, and ends `run`."""
         self._stop.set()
 
     async def _serve(self) -> WorkerRefused:
@@ -128,22 +141,22 @@ class RelayWorker:
                 self._socket = self._outbox = None
             self._expiry = asyncio.get_running_loop().call_later(self._grace_s, self._abandon)
             delay_s = self._backoff()
-            log.warning("relay: %s; connecting again in %.1f s", reason, delay_s)
+            log.warning("relay: %s; reconnecting in %.1f s", reason, delay_s)
             await asyncio.sleep(delay_s)
 
     def _backoff(self) -> float:
-        settings = self._settings
-        delay_s = min(settings.max_backoff_s, settings.backoff_s * 2.0 ** min(self._tries, 16))
+        delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** min(self._tries, 16))
         self._tries += 1
         return delay_s * random.uniform(0.5, 1.0)
 
     async def _connection(self) -> str:
-        """One connection from its handshake to its end; the answer is why it ended."""
-        silence_s = self._settings.silence_s
+        """Runs one connection from its handshake to its end; returns why it ended."""
+        silence_s = self._config.silence_s
+        token = self._config.token.get_secret_value()
         try:
             async with connect(
-                self._settings.proxy.rstrip("/") + PATH,
-                additional_headers={"Authorization": f"Bearer {self._settings.token}"},
+                self._config.proxy.rstrip("/") + PATH,
+                additional_headers={"Authorization": f"Bearer {token}"},
                 open_timeout=HANDSHAKE_S,
                 close_timeout=1.0,
                 ping_interval=silence_s / 3,
@@ -157,10 +170,10 @@ class RelayWorker:
             status = error.response.status_code
             if status in (401, 403, 404):
                 words = error.response.body.decode(errors="replace").strip()
-                raise WorkerRefused(f"{self._settings.proxy} answered {status}: {words}") from error
-            return f"{self._settings.proxy} answered {status}"
+                raise WorkerRefused(f"{self._config.proxy} answered {status}: {words}") from error
+            return f"{self._config.proxy} answered {status}"
         except (OSError, ConnectionClosed, InvalidHandshake) as error:
-            return f"{self._settings.proxy}: {error or type(error).__name__}"
+            return f"{self._config.proxy}: {error or type(error).__name__}"
 
     async def _converse(self, socket: ClientConnection) -> None:
         await socket.send(encode(await self._hello()))
@@ -169,10 +182,10 @@ class RelayWorker:
         if isinstance(welcome, Refuse):
             raise WorkerRefused(welcome.reason)
         if not isinstance(welcome, Welcome):
-            raise ProtocolError(f"{type(welcome).__name__} instead of a welcome")
+            raise ProtocolError(f"got {type(welcome).__name__}, expected a welcome")
         outbox = self._resume(welcome)
         self._socket = socket
-        log.info("relay: connected to %s as %s", self._settings.proxy, self._settings.name)
+        log.info("relay: connected to %s as %s", self._config.proxy, self._config.name)
         sender = asyncio.create_task(_send(socket, outbox))
         try:
             async for data in socket:
@@ -185,13 +198,13 @@ class RelayWorker:
         info = self._engine.info
         return Hello(
             protocol=PROTOCOL_VERSION,
-            name=self._settings.name,
+            name=self._config.name,
             incarnation=self._incarnation,
             fingerprint=self._fingerprint,
             model=info.model,
             version=info.version,
             max_context_tokens=info.max_context_tokens,
-            max_calls=self._settings.max_calls,
+            max_calls=self._config.max_calls,
             calls=tuple(self._calls),
         )
 
@@ -223,20 +236,27 @@ class RelayWorker:
             case Check():
                 self._tasks.create_task(self._check(message.number))
             case _:
-                raise ProtocolError(f"{type(message).__name__} after the handshake")
+                raise ProtocolError(f"got {type(message).__name__} after the handshake")
 
     def _begin(self, request: Generate) -> None:
         if request.call in self._calls:
             raise ProtocolError(f"call {request.call} was begun twice")
         call = self._calls[request.call] = _Call(request.call)
         self._idle.clear()
-        if len(self._calls) > self._settings.max_calls:
-            self._post(call, Frame(request.call, 0, error="the worker has no room for the call"))
+        if len(self._calls) > self._config.max_calls:
+            self._post(
+                call,
+                Frame(
+                    request.call,
+                    0,
+                    error=f"the worker is full: {self._config.max_calls} calls are in flight",
+                ),
+            )
         else:
             call.task = self._tasks.create_task(self._sample(call, request))
 
     async def _sample(self, call: _Call, request: Generate) -> None:
-        """Engine to proxy, no faster than the proxy's reader takes."""
+        """Forwards the engine's chunks to the proxy, no faster than the proxy reads them."""
         number = 0
         try:
             chunks = self._engine.generate(
@@ -284,17 +304,19 @@ class RelayWorker:
         if self._outbox is not None:
             self._outbox.put_nowait(Leave())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), self._settings.drain_s)
+            await asyncio.wait_for(self._idle.wait(), self._config.drain_s)
 
     def _abandon(self) -> None:
         if self._calls:
-            log.warning("relay: aborting %d calls that nobody waits for", len(self._calls))
+            log.warning(
+                "relay: aborting %d calls that the proxy no longer waits for", len(self._calls)
+            )
         for number in list(self._calls):
             self._end(number)
 
 
 class _Call:
-    """A call that the worker serves: its task, and the frames that the proxy has not taken."""
+    """A call that the worker serves: its task, and the frames that are not acknowledged yet."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -325,5 +347,5 @@ async def _binary(socket: ClientConnection) -> bytes:
 
 def _bytes(data: str | bytes) -> bytes:
     if isinstance(data, str):
-        raise ProtocolError("a text message")
+        raise ProtocolError("got a text message, expected a binary one")
     return data

@@ -1,16 +1,17 @@
-"""Byte-level BPE by `tiktoken`, five times as fast as `tokenizers`, where both must agree.
+"""Byte-level BPE with `tiktoken`, five times as fast as `tokenizers`, if both provably agree.
 
-Invariant: `faster` gives an encoder only for a tokenizer.json for which every text that the encoder
-takes (`BytePairs.encode` is not None) has the same ids as by `tokenizers`. That follows from
+Invariant: `faster` returns an encoder only if, for the given tokenizer.json, every text that the
+encoder accepts (`BytePairs.encode` is not None) has the same ids as with `tokenizers`. This follows
+from
 
-- the same pieces: no normalisation but NFC (texts that are not in it are left to `tokenizers`), no
-  added token in the text, and one pattern that splits it, on which both were compared over samples
-  of every kind of character;
-- the same merges: tiktoken merges any two neighbours whose concatenation is a token, the lowest id
-  first; `tokenizers` merges those in its list, in the list's order. The ids must be in that order,
-  and every token must be what its own bytes are merged to. Two neighbours that make up a token are
-  then a pair of the list: with only their bytes at hand, the merges inside of them are the same,
-  and the last one can only be theirs.
+- the same pieces: there is no normalisation except NFC (texts that are not in NFC are left to
+  `tokenizers`), the text contains no added token, and one pattern splits it, for which the results
+  of both were compared on samples of every kind of character;
+- the same merges: tiktoken merges any two adjacent parts whose concatenation is a token, the lowest
+  id first; `tokenizers` merges the pairs in its list, in the list's order. The ids must be in that
+  order, and every token must be the result of merging its own bytes. Two adjacent parts that form a
+  token are then a pair in the list: the merges inside their bytes are the same, and the last merge
+  can only be that of the two parts.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import tiktoken
 from tokenizers import Tokenizer as FastTokenizer
 
 MAX_CHARS = 100_000
-"""Beyond some million white spaces tiktoken's pattern engine gives up; long texts cost a thread
-anyway."""
+"""tiktoken's pattern engine fails on texts of some million white spaces. Longer texts are encoded
+in a thread anyway."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `ByteLevel` splits by when it is not told otherwise."""
+"""The default pattern of `ByteLevel`."""
 _PLAIN_MODEL = {
     "type": "BPE",
     "dropout": None,
@@ -41,12 +42,28 @@ _PLAIN_MODEL = {
 
 
 class BytePairs:
-    def __init__(self, encoding: tiktoken.Encoding, added: Iterable[str]) -> None:
+    """The encoder of one vocabulary. Example: faster(tokenizer).encode("Hello.")"""
+
+    def __init__(
+        self, encoding: tiktoken.Encoding, added: Sequence[str], longest_token_bytes: int
+    ) -> None:
         self._encode = encoding.encode_ordinary
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        self._longest_token_bytes = longest_token_bytes
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the text's number of tokens, much cheaper than encoding it.
+
+        A token has at most the bytes of the vocabulary's longest token, and a character has at
+        least one byte. Returns 0 if that proves nothing, because normalisation may shorten the
+        text or an added token may absorb white space.
+        """
+        bound = -(-len(text) // self._longest_token_bytes)
+        composed = text.isascii() or unicodedata.is_normalized("NFC", text)
+        return bound if composed and not self._added.search(text) else 0
 
     def encode(self, text: str) -> list[int] | None:
-        """None for a text that `tokenizers` must encode."""
+        """The ids; None for a text that `tokenizers` must encode."""
         if len(text) > MAX_CHARS or self._added.search(text):
             return None
         if not text.isascii() and not unicodedata.is_normalized("NFC", text):
@@ -55,7 +72,7 @@ class BytePairs:
 
 
 def faster(fast: FastTokenizer) -> BytePairs | None:
-    """None where the two may differ, or cannot be shown not to."""
+    """The faster encoder; None if the two are not proven to agree."""
     config = orjson.loads(fast.to_str())
     pattern = _pattern(config["pre_tokenizer"])
     ranks = _ranks(fast, config["model"], config["added_tokens"])
@@ -65,9 +82,10 @@ def faster(fast: FastTokenizer) -> BytePairs | None:
         encoding = tiktoken.Encoding(
             "model", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
         )
-    except ValueError:  # a pattern that only the other engine knows
+    except ValueError:  # a pattern that tiktoken does not support
         return None
-    found = BytePairs(encoding, (token["content"] for token in config["added_tokens"]))
+    added = [token["content"] for token in config["added_tokens"]]
+    found = BytePairs(encoding, added, max(map(len, ranks)))
     return found if all(_agree(found, fast, text) for text in _samples()) else None
 
 
@@ -77,7 +95,7 @@ def _agree(found: BytePairs, fast: FastTokenizer, text: str) -> bool:
 
 
 def _samples() -> Iterable[str]:
-    """Every 23rd character of the Basic Multilingual Plane, and some beyond, in varied company."""
+    """Every 23rd character of the Basic Multilingual Plane and some others, in varied contexts."""
     points = [*range(1, 0xD800, 23), *range(0xE000, 0x10000, 23), *range(0x1F300, 0x1F700, 23)]
     for start in range(0, len(points), 64):
         chars = (chr(point) for point in points[start : start + 64])
@@ -86,7 +104,7 @@ def _samples() -> Iterable[str]:
 
 
 def _pattern(pre: Mapping[str, Any] | None) -> str | None:
-    """Of a `ByteLevel` by itself, or behind one `Split`."""
+    """The splitting pattern of a `ByteLevel`, alone or after one `Split`; None for others."""
     if pre is None:
         return None
     steps: Sequence[Mapping[str, Any]] = (
@@ -105,7 +123,7 @@ def _pattern(pre: Mapping[str, Any] | None) -> str | None:
 def _ranks(
     fast: FastTokenizer, model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]
 ) -> dict[bytes, int] | None:
-    """Each token's bytes and id, where the merges are in order of id and reach every token."""
+    """Each token's bytes and id; None if the merges are not in order of id or miss a token."""
     if any(model.get(name) != value for name, value in _PLAIN_MODEL.items()):
         return None
     vocab: dict[str, int] = model["vocab"]
@@ -129,7 +147,7 @@ def _ranks(
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies are written in (GPT-2's `bytes_to_unicode`)."""
+    """The characters for bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}

@@ -1,15 +1,14 @@
-"""An answer's tool calls, while they are written and when they have ended.
+"""Reads the tool calls of an answer, finished or not.
 
-Two kinds of families: those whose models write a call's arguments as JSON, which is passed on as it
-was written; and those that write one tag per argument, from which JSON is made. Invariant: while an
-answer grows, the text of a call's arguments only grows, and so it can be streamed. A call is one as
-soon as its name and the beginning of its arguments can be read: arguments that turn out to be no
-JSON, or that a truncated answer leaves open, are told as far as they came, as other providers do.
+In some families the model writes a call's arguments as JSON, which is passed on unchanged; in
+others it writes one tag per argument, which is converted to JSON. Invariant: while an answer grows,
+the text of a call's arguments only grows, so that it can be streamed. A call is recognised as soon
+as its name and the beginning of its arguments can be read. Arguments that turn out not to be JSON,
+or that a truncated answer leaves unfinished, are sent as written, as other providers do.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,53 +16,9 @@ from typing import Any
 import orjson
 from renderers.base import ParsedToolCall, ToolCallParseStatus
 
-from proxy.conversation import ToolCall, parsed_arguments
-
-_BAR = "\N{FULLWIDTH VERTICAL LINE}"
-_WRAPPED = re.compile(
-    r'\s*\{\s*"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)+")\s*,'
-    r'\s*"(?:arguments|parameters|args)"\s*:\s*(?=\{)'
-)
-_DEEPSEEK = re.compile(
-    rf"[^\n]*?<{_BAR}tool\u2581sep{_BAR}>[^\S\n]*(?P<name>[^\n]+?)[^\S\n]*\n"
-    r"\s*(?:```(?:json)?\s*)?(?=\{)"
-)
-_KIMI = re.compile(r"(?s).*?<\|tool_call_argument_begin\|>\s*(?=\{)")
-_BARE = re.compile(r"\s*(?=\{)")
-_JSON_FORMS = {
-    "deepseek-r1": _DEEPSEEK,
-    "deepseek-v3": _DEEPSEEK,
-    "gpt-oss": _BARE,
-    "inkling": _WRAPPED,
-    "kimi-k2": _KIMI,
-    "kimi-k2.5": _KIMI,
-    "llama-3": _WRAPPED,
-    "qwen3": _WRAPPED,
-    "qwen3-vl": _WRAPPED,
-    "template": _WRAPPED,
-}
-"""Per family: what stands before the arguments in a call's block. Where it names no tool, the
-renderer does."""
-
-_QWEN_XML = ("</tool_call>", "\n</parameter>\n</function>\n</tool_call>")
-_GLM_XML = ("</tool_call>", "</arg_value></tool_call>")
-_HY3_XML = ("</tool_call:opensource>", "</arg_value:opensource></tool_call:opensource>")
-_XML_CLOSES = {
-    "hy3": _HY3_XML,
-    "deepseek-v4": (
-        f"</{_BAR}DSML{_BAR}invoke>",
-        f"</{_BAR}DSML{_BAR}parameter>\n</{_BAR}DSML{_BAR}invoke>",
-    ),
-    "minimax-m2": (
-        "</invoke></minimax:tool_call>",
-        "</parameter></invoke></minimax:tool_call>",
-    ),
-    **dict.fromkeys(("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), _GLM_XML),
-    **dict.fromkeys(("laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2"), _GLM_XML),
-    **dict.fromkeys(("nemotron-3", "nemotron-3-ultra", "nemotron-3.5", "prime-qwen3"), _QWEN_XML),
-    **dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8"), _QWEN_XML),
-}
-"""Per family: what ends a call behind a whole argument, and what ends one within an argument."""
+from proxy.conversation import ToolCall
+from proxy.conversation.json_values import parsed_arguments
+from proxy.rendering.families import Family
 
 _READABLE = (
     ToolCallParseStatus.OK,
@@ -74,11 +29,11 @@ _MARKS = re.compile(r'\\.|\\$|[{}"]', re.DOTALL)
 
 
 class JsonBlock:
-    """One call's block, fed as its text comes; `feed` gives what is new of the arguments."""
+    """Parses the text of one call incrementally. `feed` returns the new part of the arguments."""
 
-    def __init__(self, family: str, name: str | None = None) -> None:
-        """`name` where the renderer reads it and not the block."""
-        self._form = _JSON_FORMS.get(family)
+    def __init__(self, family: Family, name: str | None = None) -> None:
+        """`name` is the tool's name if the renderer reads it and it is not in the block."""
+        self._form = family.call_form
         self._known_name = name
         self._head = ""
         self._waiting = ""
@@ -86,7 +41,7 @@ class JsonBlock:
         self._depth = 0
         self._in_string = self._escaped = self._ended = False
         self.name = ""
-        """Empty until the arguments have begun."""
+        """The tool's name; empty until the arguments have begun."""
 
     @property
     def arguments(self) -> str:
@@ -114,7 +69,7 @@ class JsonBlock:
         return found.get("name") or self._known_name or ""
 
     def _take(self, text: str) -> str:
-        """Up to the object's end; white space at the end waits for what follows it."""
+        """The text up to the object's end. Trailing white space is held back."""
         end = self._object_end(text)
         self._ended = end is not None
         whole = self._waiting + text[:end]
@@ -138,13 +93,12 @@ class JsonBlock:
         return None
 
 
-def new_call_id() -> str:
-    return f"call_{os.urandom(12).hex()}"
+def read_call(family: Family, attempt: ParsedToolCall) -> ToolCall | None:
+    """The attempted call; None if it has no name or no object of arguments.
 
-
-def read_call(family: str, attempt: ParsedToolCall) -> ToolCall | None:
-    """None for an attempt that is no call: without a name, or without an object."""
-    call_id = attempt.id or new_call_id()
+    Its id is empty if the model wrote none.
+    """
+    call_id = attempt.id or ""
     block = JsonBlock(family, attempt.name)
     block.feed(attempt.raw)
     if block.name:
@@ -155,22 +109,17 @@ def read_call(family: str, attempt: ParsedToolCall) -> ToolCall | None:
     return None if text is None else ToolCall(call_id, attempt.name, text)
 
 
-def closes_of(family: str) -> tuple[str, str] | None:
-    """The texts that would end an open call, for `open_calls`; None where they do not help."""
-    return _XML_CLOSES.get(family)
-
-
 def open_calls(
-    family: str,
+    family: Family,
     ended: Sequence[ParsedToolCall],
     ended_within: Sequence[ParsedToolCall],
     tools: list[dict[str, Any]],
     held_chars: int,
 ) -> list[ToolCall]:
-    """An open block's calls: what it would say if it ended now.
+    """The calls of an unfinished block, as if it ended now.
 
-    `ended` and `ended_within` are readings of the block with either of its `closes_of`; of an
-    argument that is still written the last `held_chars` wait.
+    `ended` and `ended_within` are parses of the block with each of the family's `call_closes`
+    appended. The last `held_chars` of an unfinished argument are held back.
     """
     if not ended or not ended_within:
         return []
@@ -190,11 +139,11 @@ def open_calls(
         value = value.rstrip("\N{REPLACEMENT CHARACTER}").rstrip() if held_chars else value
         pair = f"{orjson.dumps(key).decode()}:{orjson.dumps(value).decode()[:-1]}"
         text += ("," if known else "") + pair
-    return [*calls, ToolCall(new_call_id(), last.name, text)]
+    return [*calls, ToolCall("", last.name, text)]
 
 
 def _is_text(tools: list[dict[str, Any]], tool: str, key: str) -> bool:
-    """Whether an argument is surely a string: any other may yet turn out to be JSON."""
+    """Whether an argument is declared as a string. Any other may turn out to be JSON."""
     for entry in tools:
         function = entry["function"]
         if function["name"] == tool:
@@ -214,5 +163,5 @@ def _object_text(arguments: Any) -> str | None:
         return None
     try:
         return orjson.dumps(arguments).decode()
-    except orjson.JSONEncodeError:  # nested too deep, or an integer past 64 bits
+    except orjson.JSONEncodeError:  # nested too deep, or an integer beyond 64 bits
         return None

@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template (Jinja), rendered as transformers renders it."""
+"""Renders a checkpoint's own chat template (Jinja) like transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ConfigurationError(f"model: its chat template is not Jinja: {error}") from error
+            raise ConfigurationError(
+                f"model: the chat template is not valid Jinja: {error}"
+            ) from error
         self._variables = {**special_tokens, **template_kwargs}
 
     def render(
@@ -40,7 +42,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """Raises RequestError when the template refuses the conversation."""
+        """Raises RequestError if the template refuses the conversation."""
         try:
             return self._template.render(
                 messages=messages,
@@ -56,7 +58,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks an assistant's text; it changes nothing here."""
+    """`{% generation %}…{% endgeneration %}` marks an assistant's text and is ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 

@@ -1,25 +1,31 @@
-"""The pieces in which an answer leaves while it is sampled."""
+"""The pieces in which an answer is sent while it is sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.conversation import ToolCall
+from proxy.conversation.messages import ToolCall, own_call_id
 
 
 @dataclass(slots=True)
 class TextDelta:
+    """More of the answer's text."""
+
     text: str
 
 
 @dataclass(slots=True)
 class ReasoningDelta:
+    """More of the answer's reasoning."""
+
     text: str
 
 
 @dataclass(slots=True)
 class ToolCallStart:
+    """A tool call begins. `index` counts the answer's calls from 0."""
+
     index: int
     id: str
     name: str
@@ -27,6 +33,8 @@ class ToolCallStart:
 
 @dataclass(slots=True)
 class ArgumentsDelta:
+    """More of the JSON text of a tool call's arguments."""
+
     index: int
     """Of a call that has started."""
     text: str
@@ -35,14 +43,18 @@ class ArgumentsDelta:
 Delta = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
-def tell_calls(sent: list[ToolCall], calls: Sequence[ToolCall], out: list[Delta]) -> None:
-    """Tells what `calls` have beyond `sent`, and makes it sent; what was sent stands."""
+def send_calls(sent: list[ToolCall], calls: Sequence[ToolCall], out: list[Delta]) -> None:
+    """Appends the part of `calls` that is not in `sent` to `out`, and updates `sent`.
+
+    What was sent is never changed. A call without an id gets one when it is first sent.
+    """
     for index, call in enumerate(calls):
         if index == len(sent):
-            sent.append(ToolCall(call.id, call.name, ""))
-            out.append(ToolCallStart(index, call.id, call.name))
-        told = sent[index]
-        rest = call.arguments[len(told.arguments) :]
-        if rest and call.arguments.startswith(told.arguments):
+            call_id = own_call_id(call.id, sent)
+            sent.append(ToolCall(call_id, call.name, ""))
+            out.append(ToolCallStart(index, call_id, call.name))
+        known = sent[index]
+        rest = call.arguments[len(known.arguments) :]
+        if rest and call.arguments.startswith(known.arguments):
             out.append(ArgumentsDelta(index, rest))
-            told.arguments = call.arguments
+            known.arguments = call.arguments

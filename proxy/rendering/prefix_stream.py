@@ -1,9 +1,9 @@
-"""Deltas for any family whose answers can be parsed: what has come so far is parsed again.
+"""Deltas for any family whose answers can be parsed, by parsing the growing answer repeatedly.
 
-Invariant: as of `AnswerParser`, the deltas put together are the message that `finish` returns. An
-answer of `n` tokens is parsed about `16 ln n` times, at lengths that grow by a sixteenth, so that
-the cost stays linear; what a later token could take back (the beginning of a marker, an argument
-that may turn out to be a number, white space at the end) waits.
+Invariant: as with `AnswerParser`, the concatenated deltas equal the message that `finish` returns.
+An answer of `n` tokens is parsed about `16 ln n` times, each time when it has grown by a sixteenth,
+so that the total cost is linear in `n`. Text that a later token could change is held back: the
+beginning of a marker, an argument that may turn out to be a number, and trailing white space.
 """
 
 from __future__ import annotations
@@ -14,34 +14,27 @@ from renderers.base import ParsedResponse
 
 from proxy.conversation import Message, ToolCall
 from proxy.records import Ids
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, tell_calls
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stops import begun, first_stop
 
 GROWTH = 16
-"""The answer is parsed again when it has grown by this part of itself."""
+"""The answer is parsed again when it has grown by 1 / GROWTH of its length."""
 HELD_CHARS = 48
-"""No family's marker is longer: what may begin one within so many characters of the end waits."""
+"""The length of the longest marker of any family. Text is held back from the first character
+within this distance of the end that could begin a marker."""
 _OPENERS = "<[{|`«\N{FULLWIDTH VERTICAL LINE}"
 _WHOLE_ANSWER_IS_A_CALL = ("{", "[")
-"""Some families call a tool by an answer that is JSON: told only when it is whole."""
-_WHOLE_CALLS = frozenset({"llama-3"})
-"""No marker ends such a call: one more character after its JSON makes all of it text. Gemma 4's
-calls leave whole, too (`calls.closes_of` has none for it): of a block that turns out malformed at
-its end its reader keeps no argument, and those that had left could not be taken back."""
-_CHANNEL_NAME = "thought"
-"""Gemma's reasoning begins the answer, and itself with the channel's name, which is told apart when
-it is whole."""
+"""In some families an answer that is entirely JSON is a tool call, so it is sent only when it is
+complete."""
 _CHANNEL_TOKENS = 10
-"""At least as many as open the channel in a prompt."""
-_APART = frozenset({"gpt-oss", "inkling", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "deepseek-v4"})
-"""Families in which a call ends the reasoning for good."""
+"""At least the number of tokens that open the reasoning channel in a prompt."""
 _REASONING_ENDS = ("</think>", "<channel|>")
-"""A call in reasoning that was not ended so may turn out to be part of it."""
+"""A tool call inside reasoning may turn out to be part of it unless one of these came before."""
 
 
 class PrefixParser:
-    """One answer in the making, as `AnswerParser`."""
+    """Parses one answer while it is sampled, with the interface of `AnswerParser`."""
 
     def __init__(
         self,
@@ -62,7 +55,7 @@ class PrefixParser:
         self._second_call = False
         self._stop = stop
         self.stop_string: str | None = None
-        """The stop string that the text has run into."""
+        """The stop string that ended the text, if any."""
         self._ids = list(opening or [])
         self._next = 1
         self._text = ""
@@ -77,11 +70,11 @@ class PrefixParser:
         parsed = self._rendering.parsed(self._ids, self._prompt_end, self._tools)
         out: list[Delta] = []
         reasoning = _stable((parsed.reasoning_content or "").strip())
-        if self._may_tell_reasoning(reasoning) and _grew(self._reasoning, reasoning):
+        if self._may_send_reasoning(reasoning) and _grew(self._reasoning, reasoning):
             out.append(ReasoningDelta(reasoning[len(self._reasoning) :]))
             self._reasoning = reasoning
         text = self._before_stop((parsed.content or "").lstrip(), ended=False)
-        if self._may_tell_text(parsed) and _grew(self._text, text):
+        if self._may_send_text(parsed) and _grew(self._text, text):
             out.append(TextDelta(text[len(self._text) :]))
             self._text = text
         if self._calls and self._are_calls(parsed):
@@ -89,16 +82,16 @@ class PrefixParser:
                 parsed, self._ids, self._prompt_end, self._tools, held_chars=HELD_CHARS
             )
             self._second_call = self._one_call and bool(calls) and len(parsed.tool_calls) > 1
-            tell_calls(self._sent_calls, calls[:1] if self._one_call else calls, out)
+            send_calls(self._sent_calls, calls[:1] if self._one_call else calls, out)
         return out
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more need be sampled."""
+        """Whether sampling can stop."""
         return self.stop_string is not None or self._second_call
 
     def finish(self) -> tuple[list[Delta], Message]:
-        """What had to wait, and the whole message."""
+        """The remaining deltas, and the whole message."""
         message = self._rendering.parse(
             self._ids, self._prompt_end, self._tools, calls=self._calls, one_call=self._one_call
         )
@@ -113,37 +106,42 @@ class PrefixParser:
             out.append(TextDelta(message.text[len(self._text) :]))
         if not message.text.startswith(self._text):
             message.text = self._text
-        tell_calls(self._sent_calls, message.tool_calls, out)
+        send_calls(self._sent_calls, message.tool_calls, out)
         message.tool_calls = self._sent_calls
         return out, message
 
-    def _may_tell_reasoning(self, reasoning: str) -> bool:
+    def _may_send_reasoning(self, reasoning: str) -> bool:
         if self._text:
             return False
-        if self._rendering.name != "gemma4":
+        channel = self._rendering.family.reasoning_name
+        if not channel:
             return True
         decode = self._rendering.tokenizer.decode
         first = decode(self._ids[:1]) + decode(self._prompt_end[-_CHANNEL_TOKENS:].tolist())
-        return "<|channel>" in first and not _CHANNEL_NAME.startswith(reasoning)
+        return "<|channel>" in first and not channel.startswith(reasoning)
 
-    def _may_tell_text(self, parsed: ParsedResponse) -> bool:
-        """Inkling names a call's tool before it says that it is a call."""
-        if parsed.reasoning_complete is False or self._rendering.name != "inkling":
+    def _may_send_text(self, parsed: ParsedResponse) -> bool:
+        """Whether the text can no longer turn out to be a tool's name."""
+        named_first = self._rendering.family.named_before_call
+        if parsed.reasoning_complete is False or not named_first:
             return parsed.reasoning_complete is not False
         said = self._rendering.tokenizer.decode(self._ids).rpartition("<|end_message|>")[2]
         return said.removeprefix("<|message_model|>").startswith("<|content_")
 
     def _are_calls(self, parsed: ParsedResponse) -> bool:
-        """Whether no later token can make them anything else."""
-        if not parsed.tool_calls or self._rendering.name in _WHOLE_CALLS:
+        """Whether the parsed tool calls can no longer turn out to be text or reasoning."""
+        if not parsed.tool_calls or self._rendering.family.calls_leave_whole:
             return False
         if not parsed.reasoning_content:
             return True
+        if self._rendering.family.call_ends_reasoning:
+            return True
         text = self._rendering.tokenizer.decode(self._ids)
-        return self._rendering.name in _APART or any(end in text for end in _REASONING_ENDS)
+        return any(end in text for end in _REASONING_ENDS)
 
     def _before_stop(self, text: str, *, ended: bool) -> str:
-        """What can be sent of `text`."""
+        """The part of `text` that can be sent: up to a stop string, or up to a possible beginning
+        of one unless the answer has `ended`."""
         found = first_stop(text, self._stop)
         if found is not None:
             end, self.stop_string = found
@@ -159,7 +157,7 @@ def _grew(sent: str, text: str) -> bool:
 
 
 def _stable(text: str) -> str:
-    """The part of an unfinished text that no later token changes."""
+    """The part of an unfinished text that no later token can change."""
     if text.lstrip().startswith(_WHOLE_ANSWER_IS_A_CALL):
         return ""
     tail = max(0, len(text) - HELD_CHARS)

@@ -1,8 +1,8 @@
-"""Messages → token ids, appended to the recorded ones; sampled ids → an assistant message.
+"""Messages → token ids that are appended to the recorded ids; sampled ids → an assistant message.
 
-Invariant: nothing here is trusted to extend the record. `bridge` and `suffix_after` return only
-the tokens that come *after* the recorded path, and only where the renderer's output was compared,
-id for id, with what it was to extend; else None, and the turn forks.
+Invariant: recorded ids are never replaced by rendered ones. `bridge` and `suffix_after` return only
+the ids that follow the recorded path, and only if the renderer's output repeats the recorded part
+id by id. Otherwise they return None, and the turn forks.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ from jinja2 import TemplateError
 from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
 from proxy.config import RenderingConfig
-from proxy.conversation import Conversation, Message, ToolCall, parsed_arguments
+from proxy.conversation.json_values import parsed_arguments
+from proxy.conversation.messages import Conversation, Message, ToolCall, own_call_id
 from proxy.errors import RequestError
 from proxy.records import Ids
-from proxy.rendering.calls import closes_of, open_calls, read_call
+from proxy.rendering.calls import open_calls, read_call
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_opening, text_opening
-from proxy.rendering.selection import choose_renderer
+from proxy.rendering.selection import TEMPLATE, choose_renderer
 from proxy.rendering.tokenizer import StandIns, Tokenizer
 
 CONTEXT_TOKENS = 1024
-"""How much of the prompt's end a bridge is shown: it needs the last turn's opening, not the
-history, and so joining a turn costs the same at 1k and at 128k tokens."""
+"""Number of tokens at the prompt's end that a bridge gets. It needs the opening of the last turn,
+not the history, so joining a turn costs the same at 1k and at 128k tokens."""
 
-STANDING_IN = frozenset({"qwen3", "qwen3.5"})
-"""Families whose renderers only put texts' ids behind one another: they can be told stand-ins."""
 MAX_OPENINGS = 256
-"""Remembered: each costs some renderings."""
-_FORGETTING = {"gemma4": ("<|channel>", "<channel|>"), "llama-3": ("<|end_header_id|>",)}
-"""Behind text or calls the first of these makes the family's reader return nothing of either,
-unless the second follows: Gemma 4's where an answer ran into its limit while it thought again."""
+"""Number of call openings that are cached; computing one takes several renderings."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
@@ -47,28 +43,31 @@ _REFUSED = (
     TypeError,
     ValueError,
 )
-"""What renderers raise on a conversation that their template cannot express."""
+"""What renderers raise for a conversation that their template cannot express."""
 
 
 class Rendering:
-    """One checkpoint's language. All methods are pure and may run in a thread."""
+    """Renders and parses for one checkpoint. All methods are pure and may run in a thread."""
 
     def __init__(self, tokenizer: Tokenizer, config: RenderingConfig) -> None:
         self.tokenizer = tokenizer
-        self.name, self._renderer = choose_renderer(tokenizer, config)
+        self.family, self._renderer = choose_renderer(tokenizer, config)
         own = self._renderer.get_stop_token_ids()
         self.stop_token_ids = tuple(dict.fromkeys([*own, *tokenizer.stop_token_ids]))
         self.closes = frozenset(self.stop_token_ids)
-        self.markers = find_markers(self.name, tokenizer)
+        self.markers = find_markers(self.family, tokenizer)
         self._marks = self.closes | (self.markers.all if self.markers else frozenset())
-        self._stand_ins = tokenizer.stand_ins if self.name in STANDING_IN else StandIns()
-        self._forgetting: list[int] = tokenizer.convert_tokens_to_ids(
-            list(_FORGETTING.get(self.name, ()))
-        )
+        self._stand_ins = tokenizer.stand_ins if self.family.takes_stand_ins else StandIns()
+        self._forgetting: list[int] = tokenizer.convert_tokens_to_ids(list(self.family.forgetting))
         self._openings: dict[str | None, Ids] = {}
 
+    @property
+    def name(self) -> str:
+        """The name of the renderer's family."""
+        return self.family.name
+
     def full(self, conversation: Conversation) -> Ids:
-        """The whole prompt, up to where the answer begins. Raises RequestError."""
+        """The whole prompt, up to the beginning of the answer. Raises RequestError."""
         with self._stand_ins as stand_ins:
             ids = self._render(conversation.messages, conversation.tools, generate=True)
             return np.array(stand_ins.expand(ids), np.int32)
@@ -81,10 +80,11 @@ class Rendering:
         tools: list[dict[str, Any]],
         calls: Sequence[ToolCall],
     ) -> Ids | None:
-        """The tokens that `new` messages add behind `…prompt_end + sampled`, or None.
+        """The ids that `new` messages add after `…prompt_end + sampled`, or None.
 
-        `calls` are the answered message's tool calls, for templates that name the tool in a result.
-        The close that a truncated answer lacks is part of what is returned: it was not sampled.
+        `calls` are the tool calls of the answer, for templates that write the tool's name into a
+        tool result. If the answer was truncated, the result begins with the end-of-turn token that
+        was not sampled.
         """
         head = self._answer_opening(prompt_end)
         tail = sampled.tolist()
@@ -101,14 +101,17 @@ class Rendering:
             return np.array(stand_ins.expand(bridged.token_ids[len(known) :]), np.int32)
 
     def suffix_after(self, conversation: Conversation, answered: int, last_id: int) -> Ids | None:
-        """The tokens behind a recorded path that ends with message `answered`, or None.
+        """The ids that follow a recorded path ending with message `answered`, or None.
 
-        Proven on the template: two other endings in place of the next message show where that
-        message begins, the last end-of-turn token before it where the answer ends; up to there the
-        whole must render as they do, and begin as the answered question alone did. What follows in
-        the whole is then what was added. It
-        serves chat templates without a renderer, and histories in which messages that were not
-        sampled follow. `last_id` is the path's last token: the close, if it was sampled.
+        For chat templates without a renderer, and for histories in which the answer is followed by
+        messages that were not sampled. `last_id` is the path's last id: the end-of-turn token if it
+        was sampled.
+
+        The template is probed: the history is rendered with two different texts in place of the
+        next message. The next message begins where the two renderings differ, and the answer ends
+        at the last end-of-turn token before that. The whole conversation must render the same up
+        to there, and must begin with the rendering of the messages before the answer. The ids
+        after the answer's end are then the ids that were added.
         """
         messages, tools = conversation.messages, conversation.tools
         if answered + 1 >= len(messages):
@@ -133,7 +136,10 @@ class Rendering:
         return np.array(whole[start:], np.int32)
 
     def opening(self, forced: str | None) -> Ids:
-        """The tokens that begin a call, of the tool `forced` or of any. Raises RequestError."""
+        """The ids that begin a call of the tool `forced`, or of any tool if it is None.
+
+        Raises RequestError.
+        """
         ids = self._openings.get(forced)
         if ids is None:
             ids = np.array(call_opening(self, forced), np.int32)
@@ -142,7 +148,7 @@ class Rendering:
         return ids
 
     def prefill(self, text: str) -> Ids:
-        """The tokens that begin an answer with `text`. Raises RequestError."""
+        """The ids that begin an answer with `text`. Raises RequestError."""
         return np.array(text_opening(self, text), np.int32)
 
     def parse(
@@ -154,10 +160,10 @@ class Rendering:
         calls: bool,
         one_call: bool = False,
     ) -> Message:
-        """The assistant message that `sampled` says. Without `calls` tool calls stay text.
+        """The assistant message in `sampled`. Without `calls`, tool calls remain text.
 
-        An attempt that cannot be read as a call stays text too, as the model wrote it. With
-        `one_call` nothing behind the first call is read.
+        A malformed tool call remains text as the model wrote it. With `one_call`, everything after
+        the first call is ignored.
         """
         plain = self._plain(sampled, prompt_end)
         if plain is not None:
@@ -173,20 +179,25 @@ class Rendering:
             if one_call and made:
                 del made[1:]
                 break
+        for index, call in enumerate(made):
+            call.id = own_call_id(call.id, made[:index])
         reasoning = (parsed.reasoning_content or "").strip()
         return Message("assistant", "\n".join(texts), reasoning or None, made)
 
     def parsed(
         self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
     ) -> ParsedResponse:
-        """The renderer's own reading of an answer, finished or not; up to a token that would make
-        it forget what stands before."""
+        """The renderer's parse of a finished or unfinished answer.
+
+        The answer is cut before a token that would make the renderer drop the text before it (see
+        `Family.forgetting`).
+        """
         read = self._read_whole(sampled, prompt_end, tools)
         late = self._forgets_at(sampled, read) if self._forgetting else None
         return read if late is None else self._read_whole(sampled[:late], prompt_end, tools)
 
     def _forgets_at(self, sampled: list[int], read: ParsedResponse) -> int | None:
-        """Where the answer has to be cut for its reader: see `_FORGETTING`."""
+        """Where the answer has to be cut for its renderer: see `Family.forgetting`."""
         opens, *closes = self._forgetting
         if closes and read.reasoning_complete is not False:
             return None
@@ -213,9 +224,11 @@ class Rendering:
         *,
         held_chars: int,
     ) -> list[ToolCall]:
-        """Of an answer in the making: its calls, up to the first attempt that is none, or of whose
-        arguments nothing is written yet: gpt-oss's reads as a call without any. A character of
-        which not every token is there waits."""
+        """The tool calls of an unfinished answer.
+
+        It stops at the first attempt that is malformed, or whose arguments have not begun (gpt-oss
+        would be read as calling without arguments). An incomplete character is held back.
+        """
         calls: list[ToolCall] = []
         for attempt in parsed.tool_calls:
             written = replace(attempt, raw=attempt.raw.rstrip("\N{REPLACEMENT CHARACTER}"))
@@ -227,16 +240,35 @@ class Rendering:
             calls += read
         return calls
 
+    def least_tokens(self, conversation: Conversation, since: int = 0) -> int:
+        """A lower bound on the number of tokens that the messages from index `since` on add.
+
+        Counts only text that every renderer writes: user and tool messages without surrounding
+        white space. Returns 0 for a checkpoint's own template, which may shorten any text.
+        """
+        if isinstance(conversation.raw, str):
+            return self.tokenizer.least_tokens(conversation.raw)
+        if conversation.raw is not None:
+            return len(conversation.raw)
+        if self.name == TEMPLATE:
+            return 0
+        return sum(
+            self.tokenizer.least_tokens(message.text.strip())
+            for message in conversation.messages[since:]
+            if message.role in ("user", "tool")
+        )
+
     def before_stop(self, sampled: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(sampled) if token in self.closes), len(sampled))
         return sampled[:end]
 
     def count(self, text: str) -> int:
-        """Tokens of a text."""
+        """Number of tokens in a text."""
         return len(self.tokenizer.encode(text))
 
     def _plain(self, sampled: list[int], prompt_end: Ids) -> str | None:
-        """The text of an answer that is nothing else; None where the renderer must read it."""
+        """The text of an answer without reasoning or tool calls; None if the renderer must parse
+        it."""
         if self.markers is None or not sampled:
             return None
         spoken = sampled[:-1] if sampled[-1] in self.closes else sampled
@@ -247,7 +279,7 @@ class Rendering:
         return self.tokenizer.decode(spoken).strip()
 
     def _answer_opening(self, prompt_end: Ids) -> list[int]:
-        """The end of the last message before the answer, and what opens the answer."""
+        """The ids from the end-of-turn token before the answer to the end of the prompt."""
         end: list[int] = prompt_end[-CONTEXT_TOKENS:].tolist()
         for at in range(len(end) - 1, -1, -1):
             if end[at] in self.closes:
@@ -277,10 +309,10 @@ class Rendering:
         tools: list[dict[str, Any]],
         held_chars: int = 0,
     ) -> list[ToolCall]:
-        call = read_call(self.name, attempt)
+        call = read_call(self.family, attempt)
         if call is not None:
             return [call]
-        closes = closes_of(self.name)
+        closes = self.family.call_closes
         if closes is None or attempt.status is not ToolCallParseStatus.UNCLOSED_BLOCK:
             return []
         before, spoken = len(parsed.tool_calls) - 1, self.before_stop(sampled)
@@ -288,7 +320,7 @@ class Rendering:
             self.parsed([*spoken, *self.tokenizer.encode(close)], prompt_end, tools).tool_calls
             for close in closes
         )
-        return open_calls(self.name, ended[before:], within[before:], tools, held_chars)
+        return open_calls(self.family, ended[before:], within[before:], tools, held_chars)
 
     def _raw(self, attempt: ParsedToolCall, sampled: list[int]) -> str:
         if attempt.token_span is None:
@@ -301,7 +333,7 @@ class Rendering:
 def _to_template(
     messages: Sequence[Message], open_calls: Sequence[ToolCall] = ()
 ) -> list[dict[str, Any]]:
-    """Messages as chat templates take them."""
+    """Messages in the form that chat templates take."""
     names = {call.id: call.name for call in open_calls}
     out: list[dict[str, Any]] = []
     for message in messages:

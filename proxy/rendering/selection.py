@@ -1,13 +1,14 @@
-"""Which renderer speaks a checkpoint's language: the one that agrees with its chat template.
+"""Selects the renderer for a checkpoint: the one that agrees with its chat template.
 
-A name proves nothing (fine-tunes change templates under the same name), so `auto` renders probe
-conversations with the checkpoint's own template and with every renderer whose special tokens its
-vocabulary has, and takes the first that agrees token for token on all of them. None does: the
-template itself is used, and turns are joined only where that can be proven.
+A model's name is not enough, because fine-tunes change the template and keep the name. With `auto`,
+probe conversations are rendered with the checkpoint's own template and with each known renderer;
+the first renderer that produces the same token ids for all probes is used. If none does, the
+template itself is used, and a turn continues a recorded one only where that can be proven.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,23 +18,26 @@ from renderers.configs import DefaultRendererConfig
 
 from proxy.config import RenderingConfig
 from proxy.errors import ConfigurationError, RequestError
+from proxy.plugins import load_plugin
 from proxy.rendering.chat_template import ChatTemplate
+from proxy.rendering.families import Family, family_of
 from proxy.rendering.tokenizer import Tokenizer
 
 TEMPLATE = "template"
 """The checkpoint's own chat template, for families that `renderers` does not know."""
 
 _UNBUILDABLE = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError)
-"""What a renderer raises (beside ValueError and ImportError) on a vocabulary not its own."""
+"""What a renderer raises, besides ValueError and ImportError, for another family's vocabulary."""
 
 
-def choose_renderer(tokenizer: Tokenizer, config: RenderingConfig) -> tuple[str, Renderer]:
-    """The renderer's name and itself. Raises ConfigurationError."""
+def choose_renderer(tokenizer: Tokenizer, config: RenderingConfig) -> tuple[Family, Renderer]:
+    """Returns the family and its renderer. Raises ConfigurationError."""
     if config.renderer not in ("auto", TEMPLATE):
-        return config.renderer, _named(config.renderer, tokenizer, config.template_kwargs)
+        family = _family(config.renderer)
+        return family, _named(family, tokenizer, config.template_kwargs)
     if tokenizer.chat_template is None:
         raise ConfigurationError(
-            f"model: {tokenizer.name_or_path} has no chat template; say rendering.renderer=NAME "
+            f"model: {tokenizer.name_or_path} has no chat template; set rendering.renderer=NAME "
             f"(one of {', '.join(_names())})"
         )
     template = ChatTemplate(
@@ -44,27 +48,42 @@ def choose_renderer(tokenizer: Tokenizer, config: RenderingConfig) -> tuple[str,
         for name in _names():
             renderer = _agreeing(name, tokenizer, template, config.template_kwargs)
             if renderer is not None:
-                return name, renderer
-    return TEMPLATE, _template_renderer(tokenizer)
+                return family_of(name), renderer
+    return family_of(TEMPLATE), _template_renderer(tokenizer)
 
 
 def _names() -> list[str]:
     return list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
 
 
-def _named(name: str, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> Renderer:
+def _family(name: str) -> Family:
+    """A known family by its name, or any other by its import path. Raises ConfigurationError."""
+    if ":" not in name:
+        return family_of(name)
+    family = load_plugin("rendering.renderer", name, {})
+    if not isinstance(family, Family) or family.build is None:
+        raise ConfigurationError(
+            f"rendering.renderer: {name} is {family!r}; give a "
+            "proxy.rendering.families.Family whose `build` is set"
+        )
+    return family
+
+
+def _named(family: Family, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> Renderer:
+    build = family.build or partial(_build, family.name)
     try:
-        return _build(name, tokenizer, template_kwargs)
+        return build(tokenizer, template_kwargs)
     except (*_UNBUILDABLE, ImportError, ValueError) as error:
         raise ConfigurationError(
-            f"rendering.renderer={name!r} cannot be used with {tokenizer.name_or_path}: {error}"
+            f"rendering.renderer: {family.name!r} cannot be used with {tokenizer.name_or_path}: "
+            f"{error}"
         ) from error
 
 
 def _build(name: str, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> Renderer:
     config = config_from_name(name)
     if config is None:
-        raise ValueError("say a renderer's name")
+        raise ValueError(f"no renderer is named {name!r}")
     retaining = type(config).model_validate({"name": name, "thinking_retention": "all"})
     merged = merge_chat_template_kwargs(retaining, template_kwargs)
     return create_renderer(tokenizer, merged)
@@ -99,7 +118,7 @@ _TOOL_PARSERS = (
     ("<arg_key>", "glm"),
     ("<tool_call>", "qwen3"),
 )
-"""By a mark in the template's source: the names of `renderers.parsers`."""
+"""(mark in the template's source, name of the parser in `renderers.parsers`)"""
 
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -143,4 +162,4 @@ _PROBES: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = 
         [_TOOL],
     ),
 )
-"""Without tools, with a history, and with tool calls and results."""
+"""A single message, a history without tools, and a history with tool calls and results."""

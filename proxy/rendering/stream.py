@@ -1,9 +1,9 @@
-"""Sampled ids → deltas of text, reasoning and tool calls, while the model still samples.
+"""Sampled ids → deltas of text, reasoning and tool calls, while the model is still sampling.
 
-Invariant: the deltas of one answer, put together, are the message that `finish` returns, and that
-message is what is recorded, shown to the agent and matched later. Only what no later token can
-take back is sent: white space and possible beginnings of a stop string wait, and a tool call
-leaves from the first character of its arguments on.
+Invariant: the concatenated deltas of an answer equal the message that `finish` returns. That
+message is recorded, sent to the agent and matched against later requests. A delta is sent only if
+no later token can change it: trailing white space and a possible beginning of a stop string are
+held back, and a tool call is sent from the first character of its arguments on.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from proxy.conversation import Message, ToolCall
+from proxy.conversation.messages import Message, ToolCall, new_call_id
 from proxy.records import Ids
-from proxy.rendering.calls import JsonBlock, new_call_id
+from proxy.rendering.calls import JsonBlock
 from proxy.rendering.deltas import (
     ArgumentsDelta,
     Delta,
     ReasoningDelta,
     TextDelta,
     ToolCallStart,
-    tell_calls,
+    send_calls,
 )
 from proxy.rendering.markers import Markers
 from proxy.rendering.rendering import Rendering
@@ -31,16 +31,16 @@ from proxy.rendering.stops import begun, first_stop
 
 class _Channel(Enum):
     START = auto()
-    """Only white space so far: reasoning may still open."""
+    """Only white space so far; the reasoning may still open."""
     REASONING = auto()
     REASONING_HELD = auto()
-    """A tool call opened inside the reasoning: what it is depends on whether `</think>` follows."""
+    """A tool call opened inside the reasoning. It is a call only if no `</think>` follows."""
     HELD = auto()
-    """What comes now can only be told from the whole answer."""
+    """The rest can only be interpreted once the answer is complete."""
     TEXT = auto()
     TOOL = auto()
     BETWEEN = auto()
-    """After the first tool call: text here is not part of the answer."""
+    """After the first tool call; text here is not part of the answer."""
     STOPPED = auto()
 
 
@@ -49,9 +49,9 @@ _OUTSIDE = (_Channel.START, _Channel.TEXT, _Channel.BETWEEN)
 
 
 class AnswerParser:
-    """One answer in the making. `feed` ids as they come; `finish` once.
+    """Parses one answer while it is sampled. Call `feed` for each batch of ids, then `finish` once.
 
-    Without `markers` (or when nobody watches) nothing leaves before `finish`.
+    Without `markers`, all deltas are returned by `finish`.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class AnswerParser:
         opening: list[int] | None = None,
         plain: bool = False,
     ) -> None:
-        """`opening` is in the prompt, and yet part of the answer. With `one_call` the answer ends
-        where a second call begins. `plain` text has no channels and keeps its white space
-        (Completions)."""
+        """`opening` holds the ids at the end of the prompt that belong to the answer. With
+        `one_call` the answer ends where a second tool call begins. A `plain` answer (Completions)
+        has neither reasoning nor tool calls, and its white space is kept."""
         self._rendering = rendering
         self._prompt_end = prompt_end
         self._tools = tools
@@ -86,7 +86,7 @@ class AnswerParser:
         self._reasoning = _Trimmed(())
         self._stream = _Decoder(rendering)
         self._early: list[Delta] = []
-        self._block = JsonBlock(rendering.name)
+        self._block = JsonBlock(rendering.family)
         self._block_start = 0
         self._sent_calls: list[ToolCall] = []
         if markers is not None and self._opens_in_reasoning(markers):
@@ -95,12 +95,12 @@ class AnswerParser:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that the text has run into."""
+        """The stop string that ended the text, if any."""
         return self._text.stop_string
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more need be sampled."""
+        """Whether sampling can stop."""
         return self.stop_string is not None or self._second_call
 
     def feed(self, ids: list[int]) -> list[Delta]:
@@ -117,7 +117,7 @@ class AnswerParser:
         return out
 
     def finish(self) -> tuple[list[Delta], Message]:
-        """What had to wait, and the whole message."""
+        """The remaining deltas, and the whole message."""
         if self._plain:
             spoken = self._rendering.before_stop(self._ids)
             message = Message("assistant", self._rendering.tokenizer.decode(spoken))
@@ -137,12 +137,13 @@ class AnswerParser:
         message.reasoning = self._rest(self._reasoning, message.reasoning or "", out) or None
         message.text = self._rest(self._text, message.text, out)
         self._end_call()
-        tell_calls(self._sent_calls, message.tool_calls, out)
+        send_calls(self._sent_calls, message.tool_calls, out)
         message.tool_calls = self._sent_calls
         return out, message
 
     def _rest(self, channel: _Trimmed, whole: str, out: list[Delta]) -> str:
-        """Sends what is missing of `whole`; what was sent stands, whatever `whole` says."""
+        """Sends the rest of `whole` and returns the channel's final text. If `whole` does not
+        extend the text that was sent, the sent text is final."""
         if not whole.startswith(channel.sent):
             return channel.sent
         missing = whole[len(channel.sent) :]
@@ -170,7 +171,7 @@ class AnswerParser:
         elif token == markers.tool and channel in _OUTSIDE:
             self._enter(_Channel.TOOL if self._calls else _Channel.HELD)
             self._block_start = len(self._ids) - 1
-            self._block = JsonBlock(self._rendering.name)
+            self._block = JsonBlock(self._rendering.family)
         elif channel is _Channel.TOOL and token == markers.end_tool:
             self._close_block(out)
         elif channel is _Channel.TOOL:
@@ -188,7 +189,7 @@ class AnswerParser:
             _send(self._text, TextDelta, self._stream.step(token), out)
 
     def _is_blank(self) -> bool:
-        """Whether nothing but white space came before the token that is being looked at."""
+        """Whether only white space precedes the current token."""
         if self._text.sent:
             return False
         return not self._rendering.tokenizer.decode(self._ids[:-1]).strip()
@@ -201,20 +202,23 @@ class AnswerParser:
         begun = bool(self._block.name)
         arguments = self._block.feed(text)
         if self._block.name and not begun:
-            call = ToolCall(new_call_id(), self._block.name, "")
+            call = ToolCall(new_call_id(self._sent_calls), self._block.name, "")
             out.append(ToolCallStart(len(self._sent_calls), call.id, call.name))
             self._sent_calls.append(call)
         if arguments:
             out.append(ArgumentsDelta(len(self._sent_calls) - 1, arguments))
 
     def _end_call(self) -> None:
-        """What was told of the last block's call is what it is."""
+        """Makes the arguments that were sent for the last block the arguments of its call."""
         if self._block.name:
             self._sent_calls[-1].arguments = self._block.arguments
 
     def _close_block(self, out: list[Delta]) -> None:
-        """Ends the call that was told, or sends one of another form; a malformed one waits for
-        `finish`, and so does all that follows it, since it is text that stands after the calls."""
+        """Ends a call that is being streamed, or parses the whole block and sends its call.
+
+        A malformed block is left to `finish`, together with everything after it, because `finish`
+        places its text after the calls.
+        """
         self._channel = _Channel.BETWEEN
         if self._block.name:
             self._end_call()
@@ -224,7 +228,7 @@ class AnswerParser:
         if len(parsed.tool_calls) != 1 or parsed.text:
             self._channel = _Channel.HELD
             return
-        tell_calls(self._sent_calls, [*self._sent_calls, *parsed.tool_calls], out)
+        send_calls(self._sent_calls, [*self._sent_calls, *parsed.tool_calls], out)
 
     def _opens_in_reasoning(self, markers: Markers) -> bool:
         """Whether the prompt ends inside an open `<think>`."""
@@ -237,7 +241,7 @@ class AnswerParser:
 
 
 class _Trimmed:
-    """Text of one channel, from which surrounding white space and stop strings are left out."""
+    """Text of one channel, without surrounding white space and stop strings."""
 
     def __init__(self, stop: tuple[str, ...], *, trim: bool = True) -> None:
         self._stop = stop
@@ -247,7 +251,7 @@ class _Trimmed:
         self.stop_string: str | None = None
 
     def push(self, text: str) -> str:
-        """What can be sent now."""
+        """Adds `text` and returns the part that can be sent now."""
         if self.stop_string is not None:
             return ""
         waiting = self._waiting + text
@@ -269,7 +273,7 @@ class _Trimmed:
 
 
 class _Decoder:
-    """Text of consecutive tokens, in pieces of whole characters."""
+    """Decodes consecutive tokens into pieces of whole characters."""
 
     def __init__(self, rendering: Rendering) -> None:
         self._fast = rendering.tokenizer.fast

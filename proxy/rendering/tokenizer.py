@@ -1,11 +1,12 @@
 """A checkpoint's tokenizer from `tokenizer.json`, without transformers.
 
-Invariant: `encode` adds nothing to the text and `decode` hides nothing of the ids, so that ids are
-only ever made from new text and read, never normalised.
+Invariant: `encode` adds no special tokens and `decode` skips none, so that encoding and decoding
+never change recorded ids.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from array import array
 from collections import OrderedDict
@@ -22,28 +23,29 @@ from proxy.rendering.chat_template import ChatTemplate
 
 BATCH_MIN_CHARS = 4096
 """From here on the batch form costs a fifth less: it alone does without offsets."""
-REMEMBERED_CHARS = 16 * 2**20
+REMEMBERED_BYTES = 32 * 2**20
 STAND_IN_CHARS = 256
 """Longer texts are messages; of headers and markers, which are shorter, renderers read the ids."""
-ENTRY_CHARS = 128
-"""What an entry costs beside its text."""
+ENTRY_BYTES = 256
+"""What an entry costs besides its text and its ids."""
 
 
 class RecentTexts:
-    """Ids of the texts that were encoded last, at most `limit_chars` of them.
+    """Ids of the texts that were encoded last, in at most `limit_bytes` of memory. A text that
+    would take more than a quarter of that is not kept.
 
-    A session that begins with another's system prompt and tools, and a fork that renders its
-    history anew, find theirs here; and so does every turn the template's own words.
+    It saves encoding the same system prompt and tools for each session, the history of a fork, and
+    the template's own text for each turn.
     """
 
-    def __init__(self, limit_chars: int) -> None:
-        self._limit_chars = limit_chars
-        self._chars = 0
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
         self._ids: OrderedDict[str, array[int]] = OrderedDict()
         self._lock = threading.Lock()  # long conversations are rendered in threads
 
     def __len__(self) -> int:
-        return self._chars
+        return self._bytes
 
     def get(self, text: str) -> array[int] | None:
         with self._lock:
@@ -53,18 +55,24 @@ class RecentTexts:
 
     def put(self, text: str, ids: list[int]) -> array[int]:
         kept = array("i", ids)
+        cost = _cost(text, kept)
+        if cost > self._limit_bytes // 4:
+            return kept
         with self._lock:
-            self._chars += len(text) + ENTRY_CHARS if text not in self._ids else 0
+            self._bytes += cost if text not in self._ids else 0
             self._ids[text] = kept
-            while self._chars > self._limit_chars:
-                oldest, _ = self._ids.popitem(last=False)
-                self._chars -= len(oldest) + ENTRY_CHARS
+            while self._bytes > self._limit_bytes:
+                self._bytes -= _cost(*self._ids.popitem(last=False))
         return kept
 
 
+def _cost(text: str, ids: array[int]) -> int:
+    return sys.getsizeof(text) + sys.getsizeof(ids) + ENTRY_BYTES
+
+
 class StandIns(threading.local):
-    """Renderers handle every token by itself, in Python. While one is `active` in a thread, a long
-    text is one negative number to it, and `expand` puts the text's ids in its place afterwards."""
+    """Speeds up rendering, because renderers handle each token in Python. While `active` in a
+    thread, a long text is encoded as one negative number, which `expand` replaces by its ids."""
 
     active = False
 
@@ -95,24 +103,27 @@ class StandIns(threading.local):
 
 @dataclass(slots=True)
 class Tokenizer:
-    """What the `renderers` package asks of a tokenizer, and nothing that costs offsets."""
+    """The interface that the `renderers` package needs, without the cost of offsets."""
 
     fast: FastTokenizer
     name_or_path: str
     eos_token_id: int | None
     unk_token_id: int | None
     stop_token_ids: tuple[int, ...]
-    """Every id that ends generation by the model's own generation_config.json."""
+    """Every id that ends generation according to the model's generation_config.json."""
     chat_template: str | None
     special_tokens: dict[str, str]
-    """`bos_token`, `eos_token`, … as the chat template sees them."""
+    """`bos_token`, `eos_token`, … for the chat template."""
     max_context_tokens: int | None
     """`max_position_embeddings` of the model's config.json."""
+    vocab_size: int = 2**31
+    """Every id that the model can sample is less than this: the number of rows of the embedding in
+    config.json, including padding, and at least the tokenizer's own ids."""
     template: ChatTemplate | None = None
-    """What `apply_chat_template` renders; set where the template itself is used."""
+    """The template of `apply_chat_template`; set if the template itself is used for rendering."""
     pairs: BytePairs | None = None
     """Encodes the same, and sooner; None for a tokenizer of which that cannot be shown."""
-    remembered: RecentTexts = field(default_factory=lambda: RecentTexts(REMEMBERED_CHARS))
+    remembered: RecentTexts = field(default_factory=lambda: RecentTexts(REMEMBERED_BYTES))
     stand_ins: StandIns = field(default_factory=StandIns)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
@@ -124,6 +135,10 @@ class Tokenizer:
         if self.stand_ins.active and len(text) > STAND_IN_CHARS:
             return [self.stand_ins.add(ids)]
         return ids.tolist()
+
+    def least_tokens(self, text: str) -> int:
+        """A cheap lower bound on the text's number of tokens; 0 if none can be proven."""
+        return 0 if self.pairs is None else self.pairs.least_tokens(text)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.pairs is not None and not add_special_tokens:
@@ -180,7 +195,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Raises ConfigurationError when `folder` is not a checkpoint with a fast tokenizer."""
+    """Raises ConfigurationError if `folder` is not a checkpoint with a fast tokenizer."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigurationError(
@@ -189,11 +204,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         fast = FastTokenizer.from_file(str(file))
     except Exception as error:
-        raise ConfigurationError(f"model: {file} cannot be read: {error}") from error
+        raise ConfigurationError(f"model: cannot read {file}: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(config)
     eos_id = fast.token_to_id(special["eos_token"]) if "eos_token" in special else None
     unk_id = fast.token_to_id(special["unk_token"]) if "unk_token" in special else None
+    model = _read_json(folder / "config.json")
     return Tokenizer(
         fast=fast,
         name_or_path=str(folder),
@@ -202,9 +218,20 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         stop_token_ids=_stop_ids(folder, eos_id),
         chat_template=_chat_template(folder, config),
         special_tokens=special,
-        max_context_tokens=_read_json(folder / "config.json").get("max_position_embeddings"),
+        max_context_tokens=model.get("max_position_embeddings"),
+        vocab_size=_vocab_size(fast, model),
         pairs=faster(fast),
     )
+
+
+def _vocab_size(fast: FastTokenizer, model: dict[str, Any]) -> int:
+    """Multimodal models have the text model's configuration in a section."""
+    sections = [model, model.get("text_config"), model.get("llm_config")]
+    found = [section.get("vocab_size") for section in sections if isinstance(section, dict)]
+    declared = [size for size in found if isinstance(size, int)]
+    if declared:
+        return max(*declared, int(fast.get_vocab_size(with_added_tokens=True)))
+    return 1 + max(fast.get_vocab(with_added_tokens=True).values())
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -239,7 +266,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if file.is_file():
         return file.read_text()
     template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template if isinstance(template, str) else None

@@ -1,40 +1,36 @@
-"""The store that several proxies share: PostgreSQL.
+"""A store in PostgreSQL, which proxies on several machines can share.
 
-Invariant: as SQLite's (`sqlite.py`), with PostgreSQL's own group commit. A turn that a dead proxy
-left open is read as CUT: each proxy holds an advisory lock on its owner number for as long as its
-connection lives, and PostgreSQL drops the lock with the connection.
+Invariant: a method that writes returns after its transaction was committed. A turn that a dead
+proxy left open is read as CUT: each proxy holds an advisory lock on its owner number, and
+PostgreSQL releases the lock when the proxy's connection ends.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from importlib import resources
-from typing import Any, Literal
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import asyncpg
 import orjson
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
-from proxy.store import rows
-from proxy.store.protocol import SessionFilter, TurnConflict
+from proxy.store import migrations, rows
+from proxy.store.postgres_owner import CONNECTION_ERRORS, OWNERS_LOCK, PostgresOwner
+from proxy.store.protocol import (
+    DeliveryMark,
+    Durability,
+    SessionFilter,
+    TurnConflict,
+    Undelivered,
+)
 
-Durability = Literal["process", "power"]
-
-SCHEMA_VERSION = 1
-OWNERS_LOCK = 0x61677278
-"""First key of our advisory locks; the second is the owner's number."""
 SCHEMA_LOCK = 0x61677279
-KEEP_ALIVES = {
-    "tcp_keepalives_idle": "5",
-    "tcp_keepalives_interval": "5",
-    "tcp_keepalives_count": "3",
-}
-"""Of the connection that holds an owner's lock: a machine that vanished is gone after 20 s."""
-CONNECTION_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError)
+MIGRATION_TIMEOUT_S = 3600.0
+"""Limit for one step; creating an index on a large table takes minutes."""
 
 _INTENT = (
     "$1::text, $2::int, $3::int, $4::int, $5::text, $6::bytea, $7::bytea, $8::bytea, $9::text,"
@@ -45,7 +41,7 @@ _ANSWER = (
     " $10::double precision, $11::double precision"
 )
 _ANSWER_NAMES = [name.strip() for name in rows.ANSWER_COLUMNS.split(",")]
-# FOR SHARE: a session is not closed between the look at its status and the insert.
+# FOR SHARE: the session cannot be closed between the check of its status and the insert.
 _BEGIN = (
     f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {_INTENT} FROM sessions"
     " WHERE session_id = $1 AND status = 'open' FOR SHARE ON CONFLICT DO NOTHING"
@@ -69,10 +65,34 @@ _TURNS = (
     + ", t.owner FROM turns t LEFT JOIN answers a USING (session_id, idx)"
     " WHERE t.session_id = $1 AND t.idx >= $2 ORDER BY t.idx"
 )
-_OPEN_ELSEWHERE = (
+_HELD_ELSEWHERE = (
     "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
     " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
-    " WHERE t.session_id = $1 AND a.idx IS NULL AND t.owner <> $2 AND o.address IS NOT NULL"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = $1 AND t.owner <> $2 AND o.address IS NOT NULL"
+    " AND (a.idx IS NULL OR (a.status = 'done' AND d.idx IS NULL))"
+)
+_UNDELIVERED = (
+    "SELECT t.idx, t.owner, d.arrived FROM turns t"
+    " JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = $1 AND a.status = 'done' AND coalesce(d.arrived, 0) = 0"
+)
+_MARK = (
+    "INSERT INTO deliveries (session_id, idx, arrived) SELECT $1::text, $2::int, $3::int"
+    " FROM turns WHERE session_id = $1 AND idx = $2"
+    " ON CONFLICT (session_id, idx) DO UPDATE SET arrived = excluded.arrived"
+)
+_CUT_OWN = (
+    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
+    " answer) SELECT $1::text, $2::int, 'cut', '', '', '', '', '' FROM turns"
+    " WHERE session_id = $1 AND idx = $2 AND owner = $3 ON CONFLICT DO NOTHING"
+)
+_TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events")
+# SKIP LOCKED: proxies that remove sessions at the same time remove different ones.
+_ENDED = (
+    "SELECT session_id FROM sessions WHERE coalesce(completed_at, expires_at) < $1"
+    " ORDER BY coalesce(completed_at, expires_at) LIMIT $2 FOR UPDATE SKIP LOCKED"
 )
 _HELD = (
     "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = $1 AND granted"
@@ -80,33 +100,43 @@ _HELD = (
 )
 
 
-class PostgresStore:
-    """Implements `proxy.store.protocol.Store`; made by `open`."""
+async def open_postgres(url: str, *, durability: Durability, create: bool) -> PostgresStore:
+    """Implements `proxy.store.protocol.OpenStore` for `postgresql://…`."""
+    return await PostgresStore.open(url, create=create)
 
-    def __init__(self, pool: asyncpg.Pool, owner: _Owner) -> None:
+
+class PostgresStore:
+    """Implements `proxy.store.protocol.Store`. Create it with `open`."""
+
+    def __init__(self, pool: asyncpg.Pool, owner: PostgresOwner) -> None:
         self._pool = pool
         self._owner = owner
 
     @classmethod
     async def open(
-        cls, url: str, *, durability: Durability = "process", max_connections: int = 10
+        cls, url: str, *, create: bool = True, max_connections: int = 10
     ) -> PostgresStore:
-        """Connects, and creates the tables in an empty database.
+        """Connects, creates the tables in an empty database, and migrates an older layout.
 
         Raises:
-            ConfigurationError: it cannot be reached, or its tables are of another version.
+            ConfigurationError: the database cannot be reached, or its layout is newer than this
+                version supports.
         """
-        synchronous = "on" if durability == "power" else "off"
         try:
             pool = await asyncpg.create_pool(
                 url,
                 min_size=1,
                 max_size=max_connections,
                 command_timeout=30.0,
-                server_settings={"synchronous_commit": synchronous},
+                # Otherwise the last answers are lost when PostgreSQL is killed.
+                server_settings={"synchronous_commit": "on"},
             )
-            await _create_schema(pool, url)
-            return cls(pool, await _Owner.take(url))
+            async with AsyncExitStack() as on_error:
+                on_error.push_async_callback(pool.close)
+                await _migrate(pool, url, create=create)
+                store = cls(pool, await PostgresOwner.take(url))
+                on_error.pop_all()
+            return store
         except (*CONNECTION_ERRORS, ValueError) as error:
             raise ConfigurationError(f"store {_without_password(url)}: {error}") from error
 
@@ -138,7 +168,7 @@ class PostgresStore:
         )
 
     async def set_status(self, session_id: str, status: SessionStatus, at: float) -> bool:
-        """`at` becomes `completed_at` unless the session is opened again."""
+        """`at` becomes `completed_at`, except if the status is OPEN."""
         return await self._changed(
             "UPDATE sessions SET status = $1, completed_at = $2 WHERE session_id = $3",
             status.value,
@@ -151,9 +181,18 @@ class PostgresStore:
             done: str = await connection.execute(
                 "DELETE FROM sessions WHERE session_id = $1", session_id
             )
-            for table in ("turns", "answers", "rewards", "events"):
+            for table in _TABLES[1:]:
                 await connection.execute(f"DELETE FROM {table} WHERE session_id = $1", session_id)
         return done != "DELETE 0"
+
+    async def remove_ended(self, before: float, limit: int) -> int:
+        async with self._connection() as connection, connection.transaction():
+            found = await connection.fetch(_ENDED, before, limit)
+            ended = [row[0] for row in found]
+            for table in _TABLES:
+                sql = f"DELETE FROM {table} WHERE session_id = ANY($1::text[])"
+                await connection.execute(sql, ended)
+        return len(ended)
 
     async def begin_turn(self, turn: Turn) -> None:
         owner = await self._owner.number()
@@ -169,20 +208,34 @@ class PostgresStore:
         if not await self._changed(_SET_STATUS, session_id, index, status.value):
             raise _unknown_turn(session_id, index)
 
+    async def cut_own_turn(self, session_id: str, index: int) -> bool:
+        return await self._changed(_CUT_OWN, session_id, index, await self._owner.number())
+
+    async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
+        values = [(mark.session_id, mark.index, int(mark.arrived)) for mark in marks]
+        async with self._connection() as connection:
+            await connection.executemany(_MARK, values)
+
+    async def undelivered(self, session_id: str) -> Undelivered:
+        found = await self._fetch(_UNDELIVERED, session_id)
+        alive = await self._alive() if found else set()
+        own = await self._owner.number()
+        return rows.undelivered(found, own=own, alive=alive.__contains__)
+
     async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
         found = await self._fetch(_TURNS, session_id, since)
         turns = [rows.turn_from_row(row) for row in found]
         left_open = [
-            (turn, row["owner"])
-            for turn, row in zip(turns, found, strict=True)
+            (at, row["owner"])
+            for at, (turn, row) in enumerate(zip(turns, found, strict=True))
             if turn.status is TurnStatus.OPEN
         ]
         if left_open:
             alive = await self._alive()
-            for turn, owner in left_open:
+            for at, owner in left_open:
                 if owner not in alive:
-                    turn.status = TurnStatus.CUT
-                    await self.set_turn_status(session_id, turn.index, TurnStatus.CUT)
+                    turns[at] = replace(turns[at], status=TurnStatus.CUT)
+                    await self.set_turn_status(session_id, turns[at].index, TurnStatus.CUT)
         return turns
 
     async def announce(self, address: str | None) -> None:
@@ -190,7 +243,7 @@ class PostgresStore:
 
     async def holder(self, session_id: str) -> str | None:
         owner = await self._owner.number()
-        found = await self._fetch(_OPEN_ELSEWHERE, session_id, owner)
+        found = await self._fetch(_HELD_ELSEWHERE, session_id, owner)
         alive = await self._alive() if found else set()
         return next((address for number, address in found if number in alive), None)
 
@@ -235,7 +288,7 @@ class PostgresStore:
         return list(by_id.values())
 
     async def _alive(self) -> set[int]:
-        """The numbers of the processes that live."""
+        """The owner numbers of the living processes."""
         return {row[0] for row in await self._fetch(_HELD, OWNERS_LOCK)}
 
     async def _refuse_turn(self, turn: Turn) -> None:
@@ -247,7 +300,7 @@ class PostgresStore:
         if status != SessionStatus.OPEN.value:
             code = 410 if status == SessionStatus.EXPIRED.value else 409
             raise SessionError(f"session {turn.session_id} is {status}", status=code)
-        raise TurnConflict(f"turn {turn.index} of session {turn.session_id} was begun already")
+        raise TurnConflict(f"turn {turn.index} of session {turn.session_id} has already begun")
 
     async def _changed(self, sql: str, *values: Any) -> bool:
         async with self._connection() as connection:
@@ -265,77 +318,25 @@ class PostgresStore:
             async with self._pool.acquire() as connection:
                 yield connection
         except CONNECTION_ERRORS as error:
-            raise StoreError(f"could not be recorded: {error or type(error).__name__}") from error
+            raise StoreError(f"the store failed: {error or type(error).__name__}") from error
 
 
-class _Owner:
-    """Our number among the proxies, and the connection whose life is the lock's."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._taking = asyncio.Lock()
-        self._connection: asyncpg.Connection | None = None
-        self._number = 0
-        self._address: str | None = None
-
-    @classmethod
-    async def take(cls, url: str) -> _Owner:
-        owner = cls(url)
-        await owner._take()
-        return owner
-
-    async def number(self) -> int:
-        """A new one when the connection was lost: what was begun under the old one is cut."""
-        if self._connection is None or self._connection.is_closed():
-            async with self._taking:
-                if self._connection is None or self._connection.is_closed():
-                    try:
-                        await self._take()
-                    except CONNECTION_ERRORS as error:
-                        raise StoreError(f"could not be recorded: {error}") from error
-        return self._number
-
-    async def announce(self, address: str | None) -> None:
-        self._address = address
-        number = await self.number()
-        assert self._connection is not None
-        try:
-            await self._connection.execute(
-                "UPDATE owners SET address = $1 WHERE number = $2", address, number
-            )
-        except CONNECTION_ERRORS as error:
-            raise StoreError(f"could not be recorded: {error}") from error
-
-    async def release(self) -> None:
-        if self._connection is not None:
-            await self._connection.close()
-
-    async def _take(self) -> None:
-        connection = await asyncpg.connect(self._url, server_settings=KEEP_ALIVES)
-        self._number = await connection.fetchval(
-            "INSERT INTO owners (address) VALUES ($1) RETURNING number", self._address
-        )
-        await connection.execute("SELECT pg_advisory_lock($1, $2)", OWNERS_LOCK, self._number)
-        self._connection = connection
-
-
-async def _create_schema(pool: asyncpg.Pool, url: str) -> None:
+async def _migrate(pool: asyncpg.Pool, url: str, *, create: bool) -> None:
     async with pool.acquire() as connection, connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", SCHEMA_LOCK)
-        if await connection.fetchval("SELECT to_regclass('agentic_proxy_schema')") is None:
-            await connection.execute(
-                resources.files("proxy.store").joinpath("postgres.sql").read_text()
+        layout = 0
+        if await connection.fetchval("SELECT to_regclass('agentic_proxy_schema')") is not None:
+            layout = await connection.fetchval("SELECT version FROM agentic_proxy_schema")
+        elif not create:
+            raise ConfigurationError(
+                f"store: {_without_password(url)} is not a store of the proxy; use the URL in the"
+                " proxy's `store` setting"
             )
+        for step in migrations.steps("postgres", layout, store=_without_password(url)):
+            await connection.execute(step.sql, timeout=MIGRATION_TIMEOUT_S)
+            await connection.execute("DELETE FROM agentic_proxy_schema")
             sql = "INSERT INTO agentic_proxy_schema (version) VALUES ($1)"
-            await connection.execute(sql, SCHEMA_VERSION)
-        version = await connection.fetchval("SELECT version FROM agentic_proxy_schema")
-        if version == SCHEMA_VERSION:
-            await connection.execute("ALTER TABLE owners ADD COLUMN IF NOT EXISTS address TEXT")
-    if version != SCHEMA_VERSION:
-        raise ConfigurationError(
-            f"store {_without_password(url)} has schema version {version}, this program reads"
-            f" {SCHEMA_VERSION}: give another database"
-        )
+            await connection.execute(sql, step.layout)
 
 
 def _without_password(url: str) -> str:
@@ -344,4 +345,6 @@ def _without_password(url: str) -> str:
 
 
 def _unknown_turn(session_id: str, index: int) -> SessionError:
-    return SessionError(f"session {session_id} has no turn {index}: deleted?", status=404)
+    return SessionError(
+        f"session {session_id} has no turn {index}; was the session deleted?", status=404
+    )

@@ -1,32 +1,58 @@
-"""What a store keeps, and when. The store is the truth; memory is a bounded cache over it.
+"""The protocol of a store. The store is the source of truth; memory is a bounded cache of it.
 
-Invariant: `begin_turn` returns once the intent is durable, and only then is anything sampled;
-`commit_turn` returns once the turn is durable, and only then is the terminal event sent.
+Invariant: `begin_turn` returns once the intent is durable, and sampling starts only then.
+`commit_turn` returns once the turn is durable, and the terminal event is sent only then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from proxy.records import Reward, Session, SessionKind, SessionStatus, Turn, TurnStatus
+
+Durability = Literal["process", "power"]
+"""What a recorded turn survives: `process`: `kill -9` of the proxy; `power`: also a power failure
+of the machine (each write then waits for the disk)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
+    """Selects the sessions that `list_sessions` returns, in order of their ids."""
+
     status: SessionStatus | None = None
     kind: SessionKind | None = None
     id_prefix: str = ""
     after: str | None = None
-    """Listing continues behind this session id."""
+    """The last session id of the previous page; None for the first page."""
     limit: int = 100
 
 
+@dataclass(frozen=True, slots=True)
+class DeliveryMark:
+    """Whether the answer of a turn arrived at its agent."""
+
+    session_id: str
+    index: int
+    arrived: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """Answered turns of a session that are not known to have reached the agent."""
+
+    lost: frozenset[int] = frozenset()
+    """The connection broke, or the process ended before it recorded that the answer arrived."""
+    pending: frozenset[int] = frozenset()
+    """Another living process may still be sending the answer."""
+
+
 class Store(Protocol):
-    """Every method raises StoreError when it could not be recorded (disk full, locked, gone)."""
+    """Every method raises StoreError when the store fails (disk full, file locked, server gone)."""
 
     async def create_session(self, session: Session) -> bool:
-        """False when the id exists already; nothing is changed then."""
+        """Returns False and changes nothing if the id already exists."""
         ...
 
     async def get_session(self, session_id: str) -> Session | None: ...
@@ -39,53 +65,91 @@ class Store(Protocol):
 
     async def delete_session(self, session_id: str) -> bool: ...
 
+    async def remove_ended(self, before: float, limit: int) -> int:
+        """Removes up to `limit` sessions that were completed or expired before the Unix time
+        `before`, with all their data. Returns the number of removed sessions.
+
+        A SQLite file then shrinks; in PostgreSQL, autovacuum makes the space reusable.
+        """
+        ...
+
     async def begin_turn(self, turn: Turn) -> None:
-        """Intent: everything known before sampling. The index is unique within the session.
+        """Records the intent: everything known before sampling. An index is unique in a session.
 
         Raises:
-            TurnConflict: another writer has begun a turn of this index.
-            SessionError: the session is completed (409), expired (410) or unknown (404), as the
-                store knows it, whatever a proxy's cache still believes.
+            TurnConflict: another writer has begun a turn with this index.
+            SessionError: in the store the session is completed (409), expired (410), or missing
+                (404), whatever the proxy's cache holds.
         """
         ...
 
     async def commit_turn(self, turn: Turn) -> None:
-        """The answer: sampled ids, log-probabilities, versions, status, keys, answer, times.
+        """Records the answer: sampled ids, log-probabilities, versions, status, keys and times.
 
-        Raises SessionError (404) when the session was deleted meanwhile.
+        Raises SessionError (404) when the session has been deleted since `begin_turn`.
         """
         ...
 
     async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None: ...
 
-    async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
-        """In order of index, from `since`.
+    async def cut_own_turn(self, session_id: str, index: int) -> bool:
+        """Marks a turn as CUT if this process began it and its answer is not recorded.
 
-        A turn that was left OPEN by a proxy process that has died is CUT, here and in the store.
+        Returns False if there is no such turn.
+        """
+        ...
+
+    async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
+        """Records whether answers arrived; a later mark replaces an earlier one. Marks of turns
+        that were deleted are ignored."""
+        ...
+
+    async def undelivered(self, session_id: str) -> Undelivered:
+        """The turns that are DONE and not marked as arrived, except those of this process that have
+        no mark yet."""
+        ...
+
+    async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
+        """Turns with an index of at least `since`, in order.
+
+        A turn that a dead proxy process left OPEN is marked CUT in the result and in the store.
         """
         ...
 
     async def announce(self, address: str | None) -> None:
-        """Where other processes on this store reach this one; None: it takes no calls of theirs."""
+        """Publishes the address at which other processes on this store can reach this one; None
+        withdraws the address."""
         ...
 
     async def holder(self, session_id: str) -> str | None:
-        """The address of another living process that has an open turn in the session, and so serves
-        it (`proxy/processes/forwarding.py`); None: there is none, or it has no address."""
+        """The address of another living process that holds the session, that is, has a turn in it
+        that is open, or answered and not marked as delivered or lost (see
+        `proxy/serving/ownership.py`). None if there is none, or if it published no address."""
         ...
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
-        """False when the key was used already: the first value stands."""
+        """Returns False if the session already has a reward with this key, which is kept."""
         ...
 
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int: ...
 
     async def get_events(self, session_id: str, since: int = 0) -> list[dict[str, Any]]:
-        """Each `{seq, at, kind, …}` with `seq > since`."""
+        """The events with `seq > since` in order, each as `{seq, at, kind, …}`."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Waits for the writes in progress. A second call does nothing."""
+        ...
+
+
+class OpenStore(Protocol):
+    """The type of the openers in the registry of stores: opens the store at `url`.
+
+    Raises ConfigurationError, also if there is no store yet and `create` is False.
+    """
+
+    async def __call__(self, url: str, *, durability: Durability, create: bool) -> Store: ...
 
 
 class TurnConflict(Exception):
-    """Another writer has begun a turn of this index: read its turns and place the call anew."""
+    """Another writer has begun a turn with this index; read its turns and place the call again."""

@@ -1,12 +1,14 @@
-"""Records ↔ rows, the same for every store: arrays are little-endian blobs, mappings are JSON.
+"""Converts records to rows and back, for every store: arrays are little-endian blobs, mappings are
+JSON.
 
 Invariant: `turn_from_row(intent_row(t) + answer_row(t)) == t` for every turn, bit for bit. A row
-holds only what its turn adds; the arrays read back are views of the row's bytes and read-only.
+holds only the tokens that its turn adds. Arrays from a row are read-only views of its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from proxy.records import (
     TurnStatus,
     VersionSpan,
 )
+from proxy.store.protocol import Undelivered
 
 SESSION_COLUMNS = (
     "session_id, key_hash, kind, status, created_at, expires_at, completed_at,"
@@ -93,7 +96,7 @@ def intent_row(t: Turn) -> tuple[Any, ...]:
 
 
 def answer_row(t: Turn) -> tuple[Any, ...]:
-    """Values of `ANSWER_COLUMNS`: what is known after it."""
+    """Values of `ANSWER_COLUMNS`: what is known after sampling."""
     return (
         t.status.value,
         _ids(t.sampled_ids),
@@ -108,7 +111,7 @@ def answer_row(t: Turn) -> tuple[Any, ...]:
 
 
 def turn_from_row(row: Sequence[Any]) -> Turn:
-    """From `INTENT_COLUMNS` + `ANSWER_COLUMNS`; a turn without an answer has NULLs there."""
+    """From `INTENT_COLUMNS` + `ANSWER_COLUMNS`; the latter are NULL for a turn without answer."""
     turn = Turn(
         session_id=row[0],
         index=row[1],
@@ -122,17 +125,20 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
         agent_id=row[9],
         started_at=row[10],
     )
-    if row[11] is not None:
-        turn.status = TurnStatus(row[11])
-        turn.sampled_ids = _ids_from(row[12])
-        turn.logprobs = _logprobs_from(row[13])
-        turn.versions = _versions_from(row[14])
-        turn.finish_reason = FinishReason(row[15]) if row[15] else None
-        turn.answer_key = bytes(row[16])
-        turn.answer = bytes(row[17])
-        turn.first_token_s = row[18]
-        turn.duration_s = row[19]
-    return turn
+    if row[11] is None:
+        return turn
+    return replace(
+        turn,
+        status=TurnStatus(row[11]),
+        sampled_ids=_ids_from(row[12]),
+        logprobs=_logprobs_from(row[13]),
+        versions=_versions_from(row[14]),
+        finish_reason=FinishReason(row[15]) if row[15] else None,
+        answer_key=bytes(row[16]),
+        answer=bytes(row[17]),
+        first_token_s=row[18],
+        duration_s=row[19],
+    )
 
 
 def reward_row(r: Reward) -> tuple[Any, ...]:
@@ -148,6 +154,19 @@ def reward_from_row(row: Sequence[Any]) -> Reward:
         turn=row[3],
         branch=bool(row[4]),
     )
+
+
+def undelivered(
+    found: Iterable[Sequence[Any]], *, own: int, alive: Callable[[int], bool]
+) -> Undelivered:
+    """From `(idx, owner, arrived)` of the turns that are done and not marked as arrived."""
+    lost, pending = set(), set()
+    for index, owner, arrived in found:
+        if arrived is not None or not alive(owner):
+            lost.add(index)
+        elif owner != own:
+            pending.add(index)
+    return Undelivered(frozenset(lost), frozenset(pending))
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -1,9 +1,9 @@
-"""The embedded store: one SQLite file in WAL mode, group commit.
+"""The embedded store: one SQLite file in WAL mode with group commit.
 
-Invariant: a method that writes returns after the transaction that holds its write was committed.
-With `durability="process"` a commit outlives `kill -9` of the process but the last ones may be
-lost with the machine's power (SQLite's synchronous=NORMAL); with `"power"` each is fsynced first.
-Several processes may open one file; a turn that a dead one left open is read as CUT.
+Invariant: a method that writes returns after the transaction with its write was committed. With
+`durability="process"` a commit survives `kill -9` of the process, but the last commits may be lost
+in a power failure (SQLite's synchronous=NORMAL); with `"power"` each commit is fsynced.
+Several processes may open one file; a turn that a dead process left open is read as CUT.
 """
 
 from __future__ import annotations
@@ -14,24 +14,31 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
-from proxy.store import rows
-from proxy.store.ownership import Ownership
-from proxy.store.protocol import SessionFilter, TurnConflict
+from proxy.store import migrations, rows
+from proxy.store.liveness import Liveness
+from proxy.store.protocol import (
+    DeliveryMark,
+    Durability,
+    SessionFilter,
+    TurnConflict,
+    Undelivered,
+)
 from proxy.store.writer import GroupWriter
 
 T = TypeVar("T")
-Durability = Literal["process", "power"]
 
-SCHEMA_VERSION = 1
-CACHE_KIB = 16 * 1024  # per connection; the store's memory must not grow with the file
+SHRUNK_PAGES = 4096
+"""Pages freed in one transaction (16 MiB), for which other writes wait."""
+CACHE_KIB = 16 * 1024  # per connection, so that the store's memory does not grow with the file
 
 _TURN_COLUMNS = ", ".join(
     [f"t.{c.strip()}" for c in rows.INTENT_COLUMNS.split(",")]
@@ -42,10 +49,27 @@ _TURNS_FROM = (
     f"SELECT {_TURN_COLUMNS} FROM turns t LEFT JOIN answers a USING (session_id, idx)"
     " WHERE t.session_id = ? AND t.idx >= ? ORDER BY t.idx"
 )
-_OPEN_ELSEWHERE = (
+_HELD_ELSEWHERE = (
     "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
     " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
-    " WHERE t.session_id = ? AND a.idx IS NULL AND t.owner <> ? AND o.address IS NOT NULL"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = ? AND t.owner <> ? AND o.address IS NOT NULL"
+    " AND (a.idx IS NULL OR (a.status = 'done' AND d.idx IS NULL))"
+)
+_UNDELIVERED = (
+    "SELECT t.idx, t.owner, d.arrived FROM turns t"
+    " JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = ? AND a.status = 'done' AND coalesce(d.arrived, 0) = 0"
+)
+_MARK = (
+    "INSERT INTO deliveries (session_id, idx, arrived) SELECT ?1, ?2, ?3"
+    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2)"
+    " ON CONFLICT DO UPDATE SET arrived = excluded.arrived"
+)
+_ENDED = (
+    "SELECT session_id FROM sessions WHERE coalesce(completed_at, expires_at) < ?"
+    " ORDER BY coalesce(completed_at, expires_at) LIMIT ?"
 )
 _BEGIN = (
     f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 12)}"
@@ -64,6 +88,24 @@ _SET_STATUS = (
     " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2)"
     " ON CONFLICT DO UPDATE SET status = excluded.status"
 )
+_CUT_OWN = (
+    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
+    " answer) SELECT ?1, ?2, 'cut', x'', x'', x'', x'', x''"
+    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2 AND owner = ?3)"
+    " ON CONFLICT DO NOTHING"
+)
+
+
+async def open_sqlite(url: str, *, durability: Durability, create: bool) -> SqliteStore:
+    """Implements `proxy.store.protocol.OpenStore` for `sqlite:///FILE` and for a file's path."""
+    _, separator, rest = url.partition("://")
+    file = Path(rest.removeprefix("/") if separator else url)
+    if not create and not file.is_file():
+        raise ConfigurationError(
+            f"store: the file {file.absolute()} does not exist; run the command in the proxy's"
+            " folder, or give --store sqlite:///FILE (four slashes before an absolute path)"
+        )
+    return SqliteStore(file, durability=durability)
 
 
 class SqliteStore:
@@ -78,15 +120,16 @@ class SqliteStore:
         max_pending_writes: int = 10_000,
         max_file_bytes: int | None = None,
     ) -> None:
-        """Opens or creates the file.
+        """Opens or creates the file, and migrates an older layout.
 
         Raises:
-            ConfigurationError: the file cannot be opened, or is of another schema version.
+            ConfigurationError: the file cannot be opened, or its layout is newer than this version
+                supports.
         """
         self.path = path
         try:
             writing = _connect(path, durability, busy_timeout_s)
-            _create_schema(writing, path)
+            _migrate(writing, path)
             at_once = _never_waiting(path) if durability == "process" else None
             for connection in (writing, at_once):
                 _limit_size(connection, max_file_bytes)
@@ -94,7 +137,7 @@ class SqliteStore:
             self._reading = _connect(path, durability, busy_timeout_s)
         except (sqlite3.Error, OSError) as error:
             raise ConfigurationError(
-                f"store {path}: {error}; give a file in a folder that can be written"
+                f"store {path}: {error}; use a file in a writable folder"
             ) from error
         self._writer = GroupWriter(writing, at_once=at_once, max_pending=max_pending_writes)
         self._closed = False
@@ -129,7 +172,7 @@ class SqliteStore:
         return await self._read(lambda c: _sessions(c, clause, (*values, where.limit)))
 
     async def set_status(self, session_id: str, status: SessionStatus, at: float) -> bool:
-        """`at` becomes `completed_at` unless the session is opened again."""
+        """`at` becomes `completed_at`, except if the status is OPEN."""
         completed_at = None if status is SessionStatus.OPEN else at
         return await self._changed(
             "UPDATE sessions SET status = ?, completed_at = ? WHERE session_id = ?",
@@ -138,12 +181,23 @@ class SqliteStore:
 
     async def delete_session(self, session_id: str) -> bool:
         def delete(c: sqlite3.Connection) -> bool:
-            for table in ("turns", "answers", "rewards", "events"):
-                c.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
-            gone = c.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
-            return gone.rowcount > 0
+            return _delete(c, [session_id]) > 0
 
         return await self._writer.write(delete)
+
+    async def remove_ended(self, before: float, limit: int) -> int:
+        """Returns the freed space to the file system at once, except in a file that was created by
+        a version without this method (see docs/deployment.md)."""
+
+        def remove(c: sqlite3.Connection) -> int:
+            ended = c.execute(_ENDED, (before, limit)).fetchall()
+            return _delete(c, [session_id for (session_id,) in ended])
+
+        removed = await self._writer.write(remove, may_block=True)
+        unused = removed > 0
+        while unused:  # in several transactions, so that the writes of calls get in between
+            unused = await self._writer.write(_shrink, may_block=True)
+        return removed
 
     async def begin_turn(self, turn: Turn) -> None:
         values = (*rows.intent_row(turn), self._owner.number)
@@ -163,12 +217,23 @@ class SqliteStore:
         if not await self._changed(_SET_STATUS, (session_id, index, status.value)):
             raise _unknown_turn(session_id, index)
 
+    async def cut_own_turn(self, session_id: str, index: int) -> bool:
+        return await self._changed(_CUT_OWN, (session_id, index, self._owner.number))
+
+    async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
+        values = [(mark.session_id, mark.index, int(mark.arrived)) for mark in marks]
+        await self._writer.write(lambda c: c.executemany(_MARK, values))
+
+    async def undelivered(self, session_id: str) -> Undelivered:
+        found = await self._read(lambda c: c.execute(_UNDELIVERED, (session_id,)).fetchall())
+        return rows.undelivered(found, own=self._owner.number, alive=self._owner.alive)
+
     async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
         found = await self._read(lambda c: c.execute(_TURNS_FROM, (session_id, since)).fetchall())
         turns = [rows.turn_from_row(row) for row in found]
-        for turn, row in zip(turns, found, strict=True):
+        for at, (turn, row) in enumerate(zip(turns, found, strict=True)):
             if turn.status is TurnStatus.OPEN and not self._owner.alive(row[-1]):
-                turn.status = TurnStatus.CUT
+                turns[at] = replace(turn, status=TurnStatus.CUT)
                 await self.set_turn_status(session_id, turn.index, TurnStatus.CUT)
         return turns
 
@@ -178,7 +243,7 @@ class SqliteStore:
 
     async def holder(self, session_id: str) -> str | None:
         query = (session_id, self._owner.number)
-        found = await self._read(lambda c: c.execute(_OPEN_ELSEWHERE, query).fetchall())
+        found = await self._read(lambda c: c.execute(_HELD_ELSEWHERE, query).fetchall())
         return next((address for number, address in found if self._owner.alive(number)), None)
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
@@ -204,7 +269,7 @@ class SqliteStore:
         return [{**orjson.loads(r[3]), "seq": r[0], "at": r[1], "kind": r[2]} for r in found]
 
     async def close(self) -> None:
-        """Commits what was written, then lets go of the file. A second call does nothing."""
+        """Commits pending writes, then closes the file. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -225,7 +290,7 @@ class SqliteStore:
         try:
             return await loop.run_in_executor(self._reader, query, self._reading)
         except (sqlite3.Error, RuntimeError) as error:
-            raise StoreError(f"could not be read: {error}") from error
+            raise StoreError(f"the store failed to read: {error}") from error
 
 
 def _connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlite3.Connection:
@@ -233,6 +298,7 @@ def _connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlit
         path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
     )
     synchronous = "FULL" if durability == "power" else "NORMAL"
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only in a new file
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
@@ -240,30 +306,23 @@ def _connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlit
 
 
 def _never_waiting(path: Path) -> sqlite3.Connection:
-    """For the event loop: neither for a lock nor for a checkpoint."""
+    """A connection for the event loop, which waits neither for a lock nor for a checkpoint."""
     connection = _connect(path, "process", 0.0)
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     return connection
 
 
-def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
-    connection.execute("BEGIN IMMEDIATE")  # two processes may open a new file at once
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        schema = resources.files("proxy.store").joinpath("sqlite.sql").read_text()
-        for statement in schema.split(";\n"):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    columns = {row[1] for row in connection.execute("PRAGMA table_info(owners)")}
-    if version == SCHEMA_VERSION and "address" not in columns:
-        connection.execute("ALTER TABLE owners ADD COLUMN address TEXT")
-    connection.execute("COMMIT")
-    if version not in (0, SCHEMA_VERSION):
-        connection.close()
-        raise ConfigurationError(
-            f"store {path} has schema version {version}, this program reads {SCHEMA_VERSION}:"
-            " give another file"
-        )
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    with ExitStack() as on_error:
+        on_error.callback(connection.close)
+        connection.execute("BEGIN IMMEDIATE")  # two processes may open the file at the same time
+        (layout,) = connection.execute("PRAGMA user_version").fetchone()
+        for step in migrations.steps("sqlite", layout, store=str(path)):
+            for statement in step.statements:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {step.layout}")
+        connection.execute("COMMIT")
+        on_error.pop_all()
 
 
 def _limit_size(connection: sqlite3.Connection | None, max_file_bytes: int | None) -> None:
@@ -272,10 +331,10 @@ def _limit_size(connection: sqlite3.Connection | None, max_file_bytes: int | Non
         connection.execute(f"PRAGMA max_page_count = {max(1, max_file_bytes // page_bytes)}")
 
 
-def _take_ownership(connection: sqlite3.Connection, path: Path) -> Ownership:
+def _take_ownership(connection: sqlite3.Connection, path: Path) -> Liveness:
     row = (os.getpid(), time.time())
     cursor = connection.execute("INSERT INTO owners (pid, started_at) VALUES (?, ?)", row)
-    return Ownership(path.with_name(path.name + "-owners"), int(cursor.lastrowid or 0))
+    return Liveness(path.with_name(path.name + "-owners"), int(cursor.lastrowid or 0))
 
 
 def _sessions(c: sqlite3.Connection, clause: str, values: Iterable[Any]) -> list[Session]:
@@ -303,8 +362,27 @@ def _refuse_turn(c: sqlite3.Connection, turn: Turn) -> None:
     if row[0] != SessionStatus.OPEN.value:
         status = 410 if row[0] == SessionStatus.EXPIRED.value else 409
         raise SessionError(f"session {turn.session_id} is {row[0]}", status=status)
-    raise TurnConflict(f"turn {turn.index} of session {turn.session_id} was begun already")
+    raise TurnConflict(f"turn {turn.index} of session {turn.session_id} has already begun")
+
+
+def _shrink(c: sqlite3.Connection) -> bool:
+    """Returns unused pages to the file system. Returns whether there are more of them."""
+    (unused,) = c.execute("PRAGMA freelist_count").fetchone()
+    c.execute(f"PRAGMA incremental_vacuum({SHRUNK_PAGES})").fetchall()
+    (left,) = c.execute("PRAGMA freelist_count").fetchone()
+    return bool(0 < left < unused)
+
+
+def _delete(c: sqlite3.Connection, session_ids: list[str]) -> int:
+    """Returns the number of deleted sessions."""
+    marks = ", ".join("?" * len(session_ids))
+    for table in ("turns", "answers", "deliveries", "rewards", "events"):
+        c.execute(f"DELETE FROM {table} WHERE session_id IN ({marks})", session_ids)
+    gone = c.execute(f"DELETE FROM sessions WHERE session_id IN ({marks})", session_ids)
+    return gone.rowcount
 
 
 def _unknown_turn(session_id: str, index: int) -> SessionError:
-    return SessionError(f"session {session_id} has no turn {index}: deleted?", status=404)
+    return SessionError(
+        f"session {session_id} has no turn {index}; was the session deleted?", status=404
+    )

@@ -1,12 +1,12 @@
-"""Writes to SQLite: those of many calls in one transaction, at once or by a thread that may wait.
+"""Group commit for SQLite: writes of many calls share a transaction, in the event loop or a thread.
 
-Invariant: the future of a write is resolved only after the transaction that holds it has been
-committed; when the commit fails, every write in it fails with StoreError and none is stored.
+Invariant: the future of a write is resolved only after its transaction has been committed. If the
+commit fails, every write in it fails with StoreError, and none is stored.
 
-A commit that need not wait takes some 50 µs, of which waking a thread and being woken by it would
-be several times as much. So the event loop commits by itself (`at_once`), and hands over what may
-take long: what finds the file locked, the commit that moves the log into the database, and for a
-while everything when the disk was slow.
+A commit that does not wait takes about 50 µs; a round trip to a thread takes several times as long.
+So the event loop itself commits (`at_once`), and hands to the thread what may take long: writes
+that declare it (`may_block`), writes that find the file locked, the commit that moves the log into
+the database, and all writes for a while after a slow commit.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from proxy.errors import StoreError
 T = TypeVar("T")
 
 MAX_BATCH = 256
-"""Writes per transaction: past it one slow commit would delay too many callers."""
+"""Writes per transaction; with more, one slow commit would delay too many callers."""
 MAX_AT_ONCE = 64
 """Writes in a transaction of the event loop."""
 COMMITS_PER_CHECKPOINT = 128
-"""So many commits the event loop makes, then one is the thread's, which then moves the log into the
-database if that has become long (`wal_autocheckpoint`)."""
+"""The thread makes every 128th commit. It then moves the log into the database if the log has
+become long (`wal_autocheckpoint`)."""
 SLOW_S = 0.02
 SLOW_FOR_S = 10.0
-"""After a commit that took SLOW_S no other stops the event loop for so long."""
+"""After a commit in the event loop that took `SLOW_S`, the thread makes all commits for
+`SLOW_FOR_S`."""
 
 
 @dataclass(slots=True)
@@ -41,12 +42,13 @@ class _Write:
     apply: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
+    may_block: bool
     result: Any = None
     error: Exception | None = None
 
 
 class GroupWriter:
-    """Writes that arrive in one turn of the event loop, or while the thread commits, share a
+    """Writes that arrive in one iteration of the event loop, or while the thread commits, share a
     transaction."""
 
     def __init__(
@@ -56,7 +58,7 @@ class GroupWriter:
         at_once: sqlite3.Connection | None,
         max_pending: int,
     ) -> None:
-        """`at_once` is a connection to the same file that never waits and makes no checkpoints."""
+        """`at_once` is a connection to the same file that never waits and never checkpoints."""
         self._connection = connection
         self._at_once = at_once
         self._committing = threading.Lock()
@@ -69,23 +71,29 @@ class GroupWriter:
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
-    async def write(self, apply: Callable[[sqlite3.Connection], T]) -> T:
-        """Runs `apply` inside a transaction, returns its result once that is committed.
+    async def write(
+        self, apply: Callable[[sqlite3.Connection], T], *, may_block: bool = False
+    ) -> T:
+        """Runs `apply` in a transaction and returns its result once the transaction is committed.
 
-        `apply` must leave nothing behind when it raises: one statement, or checks before it.
+        `apply` must not leave a partial write when it raises: it is one statement, or checks
+        followed by one. Set `may_block` if `apply` may take long; the thread then runs it.
 
         Raises:
             StoreError: nothing was stored (locked, full, closed, or too many writes pending).
         """
         if self._pending >= self._max_pending:
-            raise StoreError(f"{self._pending} writes wait for the store, the bound is reached")
+            raise StoreError(
+                f"the store's write queue is full ({self._pending} of {self._max_pending}); retry"
+                " later"
+            )
         if not self._thread.is_alive():
             raise StoreError("the store is closed")
         loop = asyncio.get_running_loop()
-        write = _Write(apply, loop.create_future(), loop)
+        write = _Write(apply, loop.create_future(), loop, may_block)
         self._pending += 1
         if not self._gathered:
-            loop.call_soon(self._commit_gathered, loop)  # one commit for all calls of this turn
+            loop.call_soon(self._commit_gathered, loop)  # shared by this iteration
         self._gathered.append(write)
         try:
             result: T = await write.future
@@ -94,7 +102,7 @@ class GroupWriter:
             self._pending -= 1
 
     async def close(self) -> None:
-        """Commits what was written, then ends the thread."""
+        """Commits pending writes, then ends the thread."""
         self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -108,7 +116,7 @@ class GroupWriter:
             return
         try:
             gathered, begun = self._gathered, time.monotonic()
-            if not gathered:  # handed over since, by `close`
+            if not gathered:  # `close` has handed them over
                 return
             self._commits += 1
             if (
@@ -116,13 +124,13 @@ class GroupWriter:
                 or self._commits % COMMITS_PER_CHECKPOINT == 0
                 or begun < self._slow_until
                 or len(gathered) > MAX_AT_ONCE
-                or any(write.loop is not loop for write in gathered)
+                or any(write.may_block or write.loop is not loop for write in gathered)
             ):
                 self._hand_over()
                 return
             try:
                 _commit(self._at_once, gathered)
-            except sqlite3.Error:  # it is locked, or worse: the thread waits, and says what it is
+            except sqlite3.Error:  # locked, or a failure, which the thread then reports
                 self._hand_over()
                 return
             self._gathered = []
@@ -151,7 +159,7 @@ class GroupWriter:
             self._done += len(batches)
 
     def _take(self) -> tuple[list[list[_Write]], bool]:
-        """Blocks for writes, then takes what else is there already."""
+        """Waits for writes, then takes all that are in the queue."""
         batches: list[list[_Write]] = []
         item = self._queue.get()
         while item is not None:
@@ -167,11 +175,11 @@ class GroupWriter:
             _commit(self._connection, batch)
         except sqlite3.Error as error:
             for write in batch:
-                write.error = StoreError(f"could not be recorded: {error}")
+                write.error = StoreError(f"the store failed to write: {error}")
 
 
 def _commit(connection: sqlite3.Connection, batch: list[_Write]) -> None:
-    """All or none. Raises sqlite3.Error."""
+    """Commits the whole batch or nothing. Raises sqlite3.Error."""
     try:
         connection.execute("BEGIN IMMEDIATE")
         for write in batch:
@@ -189,7 +197,7 @@ def _apply(connection: sqlite3.Connection, write: _Write) -> None:
         write.result = write.apply(connection)
     except sqlite3.Error:
         raise
-    except Exception as error:  # noqa: BLE001 - handed to the caller, whose error it is
+    except Exception as error:  # noqa: BLE001 - raised again in the caller
         write.error = error
 
 

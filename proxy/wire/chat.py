@@ -1,8 +1,8 @@
 """OpenAI Chat Completions: `POST /v1/chat/completions`.
 
-Takes what agents really send (developer messages, content as text or blocks, split assistant
-turns, `cache_control`, reasoning under either name) and refuses only what would change the
-sampling and cannot be honoured.
+Accepts what agents send in practice: developer messages, content as text or blocks, split assistant
+turns, `cache_control`, and reasoning under either of its two names. Refuses only parameters that
+would change the sampling and that the proxy does not support.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from proxy.conversation import Conversation, Message, Role, ToolCall, merged
+from proxy.conversation.messages import Conversation, Message, Role, ToolCall, normalised
 from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
@@ -42,11 +42,14 @@ _ROLES: dict[str, Role] = {
 
 
 class ChatDialect:
+    """The dialect of `/v1/chat/completions`."""
+
     name = "chat"
+    route = "chat/completions"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
         tools = [parse_tool(tool) for tool in fields.objects("tools")]
-        messages = merged(fields.each("messages", parse_message))
+        messages = normalised(parse_messages(fields))
         if not messages:
             raise fields.refuse("messages", "at least one message")
         stream_options = fields.child("stream_options")
@@ -84,7 +87,7 @@ class ChatDialect:
 
 
 class ChatWriter:
-    """Chunks of one streamed response."""
+    """Writes the chunks of one streamed response."""
 
     def __init__(self, call: Call, answer_id: str) -> None:
         self._call = call
@@ -137,6 +140,20 @@ class ChatWriter:
         return sse({**self._head, "choices": [entry]})
 
 
+def parse_messages(fields: Fields) -> list[Message]:
+    """Parses `messages`. The most frequent form takes a short path, because agents send the whole
+    history with every call."""
+    messages = []
+    for index, item in enumerate(fields.items("messages")):
+        if isinstance(item, dict) and len(item) == 2:
+            name, content = item.get("role"), item.get("content")
+            if isinstance(name, str) and isinstance(content, str) and name in _ROLES:
+                messages.append(Message(_ROLES[name], content))
+                continue
+        messages.append(parse_message(Fields(item, fields, "messages", index)))
+    return messages
+
+
 def parse_message(fields: Fields) -> Message:
     name = fields.text("role")
     role = _ROLES.get(name)
@@ -149,7 +166,7 @@ def parse_message(fields: Fields) -> Message:
         message.tool_calls = [_parse_call(call) for call in fields.objects("tool_calls")]
         legacy = fields.get("function_call")
         if legacy is not None:
-            function = Fields(legacy, fields.path("function_call"))
+            function = Fields(legacy, fields, "function_call")
             message.tool_calls.append(_function(function, function.text("name", "")))
         refused = fields.optional_text("refusal")
         message.text = message.text or refused or ""
@@ -159,7 +176,7 @@ def parse_message(fields: Fields) -> Message:
 
 
 def parse_content(fields: Fields, name: str) -> str:
-    """Text, from a string or from blocks. Images and the like are refused: nothing sees them."""
+    """Text from a string or from text blocks. Images, sound and files are refused."""
     content = fields.get(name)
     if content is None or isinstance(content, str):
         return content or ""
@@ -167,14 +184,14 @@ def parse_content(fields: Fields, name: str) -> str:
     for block in fields.objects(name):
         kind = block.text("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise block.refuse("type", "text (this model takes no images, sound or files)")
+            raise block.refuse("type", "text (images, sound and files are not supported)")
         texts.append(block.text("refusal" if kind == "refusal" else "text", ""))
     return "\n".join(texts)
 
 
 def parse_tool(fields: Fields) -> dict[str, Any]:
     if fields.text("type", "function") != "function":
-        raise fields.refuse("type", '"function" (the provider\'s own tools cannot be run here)')
+        raise fields.refuse("type", '"function" (this proxy cannot run tools of the provider)')
     function = fields.child("function")
     function.text("name")
     kept = {key: value for key, value in function.data.items() if key != "cache_control"}
@@ -195,7 +212,7 @@ def parse_options(fields: Fields) -> Options:
 
 
 def parse_sampling(fields: Fields) -> Options:
-    """What Completions asks by the same names."""
+    """The options that Chat Completions and Completions have in common."""
     refuse_unhonoured(fields)
     return Options(
         max_tokens=fields.integer("max_tokens", 1, 2**31),
@@ -225,7 +242,8 @@ def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def openai_error(error: ProxyError) -> bytes:
-    """OpenAI's error body. An overflow says what makes agents compact their history."""
+    """OpenAI's error body. A context overflow has the wording on which agents compact their
+    history."""
     message, param, code = error.message, None, None
     if isinstance(error, RequestError):
         param, code = error.param, error.code
@@ -273,7 +291,7 @@ def _choice(index: int, outcome: Outcome, call: Call) -> dict[str, Any]:
 
 
 def _add_token_ids(body: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """vLLM's `return_token_ids`, by which terminus-2 keeps its own record. (Not in a stream.)"""
+    """Implements vLLM's `return_token_ids`, which terminus-2 uses. Not available in a stream."""
     for choice, outcome in zip(body["choices"], outcomes, strict=True):
         if outcome.prompt_ids is not None and outcome.sampled_ids is not None:
             body["prompt_token_ids"] = outcome.prompt_ids.tolist()
@@ -327,14 +345,14 @@ def _structured(fields: Fields) -> dict[str, Any] | None:
 
 
 def _prefill(fields: Fields, messages: list[Message]) -> str | None:
-    """vLLM's `continue_final_message`. Without it an assistant's last message is a finished one,
-    as it is for OpenAI."""
+    """The text that the answer continues, by vLLM's `continue_final_message`. Without that
+    parameter a final assistant message is complete, as with OpenAI."""
     if not fields.flag("continue_final_message"):
         return None
     last = messages[-1]
     if last.role != "assistant" or last.tool_calls or not last.text or len(messages) == 1:
         raise fields.refuse(
-            "continue_final_message", "false, or an assistant's text as the last message"
+            "continue_final_message", "false, or a last message with an assistant's text"
         )
     return messages.pop().text
 

@@ -1,4 +1,4 @@
-"""OpenAI Completions: `POST /v1/completions`, a prompt of text or token ids, no template.
+"""OpenAI Completions: `POST /v1/completions`, a prompt of text or token ids without a template.
 
 A prompt that begins with a recorded prompt and its answer continues that turn.
 """
@@ -20,17 +20,20 @@ from proxy.wire.dialect import Call, Headers, Outcome, Piece, SampledToken
 from proxy.wire.fields import Fields
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's own for this route."""
+"""OpenAI's default for this route."""
 MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
 
 
 class CompletionsDialect:
+    """The dialect of `/v1/completions`."""
+
     name = "completions"
+    route = "completions"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
         if fields.flag("echo") and fields.get("logprobs") is not None:
-            raise fields.refuse("echo", "no echo together with logprobs")
+            raise fields.refuse("echo", "false when logprobs is set")
         options = parse_sampling(fields)
         options.max_tokens = options.max_tokens or DEFAULT_MAX_TOKENS
         top = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -64,6 +67,8 @@ class CompletionsDialect:
 
 
 class CompletionsWriter:
+    """Writes the stream of a `/v1/completions` answer."""
+
     def __init__(self, call: Call, answer_id: str) -> None:
         self._call = call
         self._head = _head(call, answer_id)
@@ -104,7 +109,7 @@ def _prompt(fields: Fields) -> str | list[int]:
         ids = [i for i in prompt if type(i) is int and 0 <= i <= MAX_TOKEN_ID]
         if len(ids) == len(prompt):
             return ids
-    raise fields.refuse("prompt", "one text, or one list of token ids, not empty")
+    raise fields.refuse("prompt", "one non-empty string, or one non-empty list of token ids")
 
 
 def _echoed(call: Call) -> str:

@@ -1,8 +1,8 @@
-"""The seam between an agent's dialect and everything behind it.
+"""The protocol of a dialect, and the types that dialects share with the rest of the proxy.
 
 A dialect is one module: it parses a request into a `Call`, and writes `Outcome`s as a whole body
-or as a stream. Everything between is the same for all of them.
-Invariant: a stream and a whole body of the same outcomes say the same.
+or as a stream. Everything in between is the same for all dialects.
+Invariant: a stream and a whole body of the same outcomes have the same content.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.conversation import Conversation, Message
+from proxy.conversation.references import ReferringConversation
 from proxy.errors import ProxyError
 from proxy.records import EMPTY_IDS, FinishReason, Ids
 from proxy.rendering.deltas import Delta
@@ -22,13 +23,15 @@ Headers = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ForcedCall:
+    """The agent requires a tool call (`tool_choice`)."""
+
     name: str | None = None
-    """None: of any tool."""
+    """The required tool; None for any tool."""
 
 
 @dataclass(slots=True)
 class Options:
-    """What an agent asks of the sampling; None where it says nothing."""
+    """Sampling options of a request; None where the agent sent nothing."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -43,9 +46,9 @@ class Options:
     logprobs: bool = False
     top_logprobs: int = 0
     structured: dict[str, Any] | None = None
-    """The engine's guided decoding, as vLLM's `structured_outputs`."""
+    """Guided decoding, in the form of vLLM's `structured_outputs`."""
     tool_calls: bool = True
-    """False: calls stay text (`tool_choice: "none"`)."""
+    """False: tool calls remain text (`tool_choice: "none"`)."""
     forced: ForcedCall | None = None
     """The answer must begin with a tool call."""
     parallel_calls: bool = True
@@ -54,23 +57,28 @@ class Options:
 
 @dataclass(slots=True)
 class Call:
-    """One request, free of its dialect."""
+    """One request, independent of its dialect."""
 
     model: str
-    """Echoed as it was asked for."""
+    """The requested model name, which the answer repeats."""
     conversation: Conversation
     options: Options
+    referring: ReferringConversation | None = None
+    """Set if the conversation refers to parts of recorded answers, which must be resolved first."""
     n: int = 1
     stream: bool = False
     opening: Ids = field(default_factory=lambda: EMPTY_IDS)
-    """The answer's beginning where it is not sampled: a forced call's, or the agent's own text."""
+    """The beginning of the answer that is not sampled: of a forced call, or the agent's own
+    text."""
+    is_large: bool = False
+    """Whether the call should be keyed and rendered in a thread instead of the event loop."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What only the dialect itself reads again when it writes."""
+    """Values that only the dialect itself uses, when it writes the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """For agents that ask for log-probabilities."""
+    """A sampled token, for agents that request log-probabilities."""
 
     text: str
     logprob: float
@@ -79,25 +87,25 @@ class SampledToken:
 
 @dataclass(slots=True)
 class Outcome:
-    """One answer, recorded."""
+    """One recorded answer."""
 
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt: those that an earlier call of the session had already."""
+    """Number of prompt tokens that an earlier call of the session already had."""
     completion_tokens: int
     stop_string: str | None = None
     tokens: list[SampledToken] = field(default_factory=list)
     turn: int = 0
     prompt_ids: Ids | None = None
-    """What the engine was given; None for an answer that is given again."""
+    """The prompt that the engine got; None for an answer that is replayed."""
     sampled_ids: Ids | None = None
 
 
 @dataclass(slots=True)
 class Piece:
-    """Some of an answer while it is sampled."""
+    """A part of an answer while it is sampled."""
 
     choice: int
     deltas: list[Delta]
@@ -105,26 +113,32 @@ class Piece:
 
 
 class StreamWriter(Protocol):
-    """One response's events, in order: `start`, any `piece`s, `end`."""
+    """Writes the events of one response, called in this order: `start`, any number of `piece`s,
+    `end`."""
 
     def start(self, prompt_tokens: int, turn: int) -> bytes: ...
 
     def piece(self, piece: Piece) -> bytes: ...
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
-        """The terminal events; sent only after the outcomes are recorded."""
+        """The terminal events, which are sent only after the outcomes are recorded."""
         ...
 
     def error(self, error: ProxyError) -> bytes:
-        """For a call that fails after the stream began."""
+        """The event for a call that fails after the stream has begun."""
         ...
 
 
 class Dialect(Protocol):
+    """One model API. A dialect is stateless; `registry` creates it without arguments."""
+
     name: str
+    """Recorded with each turn."""
+    route: str
+    """The path after `/v1/`, without leading or trailing slash."""
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
-        """Raises RequestError for what cannot be honoured."""
+        """Raises RequestError for a request that is malformed or not supported."""
         ...
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes: ...
@@ -135,11 +149,11 @@ class Dialect(Protocol):
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""An SSE comment, which every client skips."""
+"""An SSE comment, which every client ignores."""
 
 
 def error_type(status: int) -> str:
-    """OpenAI's name for a status."""
+    """OpenAI's error type for an HTTP status."""
     named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     if status == 429:
         return "rate_limit_error"

@@ -1,19 +1,16 @@
-"""Reading what anybody may send: every field typed and bounded, every refusal names it.
+"""Reads the fields of a request with type and range checks.
 
-Invariant: whatever the JSON holds, a reader here returns a value of the type it says or raises
-RequestError with the field's path, its value (shortened) and what was wanted.
+Invariant: whatever JSON a client sends, each method returns a value of its declared type or raises
+RequestError with the field's path, its value (shortened) and what was expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
-from proxy.conversation import KnownKeys
 from proxy.errors import RequestError
-from proxy.recent import MIN_BYTES, Recent
 
 MAX_SHOWN_CHARS = 80
 MAX_STOPS = 16
@@ -39,29 +36,47 @@ _UNHONOURED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-"""What OpenAI's routes and vLLM's take in any dialect, would change what is sampled, and is passed
-to no engine; each with what asks for nothing, beside null."""
-
-T = TypeVar("T")
+"""Parameters of OpenAI's and vLLM's routes that would change the sampling and that the proxy does
+not pass to the engine, each with its neutral values. Null is neutral, too."""
 
 
 class Fields:
-    """An object of a request. Example: Fields(body).integer("max_tokens", 1, 2**31)"""
+    """One JSON object of a request. Example: Fields(body).integer("max_tokens", 1, 2**31)"""
 
-    def __init__(self, data: Any, path: str = "") -> None:
+    __slots__ = ("_index", "_name", "_parent", "data")
+
+    def __init__(
+        self,
+        data: Any,
+        parent: Fields | None = None,
+        name: str = "",
+        index: int | None = None,
+    ) -> None:
+        """`parent`, `name` and `index` give the object's place in the request.
+
+        Raises RequestError for data that is not an object.
+        """
+        self._parent, self._name, self._index = parent, name, index
         if not isinstance(data, dict):
-            raise refusal(path or "body", data, "an object")
+            raise refusal(self._own_path() or "body", data, "an object")
         self.data: dict[str, Any] = data
-        self._path = path
 
     def path(self, name: str) -> str:
-        return f"{self._path}.{name}" if self._path else name
+        """Example: `messages[3].content`"""
+        own = self._own_path()
+        return f"{own}.{name}" if own else name
+
+    def _own_path(self) -> str:
+        if self._parent is None:
+            return ""
+        path = self._parent.path(self._name)
+        return path if self._index is None else f"{path}[{self._index}]"
 
     def get(self, name: str) -> Any:
         return self.data.get(name)
 
-    def refuse(self, name: str, wanted: str) -> RequestError:
-        return refusal(self.path(name), self.data.get(name), wanted)
+    def refuse(self, name: str, expected: str) -> RequestError:
+        return refusal(self.path(name), self.data.get(name), expected)
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self.data.get(name)
@@ -114,17 +129,12 @@ class Fields:
         return value
 
     def objects(self, name: str) -> list[Fields]:
-        path = self.path(name)
-        return [Fields(item, f"{path}[{i}]") for i, item in enumerate(self.items(name))]
-
-    def each(self, name: str, parse: Callable[[Fields], T]) -> list[T]:
-        """What `parse` makes of every object."""
-        return [parse(item) for item in self.objects(name)]
+        return [Fields(item, self, name, i) for i, item in enumerate(self.items(name))]
 
     def child(self, name: str) -> Fields:
-        """The object at `name`; an empty one where it is absent."""
+        """The object at `name`, or an empty one if it is absent."""
         value = self.data.get(name)
-        return Fields({} if value is None else value, self.path(name))
+        return Fields({} if value is None else value, self, name)
 
     def stops(self, name: str) -> tuple[str, ...]:
         value = self.data.get(name)
@@ -137,45 +147,19 @@ class Fields:
         return tuple(strings)
 
 
-class Request(Fields):
-    """A request's body, which goes on from what its session said before."""
-
-    def __init__(self, data: Any, recent: Recent, session_id: str, body_bytes: int) -> None:
-        super().__init__(data)
-        self._recent = recent
-        self._session_id = session_id
-        self._body_bytes = body_bytes
-        self.keys: KnownKeys | None = None
-        """Of the conversation that this one continues, once its messages were read."""
-
-    def each(self, name: str, parse: Callable[[Fields], T]) -> list[T]:
-        """As of `Fields`; objects that came before are not parsed again."""
-        if self._body_bytes < MIN_BYTES:
-            return super().each(name, parse)
-        items, path = self.items(name), self.path(name)
-        parsed, self.keys = self._recent.parsed(
-            self._session_id,
-            items,
-            parse,
-            lambda index: parse(Fields(items[index], f"{path}[{index}]")),
-            self._body_bytes,
-        )
-        return parsed
-
-
 def refuse_unhonoured(fields: Fields) -> None:
-    """Raises RequestError for what would change the sampling and reaches no engine."""
+    """Raises RequestError for a parameter that would change the sampling and is not supported."""
     for name in sorted(_UNHONOURED.keys() & fields.data.keys()):
         value = fields.get(name)
         if value is not None and value not in _UNHONOURED[name]:
-            raise fields.refuse(name, "nothing (this proxy cannot honour it)")
+            raise fields.refuse(name, "no value (the proxy does not support this parameter)")
 
 
-def refusal(path: str, value: Any, wanted: str) -> RequestError:
+def refusal(path: str, value: Any, expected: str) -> RequestError:
     try:
         shown = orjson.dumps(value).decode()
     except TypeError:
         shown = repr(value)
     if len(shown) > MAX_SHOWN_CHARS:
         shown = shown[:MAX_SHOWN_CHARS] + "…"
-    return RequestError(f"{path}: {wanted} is wanted, not {shown}", param=path)
+    return RequestError(f"{path}: expected {expected}, got {shown}", param=path)

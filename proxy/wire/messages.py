@@ -1,8 +1,8 @@
 """Anthropic Messages: `POST /v1/messages`, and the conversation of `/v1/messages/count_tokens`.
 
-Takes system text wherever Claude's family puts it, content as text or blocks, results and text in
-one user message; `thinking`, `context_management`, `metadata` and `cache_control` change nothing
-that is sampled and are let pass.
+Accepts system text at the top level and inside `messages`, content as text or blocks, and tool
+results and text in one user message. `thinking`, `context_management`, `metadata` and
+`cache_control` are accepted and do not change what is sampled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 
 import orjson
 
-from proxy.conversation import Conversation, Message, ToolCall, arguments_object, merged
+from proxy.conversation.messages import (
+    Conversation,
+    Message,
+    ToolCall,
+    arguments_object,
+    normalised,
+)
 from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
@@ -31,7 +37,10 @@ _ERROR_TYPES = {
 
 
 class MessagesDialect:
+    """The dialect of `/v1/messages`."""
+
     name = "messages"
+    route = "messages"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
         call = Call(
@@ -77,7 +86,10 @@ class MessagesDialect:
 
 
 class MessagesWriter:
-    """Content blocks are opened by their first delta and closed by the next block or the end."""
+    """Writes the events of one streamed response.
+
+    A content block is opened by its first delta and closed by the next block or by the end.
+    """
 
     def __init__(self, call: Call, answer_id: str) -> None:
         self._call = call
@@ -152,24 +164,26 @@ def parse_conversation(fields: Fields) -> Conversation:
     system = _texts(fields, "system")
     if system:
         messages.append(Message("system", system))
-    for parsed in fields.each("messages", _parse_message):
-        messages += parsed
+    for item in fields.objects("messages"):
+        messages += _parse_message(item)
     if not messages:
         raise fields.refuse("messages", "at least one message")
-    messages = merged(messages)
+    messages = normalised(messages)
     tools = [_parse_tool(tool) for tool in fields.objects("tools")]
     known = [tool for tool in tools if tool is not None]
     return Conversation(messages, known, prefill=_prefill(fields, messages))
 
 
 def _prefill(fields: Fields, messages: list[Message]) -> str | None:
-    """An assistant's message at the end is the beginning of the answer (and not there if empty)."""
+    """Removes a final assistant message, whose text the answer continues; None if it is empty or
+    there is none."""
     last = messages[-1]
     if last.role != "assistant":
         return None
     if last.tool_calls or len(messages) == 1:
         raise fields.refuse(
-            "messages", "a user's message first, and a result for each tool_use of the last one"
+            "messages",
+            "a user message first, and a tool_result for each tool_use of the last message",
         )
     return messages.pop().text or None
 
@@ -217,7 +231,7 @@ def _parse_assistant(fields: Fields) -> Message:
 
 
 def _texts(fields: Fields, name: str) -> str:
-    """Text, from a string or from text blocks."""
+    """Text from a string or from text blocks."""
     content = fields.get(name)
     if content is None or isinstance(content, str):
         return content or ""
@@ -226,12 +240,12 @@ def _texts(fields: Fields, name: str) -> str:
 
 def _block_text(block: Fields) -> str:
     if block.text("type") != "text":
-        raise block.refuse("type", "text (this model takes no images, documents or searches)")
+        raise block.refuse("type", "text (images, documents and search results are not supported)")
     return block.text("text", "")
 
 
 def _parse_tool(fields: Fields) -> dict[str, Any] | None:
-    """None for a tool that the provider would run: the model here is not told of it."""
+    """None for a tool that the provider itself would run; the model does not see it."""
     if fields.text("type", "custom") != "custom":
         return None
     function: dict[str, Any] = {"name": fields.text("name")}

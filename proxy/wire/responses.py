@@ -1,9 +1,9 @@
 """OpenAI Responses: `POST /v1/responses`.
 
-Its items become messages (reasoning, text and calls of one turn are one assistant message), its
-tools functions: a namespace's are named `namespace.name`, a free-form tool takes one string
-`input`, and those that the provider would run itself are left out. `previous_response_id` names
-the recorded turn that the new input continues.
+Input items become messages; the reasoning, text and calls of one turn become one assistant message.
+Tools become functions: those of a namespace are named `namespace.name`, a free-form tool takes one
+string `input`, and tools that the provider itself would run are left out. `previous_response_id`
+names the recorded turn that the new input continues.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import orjson
 
-from proxy.conversation import Conversation, Message, Role, ToolCall, merged
+from proxy.conversation.messages import Conversation, Message, Role, ToolCall
+from proxy.conversation.references import AnswerPart, ReferringConversation
 from proxy.errors import ProxyError, RequestError
 from proxy.wire.chat import MAX_TOP_LOGPROBS, openai_error, parse_content
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome
 from proxy.wire.fields import Fields, refuse_unhonoured
-from proxy.wire.responses_stream import ResponsesWriter, output_items, response_object
+from proxy.wire.responses_stream import ResponsesWriter, answer_part, output_items, response_object
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -35,21 +36,28 @@ _FREE_FORM = {
 
 
 class ResponsesDialect:
+    """The dialect of `/v1/responses`."""
+
     name = "responses"
+    route = "responses"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
         tools, kinds = parse_tools(fields.objects("tools"))
-        messages = parse_input(fields)
+        items = parse_input(fields)
         instructions = fields.optional_text("instructions")
         if instructions:
-            messages.insert(0, Message("system", instructions))
+            items.insert(0, Message("system", instructions))
+        if not items:
+            raise fields.refuse("input", "at least one item")
+        conversation = Conversation([], tools)
         previous = fields.optional_text("previous_response_id")
-        if not messages:
-            raise fields.refuse("input", "some input")
-        conversation = Conversation(merged(messages), tools)
         if previous is not None:
             conversation.continues = turn_of(previous)
+        referring = ReferringConversation(conversation, items)
+        if not referring.turns:
+            referring.resolve({})
         return Call(
+            referring=referring if referring.turns else None,
             model=fields.text("model", ""),
             conversation=conversation,
             options=_options(fields),
@@ -68,17 +76,16 @@ class ResponsesDialect:
         return openai_error(error)
 
 
-def parse_input(fields: Fields) -> list[Message]:
+def parse_input(fields: Fields) -> list[Message | AnswerPart]:
     """Raises RequestError for items that cannot be rendered for the model."""
     if isinstance(fields.get("input"), str):
         return [Message("user", fields.text("input"))]
-    parsed = fields.each("input", _parse_item)
-    return [message for message in parsed if message is not None]
+    return [_parse_item(item) for item in fields.objects("input")]
 
 
 def parse_tools(tools: list[Fields]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The functions for the model, and of each that is none on the wire: `custom`, or its
-    namespace."""
+    """The functions for the model, and, by name, the kind of those that are not plain functions on
+    the wire: `custom` or `namespace:NAME`."""
     functions: list[dict[str, Any]] = []
     kinds: dict[str, str] = {}
     for tool in tools:
@@ -98,20 +105,20 @@ def parse_tools(tools: list[Fields]) -> tuple[list[dict[str, Any]], dict[str, st
 
 
 def turn_of(response_id: str) -> int:
-    """The turn that a response's id names. Raises RequestError."""
+    """The index of the turn that a response id names. Raises RequestError (404)."""
     head, _, rest = response_id.partition("_")
     index = rest.partition("_")[0]
     if head != "resp" or not index.isdigit() or len(index) > 9:
         raise RequestError(
-            f"previous_response_id: {response_id[:80]!r} is no response of this session",
+            f"previous_response_id: {response_id[:80]!r} is not a response of this session",
             param="previous_response_id",
             status=404,
         )
     return int(index)
 
 
-def _parse_item(item: Fields) -> Message | None:
-    kind = item.text("type", "message")
+def _parse_item(item: Fields) -> Message | AnswerPart:
+    kind = item.text("type", "item_reference" if item.data.keys() == {"id"} else "message")
     if kind == "message":
         role = _ROLES.get(item.text("role"))
         if role is None:
@@ -131,10 +138,12 @@ def _parse_item(item: Fields) -> Message | None:
         return Message("tool", _output(item), tool_call_id=item.text("call_id", ""))
     if kind == "reasoning":
         return Message("assistant", reasoning=_reasoning(item) or None)
+    if kind == "item_reference":
+        return answer_part(item.text("id"))
     raise item.refuse(
         "type",
-        "message, reasoning, function_call, function_call_output, custom_tool_call or "
-        "custom_tool_call_output",
+        "message, reasoning, function_call, function_call_output, custom_tool_call, "
+        "custom_tool_call_output or item_reference",
     )
 
 

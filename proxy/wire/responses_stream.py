@@ -1,16 +1,18 @@
-"""How Responses writes an answer: items and the events by which they arrive.
+"""Writes answers for Responses: the output items, and the events of a stream.
 
-Invariant: the items of the stream's `response.completed` are those of the whole body.
+Invariant: the `response.completed` event of a stream has the items of the whole body.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
 from proxy.conversation import ToolCall, parsed_arguments
+from proxy.conversation.references import AnswerPart, unknown_item
 from proxy.errors import ProxyError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
@@ -24,8 +26,32 @@ def response_id(answer_id: str, turn: int) -> str:
     return f"resp_{turn}_{answer_id}"
 
 
+def item_id(kind: str, answer_id: str, turn: int) -> str:
+    """The id of an answer's reasoning (`rs`) or text (`msg`) item; `answer_part` parses it."""
+    return f"{kind}_{turn}_{answer_id}"
+
+
+def answer_part(item: str) -> AnswerPart:
+    """The part of a recorded answer that an item id names. Raises RequestError (404)."""
+    found = _ITEM_ID.fullmatch(item)
+    if found is None:
+        raise unknown_item(item)
+    if found["call"] is not None:
+        turn, call = int(found["call_turn"]), int(found["call"])
+        return AnswerPart(item, turn, "call", call, found["call_id"])
+    part: Literal["text", "reasoning"] = "text" if found["text"] == "msg" else "reasoning"
+    return AnswerPart(item, int(found["turn"]), part)
+
+
+_ITEM_ID = re.compile(
+    r"(?:(?P<text>rs|msg)_(?P<turn>[0-9]{1,9})_[0-9a-f]+"
+    r"|fc_(?P<call_turn>[0-9]{1,9})_(?P<call>[0-9]{1,4})_(?P<call_id>.*))",
+    re.DOTALL,
+)
+
+
 def response_object(call: Call, outcome: Outcome | None, output: list[Item]) -> dict[str, Any]:
-    """The `response`; unfinished where there is no outcome yet."""
+    """The `response` object; its status is `in_progress` while `outcome` is None."""
     status, details = "in_progress", None
     if outcome is not None:
         truncated = outcome.finish_reason is FinishReason.LENGTH
@@ -57,16 +83,22 @@ def output_items(call: Call, answer_id: str, outcome: Outcome) -> list[Item]:
     message = outcome.message
     items = []
     if message.reasoning:
-        items.append(_reasoning_item(f"rs_{answer_id}", message.reasoning))
+        items.append(_reasoning_item(item_id("rs", answer_id, outcome.turn), message.reasoning))
     if message.text or not message.tool_calls:
-        items.append(_message_item(f"msg_{answer_id}", message.text, outcome.tokens))
-    return items + [call_item(call, tool_call) for tool_call in message.tool_calls]
+        message_id = item_id("msg", answer_id, outcome.turn)
+        items.append(_message_item(message_id, message.text, outcome.tokens))
+    return items + [
+        call_item(call, tool_call, outcome.turn, position)
+        for position, tool_call in enumerate(message.tool_calls)
+    ]
 
 
-def call_item(call: Call, tool_call: ToolCall) -> Item:
-    """A function call, or what the agent's own kind of tool wants instead."""
+def call_item(call: Call, tool_call: ToolCall, turn: int, position: int) -> Item:
+    """The item for a tool call, of the kind that the agent declared. `position` is the call's index
+    among the calls of the answer."""
     kind = call.extra["kinds"].get(tool_call.name, "")
-    head = {"id": f"fc_{tool_call.id}", "call_id": tool_call.id, "status": "completed"}
+    call_id = tool_call.id
+    head = {"id": f"fc_{turn}_{position}_{call_id}", "call_id": call_id, "status": "completed"}
     if kind == "custom":
         arguments = parsed_arguments(tool_call.arguments)
         text = arguments.get("input", "") if isinstance(arguments, dict) else str(arguments)
@@ -85,20 +117,23 @@ def call_item(call: Call, tool_call: ToolCall) -> Item:
 
 
 class ResponsesWriter:
-    """Events of one streamed response, numbered in order."""
+    """Writes the events of one streamed response, numbered in order."""
 
     def __init__(self, call: Call, answer_id: str) -> None:
         self._call = call
         self._id = answer_id
+        self._turn = 0
+        self._calls = 0
         self._sequence = 0
         self._output: list[Item] = []
         self._open: Item | None = None
         self._text = ""
-        """Of the open item, so far."""
+        """Text or arguments of the open item so far."""
         self._call_open: ToolCall | None = None
         self._tokens: list[SampledToken] = []
 
     def start(self, prompt_tokens: int, turn: int) -> bytes:
+        self._turn = turn
         self._call.extra["id"] = response_id(self._id, turn)
         response = response_object(self._call, None, [])
         return self._event("response.created", response=response) + self._event(
@@ -113,7 +148,7 @@ class ResponsesWriter:
         outcome = outcomes[0]
         events = []
         if not outcome.message.text and not outcome.message.tool_calls:
-            events += list(self._enter(_message_item(f"msg_{self._id}", "", [])))
+            events += list(self._enter(_message_item(self._item_id("msg"), "", [])))
         events += list(self._close())
         response = response_object(self._call, outcome, self._output)
         events.append(self._event(f"response.{response['status']}", response=response))
@@ -129,11 +164,11 @@ class ResponsesWriter:
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
         if isinstance(delta, TextDelta):
-            yield from self._enter(_message_item(f"msg_{self._id}", "", []))
+            yield from self._enter(_message_item(self._item_id("msg"), "", []))
             self._text += delta.text
             yield self._part("response.output_text.delta", delta=delta.text, logprobs=[])
         elif isinstance(delta, ReasoningDelta):
-            yield from self._enter(_reasoning_item(f"rs_{self._id}", ""))
+            yield from self._enter(_reasoning_item(self._item_id("rs"), ""))
             self._text += delta.text
             yield self._part("response.reasoning_text.delta", delta=delta.text)
         elif isinstance(delta, ToolCallStart):
@@ -154,7 +189,8 @@ class ResponsesWriter:
         yield self._part("response.content_part.added", part=item["content"][0])
 
     def _enter_call(self, call: ToolCall) -> Iterator[bytes]:
-        self._call_open, self._open, self._text = call, call_item(self._call, call), ""
+        self._open = call_item(self._call, call, self._turn, self._calls)
+        self._call_open, self._text = call, ""
         begun = {**self._open, "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=self._at, item=begun)
 
@@ -177,9 +213,11 @@ class ResponsesWriter:
         self._open = None
 
     def _close_call(self, call: ToolCall) -> Iterator[bytes]:
-        """A free-form tool's input is a value within the arguments: told when they are whole."""
+        """Ends a call. The input of a free-form tool is a value inside the arguments, so it is sent
+        only when they are complete."""
         call.arguments = self._text
-        item = call_item(self._call, call)
+        item = call_item(self._call, call, self._turn, self._calls)
+        self._calls += 1
         if item["type"] == "custom_tool_call":
             yield self._call_event("input.delta", delta=item["input"])
             yield self._call_event("input.done", input=item["input"])
@@ -198,6 +236,9 @@ class ResponsesWriter:
         event = self._event("response.output_item.done", output_index=self._at, item=item)
         self._output.append(item)
         return event
+
+    def _item_id(self, kind: str) -> str:
+        return item_id(kind, self._id, self._turn)
 
     @property
     def _at(self) -> int:
@@ -249,7 +290,10 @@ def _reasoning_item(item_id: str, text: str) -> Item:
 def _usage(outcome: Outcome) -> dict[str, Any]:
     return {
         "input_tokens": outcome.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": outcome.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": outcome.cached_tokens,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": outcome.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.launchers.protocol import Trial
-from agent_loop.records import Task
+from agent_loop.records import Task, Trial
 from tests.proxy.conftest import checkpoint as checkpoint
 from tests.proxy.conftest import proxy as proxy
 from tests.proxy.conftest import rendering as rendering

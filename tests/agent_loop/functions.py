@@ -65,3 +65,12 @@ def raises(call: GradeCall) -> float:
 def hangs(call: GradeCall) -> float:
     time.sleep(600)
     return 1.0
+
+
+def prints_its_region(call: AgentCall) -> float:
+    print("x" * 100_000)
+    return float(os.environ.get("REGION") == "eu")
+
+
+def grades_its_region(call: GradeCall) -> dict[str, float]:
+    return {"reward": 0.0, "region": float(os.environ.get("REGION") == "eu")}

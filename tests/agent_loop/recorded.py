@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import orjson
 from hypothesis import strategies as st
 
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.rewards.protocol import Finished
+from agent_loop.records import AgentEnd, AgentResult, FinishedTrial, Trial
 from proxy.records import (
     FinishReason,
     ForkCause,
@@ -61,20 +61,22 @@ def finished(
     agent: AgentResult | None = None,
     rewards: Sequence[Reward] = (),
     answers: Sequence[str] = (),
-) -> Finished:
-    """A trial whose session holds these rewards and answers."""
+) -> FinishedTrial:
+    """A finished trial whose session has these rewards and answers."""
     session = Session(
         trial.trial_id, b"", SessionKind.TRAIN, SessionStatus.COMPLETED, 0.0, 1.0,
         rewards=list(rewards),
     )  # fmt: skip
     turns = [turn(i, None, 0, [1], [2]) for i in range(len(answers))]
-    for answered, content in zip(turns, answers, strict=True):
-        answered.answer = orjson.dumps({"role": "assistant", "content": content})
-    return Finished(trial, agent or AgentResult(AgentEnd.EXITED), session, turns)
+    turns = [
+        replace(answered, answer=orjson.dumps({"role": "assistant", "content": content}))
+        for answered, content in zip(turns, answers, strict=True)
+    ]
+    return FinishedTrial(trial, agent or AgentResult(AgentEnd.EXITED), session, turns)
 
 
 def full_path(turns: Sequence[Turn], index: int | None) -> Ids:
-    """The definition in `proxy.records`, taken literally."""
+    """The token ids of a path, computed literally by the definition in `proxy.records`."""
     if index is None:
         return np.zeros(0, np.int32)
     it = turns[index]
@@ -84,7 +86,8 @@ def full_path(turns: Sequence[Turn], index: int | None) -> Ids:
 
 @st.composite
 def token_trees(draw: st.DrawFn, max_turns: int = 12) -> list[Turn]:
-    """Any tree that the records allow: every fork point, status, length and version split."""
+    """Any tree that the records allow: with any fork points, statuses, lengths and version
+    spans."""
     turns: list[Turn] = []
     token = 0
     for index in range(draw(st.integers(1, max_turns))):
@@ -105,6 +108,6 @@ def token_trees(draw: st.DrawFn, max_turns: int = 12) -> list[Turn]:
         token += prompt + sampled
         middle = draw(st.integers(0, sampled))
         spans = (VersionSpan(index, 0, middle), VersionSpan(index + 1, middle, sampled))
-        made.versions = tuple(span for span in spans if span.end > span.start)
-        turns.append(made)
+        covering = tuple(span for span in spans if span.end > span.start)
+        turns.append(replace(made, versions=covering))
     return turns

@@ -1,4 +1,4 @@
-"""A loop whose trials are scripted: what producers and the evaluator are tested on."""
+"""A loop with scripted trials, for the tests of producers and the evaluator."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.agent_loop.recorded import turn
 
 @dataclass
 class ScriptedLoop:
-    """A trial lasts `duration(seed)` seconds of its event loop's clock. The reward and the ids
-    are functions of the task and the seed, the version that of the trial's start.
+    """A trial lasts `duration(seed)` seconds of its event loop's clock. Its reward and its ids are
+    functions of the task and the seed. Its version is the policy's version at the trial's start.
     """
 
     duration: Callable[[int], float] = lambda seed: 0.0
@@ -23,7 +23,8 @@ class ScriptedLoop:
     reward: Callable[[Task, int], float | None] = lambda task, seed: float(seed % 2)
     fails: Callable[[Task, int], bool] = lambda task, seed: False
     version_now: Callable[[], int] | None = None
-    """With it a trial has a second turn, sampled at its end by the weights of that time."""
+    """If given, a trial has a second turn, which is sampled at its end by the version returned
+    then."""
     running: int = 0
     most_running: int = 0
     kinds: list[SessionKind] = field(default_factory=list)

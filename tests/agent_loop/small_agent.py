@@ -1,5 +1,5 @@
-"""An agent of the standard library alone: `turns` calls in one conversation, then `exit_code`,
-or `hang`. Its task says so."""
+"""An agent that needs only the standard library: makes `turns` calls in one conversation, then
+exits with `exit_code` or hangs if `hang` is set. These are fields of its task."""
 
 import json
 import os
@@ -25,6 +25,7 @@ for _ in range(task.get("turns", 1)):
     print(message["content"], flush=True)
     messages += [message, {"role": "user", "content": "Go on."}]
 pathlib.Path("key").write_text(os.environ["OPENAI_API_KEY"])
+pathlib.Path("model").write_text(os.environ["AGENT_MODEL"])
 pathlib.Path("answer").write_text(messages[-2]["content"] if len(messages) > 1 else "")
 if task.get("hang"):
     pathlib.Path("hanging").write_text(str(os.getpid()))

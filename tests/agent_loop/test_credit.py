@@ -1,4 +1,4 @@
-"""Credit down the tree: discounts by distance, side calls by policy."""
+"""Credit along the tree of turns: discounts by distance, and side calls by policy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.credit import CreditSettings, assign_credit
+from agent_loop.credit import CreditConfig, assign_credit
 from proxy.records import ForkCause, Reward, Turn, TurnStatus
 from tests.agent_loop.recorded import token_trees, turn
 
@@ -26,41 +26,41 @@ def with_side_calls() -> list[Turn]:
 
 
 def credit(turns: list[Turn], reward: float | None = 1.0, *posted: Reward, **policy: object):  # type: ignore[no-untyped-def]
-    return assign_credit(turns, reward, posted, CreditSettings(**policy))  # type: ignore[arg-type]
+    return assign_credit(turns, reward, posted, CreditConfig(**policy))  # type: ignore[arg-type]
 
 
-def test_discount_is_by_distance_to_the_end_of_the_turns_own_chain() -> None:
-    """By order of arrival turn 2 would get 0.9³ and the sub-agent's calls 0.9² and 0.9."""
+def test_discount_depends_on_the_distance_to_the_end_of_the_turns_own_chain() -> None:
+    """By order of arrival, turn 2 would get 0.9³ and the sub-agent's calls 0.9² and 0.9."""
     given_ = credit(with_side_calls(), policy="all", turn_discount=0.9)
     assert given_.returns == pytest.approx({0: 1, 1: 0.81, 2: 0.9, 3: 0.9, 4: 1, 5: 1})
     assert given_.untrained == frozenset()
 
 
-def test_main_path_leaves_side_calls_untrained_rather_than_zero() -> None:
+def test_policy_main_path_leaves_side_calls_untrained_instead_of_giving_them_0() -> None:
     given_ = credit(with_side_calls(), policy="main_path")
     assert given_.returns == {1: 1, 2: 1, 5: 1}
     assert given_.untrained == {0, 3, 4}
 
 
-def test_branch_credits_side_calls_by_the_reward_posted_for_them() -> None:
+def test_policy_branch_credits_side_calls_with_the_reward_posted_for_them() -> None:
     sub_agent = Reward("sub", 0.5, turn=4, branch=True)
     given_ = credit(with_side_calls(), 1.0, sub_agent, policy="branch", turn_discount=0.5)
     assert given_.returns == {1: 0.25, 2: 0.5, 5: 1, 3: 0.25, 4: 0.5}
     assert given_.untrained == {0}
 
 
-def test_reward_of_a_turn_is_its_alone() -> None:
+def test_reward_of_a_turn_is_credited_to_no_other_turn() -> None:
     given_ = credit(with_side_calls(), 1.0, Reward("step", -0.25, turn=2), policy="main_path")
     assert given_.returns == {1: 1, 2: 0.75, 5: 1}
 
 
-def test_turn_rewards_alone_need_no_reward_of_the_trial() -> None:
+def test_turns_can_have_rewards_in_a_trial_without_a_reward() -> None:
     turns = [turn(0, None, 0, [1], [2]), turn(1, 0, 2, [3], [4])]
     given_ = credit(turns, None, Reward("a", 1.0, turn=0), Reward("b", 0.5, turn=1))
     assert given_.returns == {0: 1.0, 1: 0.5}
 
 
-def test_conversation_goes_on_after_compaction() -> None:
+def test_conversation_continues_after_compaction() -> None:
     turns = [
         turn(0, None, 0, [1, 2], [3]),
         turn(1, 0, 3, [4], [5]),
@@ -81,7 +81,7 @@ def test_rolled_back_branch_is_not_on_the_main_path() -> None:
     assert credit(turns, policy="all", turn_discount=0.5).returns == {0: 0.5, 1: 1, 2: 1}
 
 
-def test_answers_that_never_arrived_are_passed_over() -> None:
+def test_unanswered_turns_are_skipped_in_a_chain() -> None:
     turns = [
         turn(0, None, 0, [1], [2]),
         turn(1, 0, 2, [3], [4], status=TurnStatus.CUT),
@@ -92,11 +92,16 @@ def test_answers_that_never_arrived_are_passed_over() -> None:
     assert given_.untrained == {1}
 
 
+def test_share_of_a_turn_is_its_return_for_a_trial_reward_of_1_without_posted_rewards() -> None:
+    posted = Reward("step", 5.0, turn=2)
+    given_ = credit(with_side_calls(), -2.0, posted, policy="all", turn_discount=0.9)
+    assert given_.shares == pytest.approx({0: 1, 1: 0.81, 2: 0.9, 3: 0.9, 4: 1, 5: 1})
+    assert given_.returns == pytest.approx({0: -2, 1: -1.62, 2: 3.2, 3: -1.8, 4: -2, 5: -2})
+
+
 @settings(max_examples=200, deadline=None)
 @given(token_trees(), st.sampled_from(["all", "main_path", "branch"]))
-def test_credit_and_the_untrained_part_all_turns_between_them(
-    turns: list[Turn], policy: str
-) -> None:
+def test_every_turn_is_either_credited_or_untrained(turns: list[Turn], policy: str) -> None:
     given_ = credit(turns, 1.0, policy=policy)
     assert set(given_.returns) | given_.untrained == set(range(len(turns)))
     assert not set(given_.returns) & given_.untrained

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import TaskFileError
-from agent_loop.harbor_tasks import HarborDataset, read_harbor_dir, resolve_task_dir
+from agent_loop.harbor_tasks import HarborDataConfig, read_harbor_dir, resolve_task_dir
 from agent_loop.records import Task
+from agent_loop.tasks import DataConfig, held_out_tasks, training_tasks
 from tests.harbor_sdk.harbor_tasks import write_task
 
 
@@ -14,7 +15,7 @@ def test_single_and_multi_step_folders_become_tasks(tmp_path: Path) -> None:
     write_task(tmp_path / "set", "b-many", steps=("first", "second"))
     write_task(tmp_path / "set", "a-one")
     (tmp_path / "set" / "notes").mkdir()
-    one, many = read_harbor_dir(HarborDataset(tmp_path / "set", ability="files"))
+    one, many = read_harbor_dir(tmp_path / "set", HarborDataConfig(harbor_ability="files"))
     assert (one.task_id, one.source) == ("a-one", "set")
     assert one.data["instruction"] == "Write hello-a-one into answer.txt.\n"
     assert one.data["ability"] == "files"
@@ -23,48 +24,50 @@ def test_single_and_multi_step_folders_become_tasks(tmp_path: Path) -> None:
     assert str(many.data["instruction"]).count("hello-b-many") == 2
 
 
-def test_the_limit_takes_the_first_by_name(tmp_path: Path) -> None:
+def test_limit_takes_the_first_by_name(tmp_path: Path) -> None:
     for name in ("c", "a", "b"):
         write_task(tmp_path, name)
-    limited = read_harbor_dir(HarborDataset(tmp_path, limit=2))
+    limited = read_harbor_dir(tmp_path, HarborDataConfig(), limit=2)
     assert [task.task_id for task in limited] == ["a", "b"]
 
 
-def test_the_cache_serves_what_is_unchanged_and_never_what_is_not(tmp_path: Path) -> None:
+def test_cache_is_used_for_unchanged_tasks_and_never_for_changed_ones(tmp_path: Path) -> None:
     task = write_task(tmp_path / "set", "a")
-    dataset = HarborDataset(tmp_path / "set", cache_dir=tmp_path / "cache")
-    first = read_harbor_dir(dataset)
+    folder, config = tmp_path / "set", HarborDataConfig(harbor_cache_dir=tmp_path / "cache")
+    first = read_harbor_dir(folder, config)
     (cached,) = (tmp_path / "cache").iterdir()
     stamp = cached.stat().st_mtime_ns
-    assert read_harbor_dir(dataset) == first
+    assert read_harbor_dir(folder, config) == first
     assert cached.stat().st_mtime_ns == stamp
     (task / "instruction.md").write_text("Something else.")
-    assert read_harbor_dir(dataset)[0].data["instruction"] == "Something else."
+    assert read_harbor_dir(folder, config)[0].data["instruction"] == "Something else."
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 @pytest.mark.parametrize("missing", ["instruction.md", "environment"])
-def test_a_task_that_is_not_whole_is_named(tmp_path: Path, missing: str) -> None:
+def test_incomplete_task_is_refused_with_its_path(tmp_path: Path, missing: str) -> None:
     task = write_task(tmp_path, "a")
     (task / missing).rename(tmp_path / "elsewhere")
     with pytest.raises(TaskFileError, match=f"a.*{missing}"):
-        read_harbor_dir(HarborDataset(tmp_path))
+        read_harbor_dir(tmp_path, HarborDataConfig())
 
 
-def test_a_broken_task_file_is_named(tmp_path: Path) -> None:
+def test_broken_task_toml_is_refused_with_its_path(tmp_path: Path) -> None:
     (write_task(tmp_path, "a") / "task.toml").write_text("[[[")
     with pytest.raises(TaskFileError, match=r"a/task\.toml"):
-        read_harbor_dir(HarborDataset(tmp_path))
+        read_harbor_dir(tmp_path, HarborDataConfig())
 
 
-def test_no_folder_and_no_task(tmp_path: Path) -> None:
+def test_missing_folder_and_folder_without_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match="not a folder"):
-        read_harbor_dir(HarborDataset(tmp_path / "none"))
+        read_harbor_dir(tmp_path / "none", HarborDataConfig())
     with pytest.raises(TaskFileError, match="no Harbor task"):
-        read_harbor_dir(HarborDataset(tmp_path))
+        read_harbor_dir(tmp_path, HarborDataConfig())
 
 
-def test_own_path_then_roots_in_order_then_the_template(tmp_path: Path) -> None:
+def test_task_folder_is_found_by_its_own_path_then_the_roots_then_the_template(
+    tmp_path: Path,
+) -> None:
     roots = [tmp_path / "train", tmp_path / "val"]
     own = write_task(tmp_path / "own", "t-1")
     in_val = write_task(roots[1], "t-1")
@@ -83,3 +86,34 @@ def test_own_path_then_roots_in_order_then_the_template(tmp_path: Path) -> None:
     (in_train / "task.toml").unlink()
     (in_val / "task.toml").unlink()
     assert found() == by_template
+
+
+def test_overwrite_writes_the_cache_again(tmp_path: Path) -> None:
+    write_task(tmp_path / "set", "a")
+    cache = tmp_path / "cache"
+    config = HarborDataConfig(harbor_cache_dir=cache)
+    read_harbor_dir(tmp_path / "set", config)
+    (cached,) = cache.iterdir()
+    cached.write_bytes(b"spoilt")
+    again = config.model_copy(update={"harbor_overwrite": True})
+    assert [task.task_id for task in read_harbor_dir(tmp_path / "set", again)] == ["a"]
+    assert [task.task_id for task in read_harbor_dir(tmp_path / "set", config)] == ["a"]
+
+
+def test_limits_and_the_source_of_training_and_held_out_tasks(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_task(tmp_path / "train", name)
+        write_task(tmp_path / "val", f"v-{name}")
+    data = DataConfig(
+        train_harbor_dir=(tmp_path / "train",),
+        val_harbor_dir=(tmp_path / "val",),
+        harbor_train_limit=2,
+        harbor_val_limit=1,
+        harbor_data_source="shell",
+        shuffle=False,
+    )
+    stream = training_tasks(data)
+    drawn = [stream.draw() for _ in range(4)]
+    assert [task.task_id for task in drawn] == ["a", "b", "a", "b"]
+    assert {task.source for task in drawn} == {"shell"}
+    assert [(task.task_id, task.source) for task in held_out_tasks(data)] == [("v-a", "shell")]

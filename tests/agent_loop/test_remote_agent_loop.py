@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import Any
 
 import pytest
 
-from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.credit import CreditConfig
+from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.records import Rollout, RolloutStatus, Task
-from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
+from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
-from agent_loop.rewards.verifier import Verifier, VerifierSettings
+from agent_loop.rewards.verifier import Verifier, VerifierConfig
+from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.engines.scripted import Fault
 from proxy.records import Reward, SessionKind
 from tests.agent_loop.launchers.test_command import alive, until
-from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
 AGENT = (sys.executable, "-I", "-S", str(Path(__file__).parent / "small_agent.py"))
 GOOD = "import sys; sys.exit(open('answer').read() != 'Hello.')"
@@ -41,18 +44,23 @@ async def run(
     client: ProxyClient | None = None,
     posted: bool = False,
     task: dict[str, Any] | None = None,
-    **settings: Any,
+    sampling: SamplingConfig | None = None,
+    recording: RecordingConfig | None = None,
+    **config: Any,
 ) -> Rollout:
     rewards: RewardSource = LauncherReward()
     if verifier is not None:
-        rewards = Verifier(VerifierSettings(argv=(sys.executable, "-I", "-S", "-c", verifier)))
+        rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", verifier)))
     if posted:
         rewards = PostedReward()
     loop = RemoteAgentLoop(
         client or proxy.control,
-        CommandLauncher(CommandSettings(argv=AGENT, grace_s=0.2)),
+        CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
         rewards,
-        LoopSettings(**{"trials_dir": trials, "max_retries": 0, "timeout_s": 120, **settings}),
+        trials,
+        trial=TrialConfig(**{"max_retries": 0, "timeout_s": 120, **config}),
+        sampling=sampling,
+        recording=recording,
     )
     data = {"prompt": "Say hello.", **(task or {})}
     try:
@@ -79,7 +87,7 @@ async def test_trial_of_three_turns_is_one_trained_path_with_its_reward(
     assert rollout.times_s.keys() == {"agent", "generate", "verifier", "total"}
 
 
-async def test_session_is_completed_and_the_logs_stay_without_the_workspace(
+async def test_session_is_completed_and_logs_are_kept_without_the_workspace(
     proxy: RunningProxy, trials: Path
 ) -> None:
     rollout = await run(proxy, trials)
@@ -105,12 +113,13 @@ async def test_call_after_completion_is_refused_and_changes_nothing(
     assert len(turns) == 1
 
 
-async def test_sampling_is_pinned_in_training_and_the_agents_own_in_evaluation(
+async def test_sampling_is_pinned_in_training_and_left_to_the_agent_in_evaluation(
     proxy: RunningProxy, trials: Path
 ) -> None:
     task = {"sampling": {"temperature": 0.3}}
-    pinned = {"temperature": 0.7}
-    await run(proxy, trials, task=task, sampling=pinned, seeded=True)
+    pinned = SamplingConfig(temperature=0.7)
+    seeded = SamplingConfig(temperature=0.7, seeded=True)
+    await run(proxy, trials, task=task, sampling=seeded)
     assert proxy.engine.calls[-1].sampling["temperature"] == 0.7
     assert proxy.engine.calls[-1].sampling["seed"] == 11
     rollout = await run(proxy, trials, task=task, sampling=pinned, kind=SessionKind.EVAL)
@@ -134,16 +143,18 @@ async def test_crashed_agent_keeps_a_verifiers_reward_only_if_it_was_answered(
         assert "never had an answer from the model (exit code 3)" in (rollout.error or "")
 
 
-async def test_crash_without_a_reward_is_a_failure_and_not_zero(
+async def test_crash_without_a_reward_is_a_failed_trial_instead_of_reward_0(
     proxy: RunningProxy, trials: Path
 ) -> None:
     rollout = await run(proxy, trials, verifier=None, task={"exit_code": 3})
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
 
 
-async def test_crash_on_a_call_that_was_cut_is_our_failure(
-    proxy: RunningProxy, trials: Path
+async def test_crash_after_the_proxy_cut_a_call_is_a_failed_trial(
+    start_proxy: StartProxy, trials: Path
 ) -> None:
+    proxy = await start_proxy(limits={"engine_patience_s": 0})
+
     def then_dies(prompt: str) -> str:
         proxy.engine.faults.extend([Fault("die", after_tokens=1)] * 20)
         return "Hello."
@@ -156,7 +167,7 @@ async def test_crash_on_a_call_that_was_cut_is_our_failure(
     assert "the agent crashed: exit code 1" in (rollout.error or "")
 
 
-async def test_agent_out_of_time_that_was_verified_keeps_its_reward(
+async def test_agent_that_timed_out_keeps_its_verified_reward(
     proxy: RunningProxy, trials: Path
 ) -> None:
     rollout = await run(proxy, trials, task={"hang": True}, timeout_s=3.0)
@@ -165,7 +176,7 @@ async def test_agent_out_of_time_that_was_verified_keeps_its_reward(
     assert "timed out" in (rollout.error or "")
 
 
-async def test_no_reward_source_is_no_reward_and_not_zero(
+async def test_trial_without_a_reward_source_has_no_reward_instead_of_0(
     proxy: RunningProxy, trials: Path
 ) -> None:
     rollout = await run(proxy, trials, verifier=None)
@@ -173,7 +184,9 @@ async def test_no_reward_source_is_no_reward_and_not_zero(
     assert not rollout.trainable
 
 
-async def test_answer_cut_by_its_length_limit_truncates(proxy: RunningProxy, trials: Path) -> None:
+async def test_answer_that_reaches_its_length_limit_truncates_the_rollout(
+    proxy: RunningProxy, trials: Path
+) -> None:
     rollout = await run(proxy, trials, verifier="pass", task={"sampling": {"max_tokens": 1}})
     assert rollout.status is RolloutStatus.TRUNCATED
     assert rollout.truncated_turns == (0,)
@@ -183,14 +196,19 @@ async def test_answer_cut_by_its_length_limit_truncates(proxy: RunningProxy, tri
 NAN = "import os; open(os.environ['REWARD_DIR'] + '/reward.txt', 'w').write('nan')"
 
 
-async def test_nan_reward_is_a_failure_that_says_so(proxy: RunningProxy, trials: Path) -> None:
+async def test_nan_reward_is_a_failed_trial_with_this_reason(
+    proxy: RunningProxy, trials: Path
+) -> None:
     rollout = await run(proxy, trials, verifier=NAN)
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
     assert "the reward is nan" in (rollout.error or "")
 
 
-async def test_retry_is_a_trial_of_its_own(proxy: RunningProxy, trials: Path) -> None:
-    """The first verifier breaks: another id, key, directory and recording are used."""
+async def test_retry_has_its_own_id_key_directory_and_recording(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    """The first trial's verifier is killed; the retry uses another id, key, directory and
+    recording."""
     marker = trials.parent / "was-here"
     verifier = f"import os, pathlib; p = pathlib.Path({str(marker)!r})\n" + (
         "if not p.exists(): p.touch(); os.kill(os.getpid(), 9)"
@@ -223,7 +241,7 @@ async def test_cancelling_ends_the_agent_and_completes_the_session(
 
 
 class AwayForAWhile(ProxyClient):
-    """The real client, whose first calls at a trial's begin and end find nobody."""
+    """The real client, whose first calls at a trial's start and end do not reach the proxy."""
 
     def away(self, times: int) -> ProxyClient:
         self.times = {"create": times, "complete": times}
@@ -246,15 +264,16 @@ class AwayForAWhile(ProxyClient):
 @pytest.mark.parametrize(
     ("patience_s", "status"), [(20.0, RolloutStatus.DONE), (0.0, RolloutStatus.FAILED)]
 )
-async def test_proxy_that_is_being_restarted_is_waited_for_within_patience(
+async def test_trial_waits_up_to_patience_s_for_a_proxy_that_restarts(
     proxy: RunningProxy, trials: Path, patience_s: float, status: RolloutStatus
 ) -> None:
     async with AwayForAWhile(proxy.url, ADMIN_KEY) as client:
-        rollout = await run(proxy, trials, client=client.away(2), proxy_patience_s=patience_s)
+        recording = RecordingConfig(patience_s=patience_s)
+        rollout = await run(proxy, trials, client=client.away(2), recording=recording)
     assert rollout.status is status
 
 
-async def test_proxy_that_refuses_is_a_failure_that_says_why(
+async def test_trial_fails_with_the_reason_if_the_proxy_refuses_its_session(
     proxy: RunningProxy, trials: Path
 ) -> None:
     async with ProxyClient(proxy.url, "not the key") as client:
@@ -280,7 +299,7 @@ async def test_rewards_posted_after_the_agents_end_are_awaited_and_credited_to_t
     assert rollout.turn_returns == {0: 0.75, 1: 0.5}
 
 
-async def test_reward_that_does_not_come_is_no_reward_and_not_zero(
+async def test_trial_without_the_awaited_reward_has_no_reward_instead_of_0(
     proxy: RunningProxy, trials: Path
 ) -> None:
     rollout = await run(proxy, trials, posted=True, await_reward_s=0.2)
@@ -288,20 +307,21 @@ async def test_reward_that_does_not_come_is_no_reward_and_not_zero(
     assert not rollout.trainable
 
 
-async def test_misbehaving_agents_leak_no_process_descriptor_session_or_directory(
+async def test_misbehaving_agents_leak_no_processes_descriptors_sessions_or_directories(
     proxy: RunningProxy, trials: Path
 ) -> None:
-    """At once: agents that hang, crash, never call, are verified badly, and are cancelled."""
-    rewards = Verifier(VerifierSettings(argv=(sys.executable, "-I", "-S", "-c", NAN)))
-    launcher = CommandLauncher(CommandSettings(argv=AGENT, grace_s=0.1))
-    settings = LoopSettings(trials_dir=trials, timeout_s=3.0, max_retries=0)
-    loop = RemoteAgentLoop(proxy.control, launcher, rewards, settings)
+    """Concurrent trials with agents that hang, crash, make no call, have a broken verifier, or are
+    cancelled."""
+    rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", NAN)))
+    launcher = CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.1))
+    config = TrialConfig(timeout_s=3.0, max_retries=0)
+    loop = RemoteAgentLoop(proxy.control, launcher, rewards, trials, trial=config)
 
     async def bad(**task: Any) -> Rollout:
         data = {"prompt": "Say hello.", **task}
         return await loop.run(Task("bad", data), kind=SessionKind.TRAIN)
 
-    await bad()  # servers and connections that stay are open now
+    await bad()  # opens the servers and connections that stay open
     before = pipes()
     cancelled = asyncio.ensure_future(bad(hang=True))
     rollouts = await asyncio.gather(
@@ -319,7 +339,8 @@ async def test_misbehaving_agents_leak_no_process_descriptor_session_or_director
 
 
 def pipes() -> int:
-    """Open descriptors that are pipes or files in memory; connections are kept alive."""
+    """Number of open descriptors that are pipes or files in memory. Sockets are not counted,
+    because connections are kept alive."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -328,7 +349,7 @@ def pipes() -> int:
 
 
 def running(name: str) -> list[str]:
-    """Command lines on this machine that hold `name` (and are not pytest's own)."""
+    """Command lines on this machine that contain `name`, without pytest's own."""
     lines = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -338,7 +359,7 @@ def running(name: str) -> list[str]:
     return lines
 
 
-async def test_more_trials_may_await_a_reward_than_there_are_connections(
+async def test_more_trials_can_wait_for_a_reward_than_the_client_has_connections(
     proxy: RunningProxy, trials: Path
 ) -> None:
     async with ProxyClient(proxy.url, ADMIN_KEY, max_connections=1) as client:
@@ -346,3 +367,65 @@ async def test_more_trials_may_await_a_reward_than_there_are_connections(
             *(run(proxy, trials, client=client, posted=True, await_reward_s=0.5) for _ in range(4))
         )
     assert [rollout.status for rollout in rollouts] == [RolloutStatus.DONE] * 4
+
+
+async def test_trial_is_recorded_by_the_profile_under_the_model_name_that_agents_are_given(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    credit = CreditConfig(policy="main_path")
+    rollout = await run(
+        proxy,
+        trials,
+        task={"turns": 2},
+        recording=RecordingConfig(profile="follow"),
+        model_name="my-model",
+        credit=credit,
+        verifier="pass",
+        keep_workspaces=True,
+    )
+    session, _ = await proxy.control.get_turns(rollout.trial_id)
+    assert session.profile == "follow"
+    assert (trials / rollout.trial_id / "work" / "model").read_text() == "my-model"
+
+
+async def test_first_retry_waits_for_the_base_delay_and_the_next_twice_as_long(
+    proxy: RunningProxy, trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: list[float] = []
+    sleep = asyncio.sleep
+
+    async def measured(delay: float) -> None:
+        delays.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr("agent_loop.remote_agent_loop.asyncio.sleep", measured)
+    broken = "import os; os.kill(os.getpid(), 9)"
+    await run(proxy, trials, verifier=broken, max_retries=2, retry_base_delay=3.0)
+    assert [delay for delay in delays if delay >= 3] == [3.0, 6.0]
+
+
+async def test_agent_is_not_given_hidden_fields_nor_hidden_files(
+    proxy: RunningProxy, trials: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("42")
+    code = (
+        "import json, os, pathlib\n"
+        "task = json.load(open(os.environ['TASK_FILE']))\n"
+        f"seen = pathlib.Path({str(secret)!r}).read_text()\n"
+        "pathlib.Path('seen').write_text(json.dumps([sorted(task), seen]))\n"
+    )
+    loop = RemoteAgentLoop(
+        proxy.control,
+        CommandLauncher(CommandConfig(argv=(sys.executable, "-I", "-S", "-c", code))),
+        LauncherReward(),
+        trials,
+        trial=TrialConfig(
+            hidden_fields=("hint",), hide=(secret,), max_retries=0, keep_workspaces=True
+        ),
+    )
+    task = Task("a", {"prompt": "Say hello.", "hint": "hello"}, "s")
+    rollout = await loop.run(task, kind=SessionKind.TRAIN)
+    await loop.close()
+    seen = json.loads((trials / rollout.trial_id / "work" / "seen").read_text())
+    assert seen == [["prompt"], ""]

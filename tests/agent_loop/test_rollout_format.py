@@ -1,4 +1,4 @@
-"""Groups as bytes: back again bit for bit."""
+"""Encoding and decoding groups without a loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ numbers = st.floats(allow_nan=False)
 
 @settings(max_examples=100, deadline=None)
 @given(token_trees(), st.none() | numbers, st.sampled_from(RolloutStatus), st.data())
-def test_group_comes_back_as_it_was(
+def test_decoded_group_equals_the_encoded_one(
     turns: list[Turn], reward: float | None, status: RolloutStatus, data: st.DataObject
 ) -> None:
     task = Task("a/1", {"prompt": "p", "nested": [1, {"x": None}]}, "source")
@@ -30,6 +30,7 @@ def test_group_comes_back_as_it_was(
         segments=build_segments(turns),
         reward_parts={"a": 0.5},
         turn_returns=data.draw(st.dictionaries(st.integers(0, 9), numbers)),
+        turn_shares=data.draw(st.dictionaries(st.integers(0, 9), numbers)),
         truncated_turns=(1, 2),
         num_turns=len(turns),
         forks={"edited": 2},
@@ -55,8 +56,8 @@ def test_group_comes_back_as_it_was(
             assert np.array_equal(ours, theirs), name
 
 
-def test_every_field_of_a_rollout_is_written() -> None:
-    """A field that is added to the record and not to the format would be lost in a restart."""
+def test_every_field_of_a_rollout_is_encoded() -> None:
+    """A field that is added to the record but not to the format would be lost in a restart."""
     task = Task("a", {})
     filled = Rollout("t", task, RolloutStatus.DONE, 1.0)
     names = {field.name for field in dataclasses.fields(Rollout)} - {"task", "segments"}

@@ -1,4 +1,4 @@
-"""Task files, and draws that a cursor resumes."""
+"""Reading task files, and resuming the draws of a task stream from a cursor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.errors import TaskFileError
+from agent_loop.launchers.command import CommandConfig
+from agent_loop.launchers.registry import AgentConfig
 from agent_loop.records import Task
-from agent_loop.tasks import Source, TaskStream, read_jsonl, read_tasks
+from agent_loop.tasks import (
+    DataConfig,
+    Source,
+    TaskStream,
+    held_out_tasks,
+    read_jsonl,
+    read_tasks,
+    training_tasks,
+)
+from proxy.errors import ConfigurationError
 
 
 def test_tasks_are_read_with_their_ids_and_the_source(tmp_path: Path) -> None:
@@ -30,13 +41,13 @@ def test_tasks_are_read_with_their_ids_and_the_source(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ('{"a": 1}\n{"a": oops}\n', r"t\.jsonl:2: not JSON .*oops.*fix or remove"),
-        ("[1, 2]\n", r"t\.jsonl:1: a task is a JSON object, this is list"),
+        ("[1, 2]\n", r"t\.jsonl:1: a task is a JSON object, but this is a list"),
         ('{"task_id": "x"}\n{"task_id": "x"}\n', r"t\.jsonl:2: task_id 'x' is used twice"),
         ('{"task_id": [1]}\n', r"t\.jsonl:1: task_id \[1\] is not a name"),
         ("\n", r"t\.jsonl: no task in it"),
     ],
 )
-def test_broken_file_is_one_line_with_place_value_and_remedy(
+def test_broken_file_is_refused_in_one_line_with_place_value_and_remedy(
     tmp_path: Path, text: str, told: str
 ) -> None:
     path = tmp_path / "t.jsonl"
@@ -46,7 +57,7 @@ def test_broken_file_is_one_line_with_place_value_and_remedy(
     assert "\n" not in str(error.value)
 
 
-def test_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_task_file_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match=r"none\.jsonl: cannot read"):
         read_jsonl(tmp_path / "none.jsonl")
 
@@ -55,7 +66,7 @@ def source(name: str, size: int, weight: float = 1.0) -> Source:
     return Source(name, [Task(f"{name}{i}", {}, name) for i in range(size)], weight)
 
 
-def test_an_epoch_holds_every_task_once_and_the_next_is_in_another_order() -> None:
+def test_epoch_holds_every_task_once_and_the_next_epoch_has_another_order() -> None:
     stream = TaskStream([source("a", 20)], seed=1)
     first = [stream.draw().task_id for _ in range(20)]
     second = [stream.draw().task_id for _ in range(20)]
@@ -84,14 +95,14 @@ def test_restored_stream_continues_with_the_same_tasks(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.5, 4), min_size=1, max_size=4), st.integers(1, 200))
-def test_every_prefix_keeps_to_the_weights(weights: list[float], draws: int) -> None:
+def test_every_prefix_of_the_stream_follows_the_weights(weights: list[float], draws: int) -> None:
     stream = TaskStream([source(f"s{i}", 3, w) for i, w in enumerate(weights)], seed=0)
     drawn = Counter(stream.draw().source for _ in range(draws))
     for i, weight in enumerate(weights):
         assert abs(drawn[f"s{i}"] - draws * weight / sum(weights)) <= len(weights)
 
 
-def test_source_added_later_joins_at_its_share() -> None:
+def test_source_that_is_added_later_starts_at_its_share() -> None:
     old = TaskStream([source("a", 3)], seed=0)
     for _ in range(100):
         old.draw()
@@ -108,8 +119,33 @@ def test_rows_of_a_parquet_file_are_tasks(tmp_path: Path) -> None:
     assert read_tasks(path) == [Task("a", rows[0], "rows"), Task("b", rows[1], "rows")]
 
 
-def test_file_that_is_no_parquet_is_told(tmp_path: Path) -> None:
+def test_file_that_is_not_parquet_is_refused_with_its_path(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_text("{}")
     with pytest.raises(TaskFileError, match=r"rows\.parquet: cannot read it as Parquet"):
         read_tasks(path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "needed"),
+    [
+        (("agent", "{prompt}"), True),
+        (("bash", "-c", 'agent "$TASK_PROMPT"'), True),
+        (("agent", "{task_file}"), False),
+    ],
+)
+def test_tasks_without_a_prompt_are_refused_where_the_command_uses_it(
+    tmp_path: Path, argv: tuple[str, ...], needed: bool
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"task_id": "a", "question": "why"}\n{"task_id": "b", "answer": 3}\n')
+    agent = AgentConfig(command=CommandConfig(argv=argv))
+    assert agent.needs_prompt is needed
+    train, held_out = DataConfig(train_files=(file,)), DataConfig(val_files=(file,))
+    if not needed:
+        assert len(training_tasks(train, needs_prompt=agent.needs_prompt)) == 2
+        return
+    with pytest.raises(ConfigurationError, match=r"task 'b' .* has no prompt"):
+        training_tasks(train, needs_prompt=True)
+    with pytest.raises(ConfigurationError, match=r"task 'b' .* has no prompt"):
+        held_out_tasks(held_out, needs_prompt=True)

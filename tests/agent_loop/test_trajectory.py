@@ -1,8 +1,10 @@
-"""Token tree → segments → trajectories, by hand and over random trees."""
+"""Token tree → segments → trajectories, on hand-written and on random trees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ def tokens(segment: Segment) -> list[int]:
     return segment.ids.tolist()
 
 
-def test_extending_turns_are_one_segment_with_the_answers_trained() -> None:
+def test_turns_that_extend_each_other_form_one_segment_with_trained_answers() -> None:
     turns = [turn(0, None, 0, [1, 2], [3, 4], version=5), turn(1, 0, 4, [5], [6], version=6)]
     (only,) = build_segments(turns)
     assert only.parent == -1
@@ -43,7 +45,7 @@ def test_fork_inside_an_answer_keeps_the_shared_part_once() -> None:
     assert flat[1].versions.tolist() == [-1, -1, -1, 0]
 
 
-def test_fork_before_the_parents_own_tokens_hangs_on_the_grandparent() -> None:
+def test_fork_before_the_parents_own_tokens_is_attached_to_the_grandparent() -> None:
     turns = [
         turn(0, None, 0, [1, 2], [3]),
         turn(1, 0, 3, [4], [5]),
@@ -56,7 +58,7 @@ def test_fork_before_the_parents_own_tokens_hangs_on_the_grandparent() -> None:
     ]
 
 
-def test_siblings_with_equal_answers_are_each_trained() -> None:
+def test_siblings_with_equal_answers_are_all_trained() -> None:
     turns = [turn(0, None, 0, [1], [2]), turn(1, 0, 1, [], [2])]
     segments = build_segments(turns)
     assert sum(int(s.mask.sum()) for s in segments) == 2
@@ -64,7 +66,7 @@ def test_siblings_with_equal_answers_are_each_trained() -> None:
 
 
 @pytest.mark.parametrize("status", [TurnStatus.CUT, TurnStatus.SUPERSEDED, TurnStatus.OPEN])
-def test_unanswered_turn_is_dropped_as_a_leaf_and_context_within_a_path(
+def test_unanswered_turn_is_dropped_as_a_leaf_and_kept_as_context_within_a_path(
     status: TurnStatus,
 ) -> None:
     cut = turn(1, 0, 3, [4], [5, 6], status=status)
@@ -84,10 +86,8 @@ def test_turns_without_credit_are_context() -> None:
     assert build_segments(turns, untrained=range(3)) == ()
 
 
-def _with(made: Turn, **changes: object) -> Turn:
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+def _with(made: Turn, **changes: Any) -> Turn:
+    return replace(made, **changes)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,15 @@ def _with(made: Turn, **changes: object) -> Turn:
         ({"shared_tokens": 4}, "shares 4"),
     ],
 )
-def test_record_that_is_no_token_tree_is_refused(change: dict[str, object], told: str) -> None:
+def test_record_that_is_not_a_token_tree_is_refused(change: dict[str, object], told: str) -> None:
     turns = [turn(0, None, 0, [1], [2, 3]), _with(turn(1, 0, 3, [4], [5, 6]), **change)]
     with pytest.raises(TrajectoryError, match=told):
         build_segments(turns)
 
 
 def trained_ids(turns: Sequence[Turn]) -> list[int]:
-    """Every id is used once in a random tree, so ids name the sampled tokens."""
+    """The ids of the trained tokens. In a random tree every id is unique, so that an id identifies
+    a sampled token."""
     return sorted(int(i) for t in turns if t.sampled for i in t.sampled_ids)
 
 
@@ -125,7 +126,7 @@ def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(token_trees())
-def test_every_trajectory_is_what_the_engine_saw_up_to_its_last_trained_token(
+def test_every_trajectory_equals_the_engines_tokens_up_to_its_last_trained_token(
     turns: list[Turn],
 ) -> None:
     for trajectory in flatten(build_segments(turns)):

@@ -11,14 +11,14 @@ Result = TypeVar("Result")
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting for a timer, makes it be due."""
+    """Advances the clock to the next timer instead of waiting for it."""
 
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)
         if not ready and timeout is None:
-            raise RuntimeError("everything waits for something that no timer will bring")
+            raise RuntimeError("every task waits, and no timer is pending")
         if not ready and timeout:
             self.now_s += timeout
         return ready
@@ -31,6 +31,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now_s
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        """Runs `func` at once in this thread, because another thread would need real time."""
+        future = self.create_future()
+        future.set_result(func(*args))
+        return future
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, Result]) -> Result:

@@ -56,7 +56,7 @@ class Image:
             await process.wait()
 
     def call(self, command: Sequence[str], binds: dict[str, Path] | None = None) -> int:
-        """The exit status of another command in the image."""
+        """Runs another command in the image and returns its exit status."""
         isolated = self._isolated(command, binds or {}, {})
         return subprocess.run(isolated, capture_output=True, check=False).returncode
 
@@ -79,7 +79,7 @@ class Image:
 
 def open_image(name: str) -> Iterator[Image]:
     if name not in BUILT:
-        pytest.skip(f"`make images IMAGES={name}` builds it")
+        pytest.skip(f"the image {name} is not built: run make images IMAGES={name}")
     container = buildah("from", f"localhost/agentic-{name}:0.1.0")
     try:
         described = orjson.loads(buildah("inspect", container))
@@ -117,7 +117,7 @@ async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     return line
 
 
-async def test_the_proxy_serves_in_its_image(proxy_image: Image, tmp_path: Path) -> None:
+async def test_proxy_serves_in_its_image(proxy_image: Image, tmp_path: Path) -> None:
     binds = {
         "/data": writable(tmp_path / "data", proxy_image),
         "/model": write_checkpoint(tmp_path / "model"),
@@ -144,7 +144,7 @@ async def test_the_proxy_serves_in_its_image(proxy_image: Image, tmp_path: Path)
     assert await asyncio.to_thread(proxy_image.call, check) != 0
 
 
-def test_the_proxys_image_is_small_and_holds_no_torch(proxy_image: Image) -> None:
+def test_proxy_image_is_small_and_has_no_torch(proxy_image: Image) -> None:
     (described,) = orjson.loads(buildah("images", "--json", "localhost/agentic-proxy:0.1.0"))
     used = subprocess.run(
         ["du", "-s", "--block-size=1", str(proxy_image.root)],
@@ -158,12 +158,12 @@ def test_the_proxys_image_is_small_and_holds_no_torch(proxy_image: Image) -> Non
 
 
 @pytest.mark.parametrize("path", ["/opt/agentic/x", "/etc/x", "/x"])
-def test_nothing_but_the_volume_can_be_written(proxy_image: Image, path: str) -> None:
+def test_only_the_volume_is_writable(proxy_image: Image, path: str) -> None:
     assert proxy_image.call(["sh", "-c", "echo > /tmp/x"]) == 0
     assert proxy_image.call(["sh", "-c", f"echo > {path}"]) != 0
 
 
-def test_the_worker_is_in_the_proxys_image(proxy_image: Image) -> None:
+def test_worker_is_in_proxy_image(proxy_image: Image) -> None:
     assert proxy_image.call(["python3", "-m", "proxy.relay", "--help"]) == 0
 
 
@@ -180,7 +180,7 @@ async def test_harbor_server_serves_in_its_image(harbor_image: Image, tmp_path: 
         assert await process.wait() == 0
 
 
-def test_the_trainer_starts_in_its_image(trainer_image: Image, tmp_path: Path) -> None:
+def test_trainer_starts_in_its_image(trainer_image: Image, tmp_path: Path) -> None:
     code = "import torch, vllm, trainer.cli; print(torch.__version__)"
     assert trainer_image.call(["python3", "-c", code]) == 0
     assert trainer_image.call(["agentic-train", "--help"]) == 0

@@ -1,4 +1,4 @@
-"""What `docker/` and `k8s/` say, read for the tests: containers, commands and settings."""
+"""Reads `docker/` and `k8s/` for the tests: containers, commands and settings."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Program:
     image: str
     command: list[str]
     variables: dict[str, str]
-    """Those from secrets have their key as a stand-in for the value."""
+    """Variables from secrets have the secret's key instead of a value."""
     ports: list[int] = field(default_factory=list)
     probes: list[tuple[str, str | int]] = field(default_factory=list)
     """Path and port of each HTTP probe."""
     stop_s: float = 30.0
-    """How long after SIGTERM it is killed."""
+    """Time between SIGTERM and SIGKILL."""
 
 
 @cache
 def render(overlay: str) -> list[Resource]:
-    """The overlay's resources, by the real kustomize (`make tools`)."""
+    """The overlay's resources, as the real kustomize (`make tools`) builds them."""
     build = [str(KUSTOMIZE), "build", str(ROOT / "k8s/overlays" / overlay)]
     output = subprocess.run(build, check=True, capture_output=True, text=True).stdout
     return [resource for resource in yaml.load_all(output, yaml.CSafeLoader) if resource]
 
 
 def source_resources() -> Iterator[tuple[Path, Resource]]:
-    """Every whole resource as it is written, patches aside."""
+    """Every complete resource in the files, without patches."""
     for path in sorted((ROOT / "k8s").rglob("*.yaml")):
         if path.name in ("kustomization.yaml", "store.yaml"):
             continue
@@ -99,7 +99,7 @@ def dockerfiles() -> list[Path]:
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
-    """`("FROM", "debian:…")`, with continued lines joined and comments dropped."""
+    """`("FROM", "debian:…")`, with continued lines joined and comments removed."""
     lines = [line for line in dockerfile.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
     parts = (line.partition(" ") for line in joined.splitlines() if line.strip())
@@ -112,7 +112,7 @@ def entrypoint(dockerfile: Path) -> list[str]:
 
 
 def image_variables(dockerfile: Path) -> dict[str, str]:
-    """Those of the final stage."""
+    """The instructions of the final stage."""
     last = [rest for name, rest in instructions(dockerfile) if name == "ENV"][-1]
     return dict(word.split("=", 1) for word in last.split())
 
@@ -139,5 +139,5 @@ def _value(variable: Resource) -> str:
 
 
 def _filled(value: str) -> str:
-    """Compose's `${NAME:-default}` as its default, `${NAME:?…}` as its name."""
+    """Replaces Compose's `${NAME:-default}` by the default, and `${NAME:?…}` by the name."""
     return re.sub(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}", lambda m: m[2] or m[1], value)

@@ -1,4 +1,4 @@
-"""The Dockerfiles and the compose file, as far as reading them goes (`make images` builds them)."""
+"""Checks the Dockerfiles and the compose file by reading them (`make images` builds the images)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.deploy.manifests import ROOT, dockerfiles, instructions
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
 
 
-def test_the_linter_has_nothing_to_say() -> None:
+def test_linter_finds_nothing() -> None:
     assert HADOLINT is not None
     lint = [HADOLINT, "--config", str(ROOT / "docker/hadolint.yaml"), *map(str, dockerfiles())]
     result = subprocess.run(lint, capture_output=True, text=True, check=False)
@@ -24,7 +24,7 @@ def test_the_linter_has_nothing_to_say() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", dockerfiles(), ids=lambda path: path.stem)
-def test_an_image_is_pinned_small_in_rights_and_watched(dockerfile: Path) -> None:
+def test_image_is_pinned_unprivileged_and_has_a_health_check(dockerfile: Path) -> None:
     steps = instructions(dockerfile)
     bases = [rest.split(" AS ")[0] for name, rest in steps if name == "FROM"]
     assert len(bases) > 1, "multi-stage"
@@ -38,7 +38,7 @@ def test_an_image_is_pinned_small_in_rights_and_watched(dockerfile: Path) -> Non
 
 
 @pytest.mark.parametrize("dockerfile", dockerfiles(), ids=lambda path: path.stem)
-def test_what_an_image_copies_is_sent_to_the_builder(dockerfile: Path) -> None:
+def test_copied_files_are_in_the_build_context(dockerfile: Path) -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     for name, rest in instructions(dockerfile):
         if name == "COPY" and not rest.startswith("--from="):
@@ -49,7 +49,7 @@ def test_what_an_image_copies_is_sent_to_the_builder(dockerfile: Path) -> None:
 
 
 @pytest.mark.parametrize("lock", sorted((ROOT / "docker").glob("*.lock")), ids=lambda p: p.name)
-def test_a_lock_pins_every_package(lock: Path) -> None:
+def test_lock_pins_every_package(lock: Path) -> None:
     lines = [line for line in lock.read_text().splitlines() if re.match(r"[a-zA-Z]", line)]
     assert len(lines) > 20
     assert all("==" in line for line in lines)
@@ -59,7 +59,7 @@ def test_a_lock_pins_every_package(lock: Path) -> None:
     ("lock", "extra"),
     [("proxy", None), ("trainer-cpu", "train"), ("trainer-cpu", "cpu"), ("trainer-cuda", "train")],
 )
-def test_a_lock_has_what_the_package_needs(lock: str, extra: str | None) -> None:
+def test_lock_has_every_dependency_of_the_package(lock: str, extra: str | None) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = project["dependencies"]
     if extra is not None:
@@ -70,7 +70,7 @@ def test_a_lock_has_what_the_package_needs(lock: str, extra: str | None) -> None
     assert not missing, "make locks"
 
 
-def test_the_proxys_image_has_no_torch() -> None:
+def test_proxy_lock_has_no_torch() -> None:
     packages = re.findall(r"^([a-z0-9-]+)==", (ROOT / "docker/proxy.lock").read_text(), re.M)
     assert "aiohttp" in packages
     assert not {"torch", "vllm", "transformers", "triton"} & set(packages)

@@ -15,7 +15,7 @@ from proxy.app import build_app
 from proxy.cli import main
 from proxy.config import ProxyConfig, load_config
 from proxy.metrics import Metrics
-from proxy.relay.cli import WorkerConfig
+from proxy.relay.worker import WorkerConfig
 from tests.deploy.manifests import (
     KUSTOMIZE,
     OVERLAYS,
@@ -60,7 +60,7 @@ def load(program: Program, monkeypatch: pytest.MonkeyPatch) -> ProxyConfig:
 
 
 @pytest.mark.parametrize("program", proxies(), ids=lambda p: p.where)
-def test_a_proxys_variables_are_its_settings(
+def test_variables_of_a_proxy_are_its_settings(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in program.variables:
@@ -73,7 +73,7 @@ def test_a_proxys_variables_are_its_settings(
 
 
 @pytest.mark.parametrize("program", proxies(), ids=lambda p: p.where)
-def test_a_proxy_outlives_its_longest_call(
+def test_grace_period_of_a_proxy_is_longer_than_its_longest_call(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = load(program, monkeypatch).limits
@@ -81,7 +81,7 @@ def test_a_proxy_outlives_its_longest_call(
     assert limits.unready_s + limits.shutdown_s + 10 <= program.stop_s
 
 
-def test_a_proxys_probes_are_routes(tmp_path: Path) -> None:
+def test_probes_of_a_proxy_are_routes(tmp_path: Path) -> None:
     config = load_config(None, model=write_checkpoint(tmp_path), admin_key=SecretStr("k" * 16))
     routes = {r.resource.canonical for r in build_app(config).router.routes() if r.resource}
     probed = {path for program in proxies() for path, _ in program.probes}
@@ -91,7 +91,7 @@ def test_a_proxys_probes_are_routes(tmp_path: Path) -> None:
     assert {e["path"] for m in monitors for e in m["spec"]["endpoints"]} <= routes
 
 
-def test_the_autoscalers_metric_is_exposed() -> None:
+def test_metric_of_the_autoscaler_is_exposed() -> None:
     exposed = Metrics().exposition().decode()
     scalers = [r for _, r in source_resources() if r["kind"] == "HorizontalPodAutoscaler"]
     metrics = [m["pods"]["metric"]["name"] for s in scalers for m in s["spec"]["metrics"]]
@@ -99,7 +99,7 @@ def test_the_autoscalers_metric_is_exposed() -> None:
     assert all(f"# TYPE {name} gauge" in exposed for name in metrics)
 
 
-def test_a_workers_variables_are_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_worker_are_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in of_kind("python3", "-m", "proxy.relay"):
         for name, value in program.variables.items():
             assert _setting(WorkerConfig, name.removeprefix("AGENTIC_WORKER_")), name
@@ -108,7 +108,7 @@ def test_a_workers_variables_are_its_settings(monkeypatch: pytest.MonkeyPatch) -
         assert config.drain_s + 30 <= program.stop_s
 
 
-def test_a_vllm_listens_where_its_proxy_or_worker_looks() -> None:
+def test_vllm_listens_at_the_address_of_its_proxy_or_worker() -> None:
     servers = [p for p in programs() if p.image.startswith("docker.io/vllm/")]
     assert servers
     for server in servers:

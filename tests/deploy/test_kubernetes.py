@@ -1,4 +1,4 @@
-"""The manifests are what the API takes, what kustomize builds, and safe by default."""
+"""The manifests are valid for the API, build with kustomize, and are safe by default."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.deploy.manifests import (
 )
 
 API_VERSION = "1.33"
-"""The oldest that the manifests are for: sidecars and their probes are stable there."""
+"""The oldest supported version: sidecars and their probes are stable since then."""
 CUSTOM = ("ServiceMonitor",)
 """Of the Prometheus operator; the Kubernetes API's schemas do not have it."""
 
@@ -32,7 +32,7 @@ def check(resource: dict[str, Any]) -> None:
 
 
 def refusal(monitor: dict[str, Any]) -> str:
-    """What the Prometheus operator's definition says against a ServiceMonitor; empty: nothing."""
+    """Errors of a ServiceMonitor by the Prometheus operator's definition; empty if it is valid."""
     validator = json.dumps((OPERATOR / "ServiceMonitor.js").as_uri())
     program = f"""
     import {{ ServiceMonitor }} from {validator};
@@ -41,7 +41,7 @@ def refusal(monitor: dict[str, Any]) -> str:
     """
     node = ["node", "--input-type=module", "--eval", program]
     said = subprocess.run(node, check=True, capture_output=True, text=True).stdout
-    # It lets unknown keys pass, as the API does; here they are misspelt.
+    # The definition accepts unknown keys, as the API does. In our files they are misspelt keys.
     types = "".join(path.read_text() for path in OPERATOR.glob("*.d.ts"))
     known = {"name", "key", "matchLabels", *re.findall(r'^ +"(\w+)"\??:', types, re.M)}
     unknown = set(keys(monitor["spec"])) - known
@@ -49,7 +49,7 @@ def refusal(monitor: dict[str, Any]) -> str:
 
 
 def keys(value: Any) -> Iterator[str]:
-    """Of a resource's part, at any depth, but for labels, whose names are free."""
+    """Keys of a resource's part at any depth, except labels, whose names are free."""
     for key, item in value.items() if isinstance(value, dict) else ():
         yield key
         if key != "matchLabels":
@@ -58,7 +58,7 @@ def keys(value: Any) -> Iterator[str]:
         yield from keys(item)
 
 
-def test_every_resource_is_valid_as_it_is_written() -> None:
+def test_every_resource_is_valid() -> None:
     resources = list(source_resources())
     assert len(resources) > 10
     for path, resource in resources:
@@ -68,7 +68,7 @@ def test_every_resource_is_valid_as_it_is_written() -> None:
             pytest.fail(f"{path}: {resource['kind']}: {error}")
 
 
-def test_the_validation_sees_a_misspelt_key() -> None:
+def test_validation_refuses_a_misspelt_key() -> None:
     _, deployment = next(item for item in source_resources() if item[1]["kind"] == "Deployment")
     deployment["spec"]["template"]["spec"]["terminationGraceSeconds"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -76,7 +76,7 @@ def test_the_validation_sees_a_misspelt_key() -> None:
 
 
 @needs_tools
-def test_the_service_monitor_is_one_of_the_prometheus_operator() -> None:
+def test_service_monitor_is_valid_for_the_prometheus_operator() -> None:
     (monitor,) = (each for _, each in source_resources() if each["kind"] == "ServiceMonitor")
     assert refusal(monitor) == ""
     (endpoint,) = monitor["spec"]["endpoints"]
@@ -87,7 +87,7 @@ def test_the_service_monitor_is_one_of_the_prometheus_operator() -> None:
 
 @needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_an_overlay_builds_to_valid_resources(overlay: str) -> None:
+def test_overlay_builds_to_valid_resources(overlay: str) -> None:
     resources = render(overlay)
     for resource in resources:
         check(resource)
@@ -100,7 +100,7 @@ def test_an_overlay_builds_to_valid_resources(overlay: str) -> None:
 
 @needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_what_a_pod_refers_to_is_there(overlay: str) -> None:
+def test_references_of_a_pod_exist(overlay: str) -> None:
     resources = render(overlay)
     claims = {r["metadata"]["name"] for r in resources if r["kind"] == "PersistentVolumeClaim"}
     given_by_the_user = {"agentic-model"}
@@ -121,7 +121,7 @@ def test_what_a_pod_refers_to_is_there(overlay: str) -> None:
 
 @needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_selectors_select(overlay: str) -> None:
+def test_selectors_match_pods(overlay: str) -> None:
     resources = render(overlay)
     labels = [
         r["spec"]["template"]["metadata"]["labels"]
@@ -157,6 +157,6 @@ def test_pods_have_no_rights_that_they_do_not_need(
             assert "memory" in container["resources"]["limits"], name
 
 
-def test_no_secret_is_written_down() -> None:
+def test_manifests_contain_no_secret() -> None:
     for path, resource in source_resources():
         assert resource["kind"] != "Secret", path

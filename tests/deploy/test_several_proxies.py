@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 class Replica:
-    """One proxy process, on a port that its successor takes over."""
+    """One proxy process, on a port that its replacement takes over."""
 
     def __init__(self, number: int, folder: Path, settings: dict[str, str]) -> None:
         self.port = free_port()
@@ -61,7 +61,7 @@ class Replica:
         assert await asyncio.wait_for(self.process.stdout.readline(), 180), self.log.read_text()
 
     async def stop(self) -> int:
-        """As Kubernetes does: SIGTERM, and a wait for its end."""
+        """Sends SIGTERM and waits for the end of the process, as Kubernetes does."""
         assert self.process is not None
         if self.process.returncode is None:
             self.process.terminate()
@@ -82,7 +82,7 @@ class Fleet:
     retries: int = 0
 
     async def agent(self, session: SessionHandle) -> None:
-        """A conversation of `TURNS` turns; a call that got no answer is made again, as SDKs do."""
+        """A conversation of `TURNS` turns. A call without an answer is repeated, as SDKs do."""
         messages: list[dict[str, Any]] = []
         for turn in range(TURNS):
             messages.append({"role": "user", "content": f"The answer is {turn}."})
@@ -112,7 +112,7 @@ class Fleet:
     async def ask_at(
         self, replica: Replica, session: SessionHandle, text: str, attempt: int = 0
     ) -> int:
-        """The status of a call at that very proxy."""
+        """The status of a call sent directly to this proxy."""
         headers = {
             "Authorization": f"Bearer {session.api_key}",
             "x-stainless-retry-count": str(attempt),
@@ -128,7 +128,7 @@ class Fleet:
             return response.status == 200
 
     async def sampling(self, calls: int) -> None:
-        """Returns when the engine has been called so often since its calls were cleared."""
+        """Returns when the engine has had this number of calls since its calls were cleared."""
         while len(self.engine.calls) < calls:
             self.engine.called.clear()
             await self.engine.called.wait()
@@ -172,7 +172,8 @@ async def fleet(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Asyn
 
 
 def nginx_config(url: str, replicas: list[Replica], folder: Path) -> str:
-    """The repository's own, with this test's addresses; every call may go to another replica."""
+    """The repository's nginx.conf with this test's addresses; each call may reach another
+    replica."""
     text = (ROOT / "docker/nginx.conf").read_text()
     for number, replica in enumerate(replicas):
         text = text.replace(f"proxy-{number}:8000", f"127.0.0.1:{replica.port}")
@@ -185,7 +186,7 @@ def nginx_config(url: str, replicas: list[Replica], folder: Path) -> str:
 
 
 async def reachable(control: ProxyClient) -> None:
-    """nginx does not say when it listens."""
+    """Waits until nginx accepts connections, because it does not report that."""
     for _ in range(2400):
         if await control.ready():
             return
@@ -194,7 +195,7 @@ async def reachable(control: ProxyClient) -> None:
 
 
 def assert_one_path(turns: list[Turn]) -> None:
-    """Every turn that the agent saw, once, each extending the one before."""
+    """Asserts that every turn of the agent is recorded once and extends the turn before it."""
     done = [turn for turn in turns if turn.sampled]
     assert len(done) == TURNS
     for before, turn in itertools.pairwise(done):
@@ -227,7 +228,7 @@ async def test_any_proxy_continues_any_session(fleet: Fleet) -> None:
     assert fleet.retries == 0
 
 
-async def test_a_rolling_update_with_calls_in_flight_loses_nothing(fleet: Fleet) -> None:
+async def test_rolling_update_with_calls_in_flight_loses_nothing(fleet: Fleet) -> None:
     async def update() -> None:
         for replica in fleet.replicas:
             assert await replica.stop() == 0, replica.log.read_text()
@@ -239,7 +240,7 @@ async def test_a_rolling_update_with_calls_in_flight_loses_nothing(fleet: Fleet)
         assert TurnStatus.CUT not in [turn.status for turn in turns]
 
 
-async def test_a_killed_proxy_costs_its_agents_a_retry_and_nothing_else(fleet: Fleet) -> None:
+async def test_killed_proxy_costs_its_agents_only_a_retry(fleet: Fleet) -> None:
     async def kill() -> None:
         await fleet.engine.called.wait()
         await fleet.replicas[0].kill()
@@ -251,7 +252,7 @@ async def test_a_killed_proxy_costs_its_agents_a_retry_and_nothing_else(fleet: F
 
 
 async def test_parallel_calls_and_their_retries_are_each_sampled_once(fleet: Fleet) -> None:
-    """Whichever proxy they reach: one of them has them all."""
+    """One proxy serves all of these calls, whichever proxy they reach."""
     fleet.engine.calls.clear()
     fleet.engine.token_delay_s = 0.5
     session = await fleet.control.create_session()
@@ -267,7 +268,7 @@ async def test_parallel_calls_and_their_retries_are_each_sampled_once(fleet: Fle
     assert len(fleet.engine.calls) == len(asked)
 
 
-async def test_calls_forwarded_to_a_proxy_that_is_killed_are_served_where_they_came_in(
+async def test_calls_forwarded_to_a_killed_proxy_are_served_by_the_proxy_that_received_them(
     fleet: Fleet,
 ) -> None:
     holder, other = fleet.replicas[:2]
@@ -290,7 +291,7 @@ async def test_calls_forwarded_to_a_proxy_that_is_killed_are_served_where_they_c
     await holder.start()
 
 
-async def test_a_proxy_that_is_told_to_stop_lets_go_of_its_sessions(fleet: Fleet) -> None:
+async def test_stopping_proxy_releases_its_sessions(fleet: Fleet) -> None:
     holder, other = fleet.replicas[:2]
     fleet.engine.calls.clear()
     session = await fleet.control.create_session()
@@ -308,7 +309,7 @@ async def test_a_proxy_that_is_told_to_stop_lets_go_of_its_sessions(fleet: Fleet
     await holder.start()
 
 
-async def test_a_session_completed_at_one_proxy_is_closed_at_all(fleet: Fleet) -> None:
+async def test_session_completed_at_one_proxy_is_closed_at_all(fleet: Fleet) -> None:
     session = await fleet.control.create_session("closed")
     for _ in fleet.replicas:
         await fleet._ask(session, [{"role": "user", "content": "Hi."}])

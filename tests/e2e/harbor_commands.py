@@ -1,4 +1,4 @@
-"""Run by Harbor's Python: the commands and variables that stock agents of Harbor would start with.
+"""Run by Harbor's Python: the commands and variables with which Harbor would start its agents.
 
     .harbor/bin/python tests/e2e/harbor_commands.py BASE_URL KEY NAME…      one JSON line an agent
 
@@ -25,7 +25,7 @@ from harbor_sdk.models import AgentSpec
 
 
 class NotingEnvironment:
-    """Every command ends well and says nothing."""
+    """An environment in which every command succeeds without output."""
 
     default_user = None
 

@@ -1,4 +1,4 @@
-"""A real `harbor-server` of `.harbor/` as a process of its own."""
+"""A real `harbor-server` from `.harbor/` in its own process; its token is in the environment."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -14,12 +15,12 @@ from harbor_sdk.sandbox import SandboxError, require_privilege
 from tests.needs import needs
 
 HARBOR = Path(__file__).resolve().parents[2] / os.environ.get("HARBOR", ".harbor")
-"""The environment that `make harbor` makes; another one to test another version of Harbor."""
+"""The environment that `make harbor` creates; set it to test another version of Harbor."""
 PROGRAM = HARBOR / "bin/harbor-server"
 
 
 def refused() -> str | None:
-    """Why no sandbox can be made here, whatever is installed."""
+    """Why this machine refuses a sandbox; None if it does not."""
     try:
         require_privilege()
     except SandboxError as error:
@@ -48,18 +49,22 @@ class HarborServer:
 def harbor_server(state_dir: Path, *flags: str) -> Iterator[HarborServer]:
     state_dir.mkdir(parents=True, exist_ok=True)
     log = state_dir / "server.log"
+    # Without the token of another server that a fixture has set: this one creates its own.
+    env = {name: value for name, value in os.environ.items() if name != "HARBOR_SERVER_TOKEN"}
     with log.open("ab") as output:
         process = subprocess.Popen(
             [str(PROGRAM), "--port", "0", "--state-dir", str(state_dir), *flags],
             stdout=subprocess.PIPE,
             stderr=output,
-            env={**os.environ, "PYTHONPATH": ""},
+            env={**env, "PYTHONPATH": ""},
         )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith(b"harbor-server on "), log.read_text()
-        yield HarborServer(process, line.split()[-1].decode(), state_dir)
+        token = (state_dir / "token").read_text()
+        with patch.dict(os.environ, HARBOR_SERVER_TOKEN=token):
+            yield HarborServer(process, line.split()[-1].decode(), state_dir)
     finally:
         process.terminate()
         process.wait()

@@ -1,4 +1,4 @@
-"""An agent that knows only its environment: several turns, and a word to its observer after each.
+"""An agent that reads only its environment. It reports to its observer after each of several turns.
 
 It writes the number of turns that were answered to standard output, and goes on when it reads a
 line from standard input. Its SDK retries by itself, as every agent's does.

@@ -1,4 +1,4 @@
-"""An agent of the standard library alone that tells its observer where it is.
+"""An agent that uses only the standard library and reports its progress to its observer.
 
     steady_agent.py FIFO [hang | stubborn]
 

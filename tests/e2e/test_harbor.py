@@ -53,7 +53,7 @@ async def test_concurrent_trials_never_see_each_other(
         assert content == f"/app/answer.txt:hello-{task.name}\n"
 
 
-async def test_a_task_sees_neither_tests_and_solutions_nor_the_servers_state(
+async def test_task_sees_neither_tests_and_solution_nor_the_servers_state(
     client: AgentRunClient, server: HarborServer, tmp_path: Path
 ) -> None:
     write_task(tmp_path / "in", "other")
@@ -66,7 +66,7 @@ async def test_a_task_sees_neither_tests_and_solutions_nor_the_servers_state(
     assert await client.artifact(run.run_id, found) == b""
 
 
-async def test_an_agent_ended_at_its_time_out_is_still_judged(
+async def test_agent_ended_at_its_timeout_is_still_verified(
     client: AgentRunClient, tmp_path: Path
 ) -> None:
     task = write_task(tmp_path, "one", solve="sleep 4321\n", agent_timeout_s=2)
@@ -77,7 +77,7 @@ async def test_an_agent_ended_at_its_time_out_is_still_judged(
 
 
 @pytest.mark.parametrize("verify", ["#!/bin/bash\nexit 1\n", "#!/bin/bash\nkill -9 $$\n"])
-async def test_a_verifier_that_gives_nothing_is_a_failure_and_not_a_zero(
+async def test_verifier_without_reward_is_a_failure_and_not_a_zero(
     client: AgentRunClient, tmp_path: Path, verify: str
 ) -> None:
     run = await _run(client, write_task(tmp_path, "one", verify=verify))
@@ -86,7 +86,7 @@ async def test_a_verifier_that_gives_nothing_is_a_failure_and_not_a_zero(
     assert run.error
 
 
-async def test_an_environment_that_cannot_be_made_is_a_failure(
+async def test_environment_that_cannot_start_is_a_failure(
     client: AgentRunClient, tmp_path: Path
 ) -> None:
     build = "FROM debian:12\nWORKDIR /app\nRUN echo broken-here >&2; exit 3\n"
@@ -96,7 +96,9 @@ async def test_an_environment_that_cannot_be_made_is_a_failure(
     assert "broken-here" in (run.error or "")
 
 
-async def test_a_task_of_several_steps(client: AgentRunClient, tmp_path: Path) -> None:
+async def test_task_of_several_steps_reports_each_step(
+    client: AgentRunClient, tmp_path: Path
+) -> None:
     run = await _run(client, write_task(tmp_path, "one", steps=("first", "second")))
     assert run.status is RunStatus.COMPLETED, run.error
     assert [(step.name, step.rewards) for step in run.steps] == [
@@ -105,16 +107,14 @@ async def test_a_task_of_several_steps(client: AgentRunClient, tmp_path: Path) -
     ]
 
 
-async def test_cancelling_ends_the_trial_and_its_sandbox(
-    client: AgentRunClient, tmp_path: Path
-) -> None:
+async def test_cancelling_ends_trial_and_sandbox(client: AgentRunClient, tmp_path: Path) -> None:
     run = await _begun(client, tmp_path)
     assert _sleepers() == 1
     assert (await client.cancel(run.run_id)).status is RunStatus.CANCELLED
     assert _sleepers() == 0
 
 
-async def test_a_killed_server_leaves_nothing_running_and_says_what_it_lost(
+async def test_killed_server_leaves_nothing_running_and_reports_lost_runs(
     tmp_path: Path,
 ) -> None:
     with harbor_server(tmp_path / "state") as server:
@@ -133,14 +133,14 @@ async def test_a_killed_server_leaves_nothing_running_and_says_what_it_lost(
 _LOCAL = """
 import asyncio, sys
 from pathlib import Path
-from agent_loop.launchers.harbor import HarborLauncher, HarborSettings
-from agent_loop.launchers.protocol import Trial
+from agent_loop.launchers.harbor import HarborLauncher, HarborConfig
+from agent_loop.records import Trial
 from agent_loop.records import Task
 
 async def main(task, directory):
     trial = Trial("t-1", Task("one", {"local_task_path": task}), "http://127.0.0.1:9/v1", "key",
                   "policy", Path(directory), 30.0)
-    launcher = HarborLauncher(HarborSettings(agent_name="oracle", use_local_trial=True))
+    launcher = HarborLauncher(HarborConfig(agent_name="oracle", use_local_trial=True))
     result = await launcher.run(trial)
     print(result.end.value, result.reward, result.reward_parts)
 
@@ -148,7 +148,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_a_trial_in_the_launchers_own_process(tmp_path: Path) -> None:
+def test_local_trial_runs_in_the_launchers_process(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
     task = write_task(tmp_path / "tasks", "one")
     done = subprocess.run(

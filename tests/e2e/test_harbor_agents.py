@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.launchers.harbor import RUN_FILE, HarborLauncher, HarborSettings
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.records import Task
+from agent_loop.launchers.harbor import RUN_FILE, HarborConfig, HarborLauncher
+from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from harbor_sdk import AgentRun
 from proxy.client import SessionHandle
 from proxy.records import TurnStatus
@@ -58,7 +57,7 @@ async def launch(
         timeout_s=60.0,
     )
     given = {"harbor_server_url": server.url, **settings}
-    launcher = HarborLauncher(HarborSettings.model_validate(given))
+    launcher = HarborLauncher(HarborConfig.model_validate(given))
     try:
         return await launcher.run(trial)
     finally:
@@ -75,7 +74,7 @@ def in_turn(*answers: str) -> Callable[[str], str]:
     return lambda prompt: answers[prompt.count("<|im_start|>assistant") - 1]
 
 
-async def test_terminus_2s_own_token_ids_are_those_that_the_proxy_recorded(
+async def test_token_ids_of_terminus_2_equal_the_recorded_ones(
     proxy: RunningProxy,  # noqa: F811
     server: HarborServer,
     tmp_path: Path,
@@ -137,7 +136,7 @@ WRITE = "echo hello-one > answer.txt"
     ],
     ids=["mini-swe-agent", "claude-code", "codex"],
 )
-async def test_a_stock_agents_trial_is_one_exact_path(
+async def test_trial_of_a_stock_agent_is_one_exact_path(
     start_proxy: StartProxy,  # noqa: F811
     server: HarborServer,
     tmp_path: Path,

@@ -1,4 +1,5 @@
-"""The example's dataset: Harbor's oracle does every kind of its tasks, and doing nothing none."""
+"""The example's dataset: Harbor's oracle solves every kind of task, and doing nothing solves
+none."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TASKS = Path(__file__).resolve().parents[2] / "examples/mini_swe_agent/heldout.j
 pytestmark = needs_harbor
 
 
-async def test_the_oracle_does_every_kind_and_nothing_does_none(tmp_path: Path) -> None:
+async def test_oracle_solves_every_kind_and_doing_nothing_solves_none(tmp_path: Path) -> None:
     tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
     folders = [write_task(tmp_path / "in", task) for task in {t["kind"]: t for t in tasks}.values()]
     with harbor_server(tmp_path / "state", "--tasks", str(tmp_path / "in")) as server:

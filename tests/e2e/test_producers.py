@@ -13,22 +13,24 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agent_loop.evaluator import EvalSettings, Evaluator
-from agent_loop.launchers.command import CommandLauncher, CommandSettings
-from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
+from agent_loop.evaluator import EvalConfig, Evaluator
+from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
-from agent_loop.producers.groups import BatchSettings
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, Task
-from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
-from agent_loop.rewards.verifier import Verifier, VerifierSettings
+from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.tasks import Source, TaskStream
+from agent_loop.trial_config import SamplingConfig, TrialConfig
 from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.engines.vllm_server import VllmServer
+from proxy.http_request import app_runner
+from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
-from trainer.policy.optimizer import OptimizerConfig
 from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
@@ -38,13 +40,13 @@ pytestmark = pytest.mark.engine
 ADMIN_KEY = "of-the-test"
 AGENT = Path(__file__).parents[1] / "agent_loop" / "small_agent.py"
 ANSWER_TOKENS = 60
-BATCH = {"groups": 2, "group_size": 2, "max_concurrent": 12}
+BATCH = {"groups_per_step": 2, "group_size": 2, "concurrency": 12}
 STEPS = 3
 
 
 @pytest.fixture
 def update(vllm: VllmServer, tiny_model: Path) -> Iterator[Any]:
-    """The same weights under a new version: trials in flight go on."""
+    """Sends the same weights with a new version, while trials in flight continue."""
     policy = Policy(ModelConfig(path=tiny_model), OptimizerConfig())
     sync = WeightSync(EngineControl([vllm.url]))
 
@@ -66,20 +68,18 @@ async def agent_loop(engine_url: str, model: Path, folder: Path) -> AsyncIterato
         store=f"sqlite:///{folder}/proxy.db",
         admin_key=ADMIN_KEY,
     )
-    runner = web.AppRunner(build_app(config), handler_cancellation=True, access_log=None)
+    runner = app_runner(build_app(config), handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with ProxyClient(url, ADMIN_KEY) as proxy:
         loop = RemoteAgentLoop(
             proxy,
-            CommandLauncher(CommandSettings(argv=(sys.executable, "-I", "-S", str(AGENT)))),
-            Verifier(VerifierSettings(argv=("true",))),
-            LoopSettings(
-                trials_dir=folder / "trials",
-                timeout_s=60,
-                sampling={"temperature": 1.0, "max_tokens": ANSWER_TOKENS},
-            ),
+            CommandLauncher(CommandConfig(argv=(sys.executable, "-I", "-S", str(AGENT)))),
+            Verifier(VerifierConfig(argv=("true",))),
+            folder / "trials",
+            trial=TrialConfig(timeout_s=60),
+            sampling=SamplingConfig(max_tokens=ANSWER_TOKENS),
         )
         yield loop
         await loop.close()
@@ -92,7 +92,7 @@ def stream() -> TaskStream:
 
 
 def check(groups: list[Group], version: int, max_staleness: int) -> None:
-    assert len(groups) == BATCH["groups"]
+    assert len(groups) == BATCH["groups_per_step"]
     for group in groups:
         assert version - group.oldest_version <= max_staleness
         for rollout in group.rollouts:
@@ -102,11 +102,11 @@ def check(groups: list[Group], version: int, max_staleness: int) -> None:
             assert rollout.newest_version <= version
 
 
-async def test_synchronous_batches_are_of_the_present_weights(
+async def test_synchronous_batches_come_from_the_current_weights(
     vllm: VllmServer, tiny_model: Path, tmp_path: Path, update: Any
 ) -> None:
     async with agent_loop(vllm.url, tiny_model, tmp_path) as loop:
-        producer = SyncProducer(loop, stream(), BatchSettings(**BATCH), seed=0)
+        producer = SyncProducer(loop, stream(), RolloutConfig(**BATCH), seed=0)
         for version in range(2):
             check(await producer.next_batch(version), version, 0)
             await update(version + 1)
@@ -122,10 +122,10 @@ async def test_synchronous_batches_are_of_the_present_weights(
     ],
     ids=["over_sample", "partial", "mask", "whole"],
 )
-async def test_asynchronous_policies_keep_their_bound_across_weight_updates(
+async def test_asynchronous_producers_keep_the_staleness_bound_across_updates(
     vllm: VllmServer, tiny_model: Path, tmp_path: Path, update: Any, policy: dict[str, Any]
 ) -> None:
-    settings = AsyncSettings(**BATCH, **policy)
+    settings = RolloutConfig(**BATCH, **policy)
     buffer = ReplayBuffer(tmp_path / "buffer.sqlite")
     async with (
         agent_loop(vllm.url, tiny_model, tmp_path) as loop,
@@ -139,17 +139,17 @@ async def test_asynchronous_policies_keep_their_bound_across_weight_updates(
     buffer.close()
 
 
-async def test_evaluation_beside_production_trains_nothing(
+async def test_evaluation_during_production_trains_nothing(
     vllm: VllmServer, tiny_model: Path, tmp_path: Path, update: Any
 ) -> None:
     buffer = ReplayBuffer(tmp_path / "buffer.sqlite")
     held_out = [Task(f"held-out-{i}", {"prompt": "Say something."}, "b") for i in range(3)]
     async with (
         agent_loop(vllm.url, tiny_model, tmp_path) as loop,
-        AsyncProducer(loop, stream(), AsyncSettings(**BATCH), seed=0, buffer=buffer) as producer,
+        AsyncProducer(loop, stream(), RolloutConfig(**BATCH), seed=0, buffer=buffer) as producer,
     ):
         producer.start(0)
-        report = await Evaluator(loop, held_out, EvalSettings()).evaluate(0)
+        report = await Evaluator(loop, held_out, EvalConfig()).evaluate(0)
         groups = await producer.next_batch(0)
     buffer.close()
     assert report.overall.success == 1.0

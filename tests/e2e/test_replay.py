@@ -16,7 +16,9 @@ from proxy.commands.replay import replay
 from proxy.config import load_config
 from proxy.engines.vllm_scoring import VllmScorer
 from proxy.engines.vllm_server import VllmServer
+from proxy.http_request import app_runner
 from proxy.records import Turn
+from tests.proxy.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.engine
 NOISE_NATS = 1e-3
@@ -47,13 +49,16 @@ class Running:
 @pytest.fixture
 async def running(vllm: VllmServer, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Running]:
     config = load_config(
-        model=tiny_model, engines=[{"url": vllm.url}], store=f"sqlite:///{tmp_path}/proxy.db"
+        model=tiny_model,
+        engines=[{"url": vllm.url}],
+        store=f"sqlite:///{tmp_path}/proxy.db",
+        admin_key=ADMIN_KEY,
     )
-    runner = web.AppRunner(build_app(config), handler_cancellation=True, access_log=None)
+    runner = app_runner(build_app(config), handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with ProxyClient(url) as control, aiohttp.ClientSession() as http:
+    async with ProxyClient(url, ADMIN_KEY) as control, aiohttp.ClientSession() as http:
         yield Running(control, http)
     await runner.cleanup()
 
@@ -65,7 +70,7 @@ async def scorer(vllm: VllmServer) -> AsyncIterator[VllmScorer]:
     await scorer.close()
 
 
-async def test_a_replay_gives_the_recorded_log_probabilities(
+async def test_replay_returns_the_recorded_log_probabilities(
     running: Running, scorer: VllmScorer
 ) -> None:
     turns = await running.talk({"temperature": 1.0}, turns=4)
@@ -88,7 +93,7 @@ async def test_a_replay_gives_the_recorded_log_probabilities(
     ],
     ids=str,
 )
-async def test_what_was_sampled_otherwise_is_scored_under_the_same_parameters(
+async def test_other_sampling_parameters_are_used_for_scoring(
     running: Running, scorer: VllmScorer, sampling: dict[str, float]
 ) -> None:
     turns = await running.talk({**sampling, "seed": 5}, turns=2)
@@ -102,7 +107,7 @@ async def test_what_was_sampled_otherwise_is_scored_under_the_same_parameters(
     assert entry.largest > 10 * NOISE_NATS
 
 
-async def test_what_looks_back_at_the_answer_is_not_scored(
+async def test_parameters_that_depend_on_the_whole_answer_are_not_scored(
     running: Running, scorer: VllmScorer
 ) -> None:
     turns = await running.talk({"presence_penalty": 0.5}, turns=1)

@@ -1,4 +1,4 @@
-"""`agentic-proxy serve --model PATH` and no engine: it brings its own, and takes it along."""
+"""`agentic-proxy serve --model PATH` without an engine starts its own engine, and ends it."""
 
 from __future__ import annotations
 

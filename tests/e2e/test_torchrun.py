@@ -1,7 +1,10 @@
-"""`torchrun … -m trainer.cli` trains as one process does, and stops as one."""
+"""`torchrun … -m trainer.cli` gives the same training as one process, and stops as a whole."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ from tests.e2e.test_train_process import (
     assert_all_end,
     assert_equal,
     configure,
+    descendants,
     engine,
     steps,
     summary,
@@ -68,7 +72,7 @@ def test_two_ranks_of_torchrun_train_as_one_process(
         configure(folder, tiny_model, {"urls": [engine]})
     with train(alone, "--config", str(alone / "config.yaml"), SMOOTH) as run:
         assert run.wait() == 0, run.said
-    # As on two machines, one rank each.
+    # Started as on two machines with one rank each.
     meeting = f"127.0.0.1:{free_port()}"
     options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting)
     with torchrun(both, options, log="0.log") as one, torchrun(both, options, log="1.log") as two:
@@ -80,7 +84,7 @@ def test_two_ranks_of_torchrun_train_as_one_process(
         torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_a_signal_to_torchrun_saves_and_ends_every_rank(
+def test_signal_to_torchrun_saves_and_ends_every_rank(
     engine: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
@@ -93,3 +97,22 @@ def test_a_signal_to_torchrun_saves_and_ends_every_rank(
         assert_all_end(watched)
     assert summary(tmp_path)["status"] == "stopped", run.said
     assert saved_step(tmp_path) == 1
+
+
+def test_the_same_command_continues_a_killed_run_of_torchrun(
+    engine: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    configure(tmp_path, tiny_model, {"urls": [engine]})
+    with torchrun(tmp_path, ONE_MACHINE) as run:
+        for _ in range(2 * TRIALS_PER_STEP * TURNS + 1):  # into the third step
+            run.word()
+        watched = run.watch()
+        for pid in [*descendants(run.process.pid), run.process.pid]:
+            with contextlib.suppress(ProcessLookupError):  # ended with its parent
+                os.kill(pid, signal.SIGKILL)
+        assert_all_end(watched)
+    with torchrun(tmp_path, ONE_MACHINE) as run:
+        assert run.wait() == 0, run.said
+    assert "continuing from" in run.said
+    assert not (tmp_path / "run-2").exists()
+    assert [line["step"] for line in steps(tmp_path)] == list(range(1, STEPS + 1))

@@ -1,4 +1,4 @@
-"""`agentic-train` as a process that is killed, stopped and robbed of its parts, on a real vLLM.
+"""`agentic-train` on a real vLLM, while the run or one of its processes is killed or stopped.
 
 Each of a run's steps counts once, however often the run was cut; and whatever happens to the
 trainer, no process that it started outlives it.
@@ -23,8 +23,8 @@ import yaml
 from proxy.engines.vllm_server import VllmServer
 from tests.e2e.steady_agent import TURNS
 from trainer.checkpoint import Checkpoints
+from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
-from trainer.policy.optimizer import OptimizerConfig
 from trainer.policy.policy import Policy
 from trainer.run.folder import RunFolder, read_jsonl
 from trainer.weight_sync.control import EngineControl
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.engine
 STEPS = 4
 TRIALS_PER_STEP = 4
 DEADLINE_S = 600.0
-"""For whatever a test waits for; met in seconds on a quiet machine."""
+"""Time limit of every wait; on a quiet machine, waits take seconds."""
 REWARD = 'tr -dc a-z < answer | wc -c > "$REWARD_DIR/reward.txt"'
 TIMED = ("time", "throughput/", "sync/", "memory/", "rollout/seconds")
 KILLS = (
-    ("agent_loop.remote_agent_loop:RemoteAgentLoop._trial", 3),  # while the first step samples
+    ("agent_loop.remote_agent_loop:_TrialRun._launch", 3),  # while the first step samples
     ("trainer.policy.policy:Policy.step", 3),  # between two mini-batches of the second
     ("trainer.checkpoint:_export", 2),  # while the third's checkpoint is written
     ("trainer.weight_sync.control:EngineControl.finish_weight_update", 2),  # engine half updated
@@ -65,7 +65,7 @@ class Train:
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # a Ctrl-C of the test is not the test's own
+                start_new_session=True,  # so that its Ctrl-C does not reach the test itself
             )
         return self
 
@@ -75,7 +75,7 @@ class Train:
         os.close(self._words)
 
     def word(self) -> tuple[str, int]:
-        """An agent's next word, and its process."""
+        """The next report of an agent, and its process id."""
         while b"\n" not in self._heard:
             assert select.select([self._words], [], [], DEADLINE_S)[0], self.said
             self._heard += os.read(self._words, 4096)
@@ -122,7 +122,7 @@ def assert_all_end(watched: dict[int, str]) -> None:
 
 @pytest.fixture(scope="module")
 def engine(vllm: VllmServer, tiny_model: Path) -> Iterator[str]:
-    """The one vLLM, which gets its own weights back."""
+    """The shared vLLM. Its own weights are restored after the test."""
     yield vllm.url
     sync = WeightSync(EngineControl([vllm.url]))
     sync.push(Policy(ModelConfig(path=tiny_model), OptimizerConfig()).named_hf_parameters(), 0)
@@ -174,7 +174,7 @@ def resume(folder: Path, **options: Any) -> Train:
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """Of each line of the metrics, what does not depend on the clock."""
+    """The entries of each line of the metrics that do not depend on the clock."""
     return [
         {name: value for name, value in line.items() if not name.startswith(TIMED)}
         for line in read_jsonl(RunFolder(folder / "run").metrics)
@@ -200,7 +200,7 @@ def assert_equal(cut: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None
 def whole(
     engine: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """Metrics of a run that nothing happened to."""
+    """Metrics of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     configure(folder, tiny_model, {"urls": [engine]})
     with begin(folder) as run:
@@ -210,17 +210,18 @@ def whole(
     return steps(folder)
 
 
-def test_a_run_killed_in_every_phase_equals_one_that_was_not(
+def test_run_killed_in_every_phase_equals_an_undisturbed_run(
     engine: str, tiny_model: Path, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
-    start = begin
-    for kill in KILLS:
+    # `resume RUN`, and the same command again: `trainer.resume: auto` continues the run.
+    for start, kill in zip((begin, resume, begin, resume), KILLS, strict=True):
         with start(tmp_path, killed_at=kill) as run:
             assert run.wait() == -signal.SIGKILL, run.said
-        start = resume
-    with resume(tmp_path) as run:
+        assert summary(tmp_path)["status"] == "killed"
+    with begin(tmp_path) as run:
         assert run.wait() == 0, run.said
+    assert not (tmp_path / "run-2").exists()
     assert_equal(steps(tmp_path), whole)
     done = trials(tmp_path)
     assert [trial["step"] for trial in done] == sorted([*range(1, STEPS + 1)] * TRIALS_PER_STEP)
@@ -230,7 +231,7 @@ def test_a_run_killed_in_every_phase_equals_one_that_was_not(
     assert saved.step == STEPS
 
 
-def test_a_proxy_that_is_killed_is_started_again_and_nothing_is_lost(
+def test_killed_proxy_is_restarted_and_nothing_is_lost(
     engine: str, tiny_model: Path, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
@@ -246,13 +247,13 @@ def test_a_proxy_that_is_killed_is_started_again_and_nothing_is_lost(
         assert run.wait() == 0, run.said
         assert run.said.count("warning: the proxy ended") == killed == 3
     assert_equal(steps(tmp_path), whole)
-    # The agent asks for answers of a given length, here as in the whole run: none failed.
+    # The agent asks for answers of a given length, as in the undisturbed run, so none failed.
     assert {trial["status"] for trial in trials(tmp_path)} == {"truncated"}
     assert {trial["turns"] for trial in trials(tmp_path)} == {TURNS}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_everything(
+def test_signal_saves_and_ends_everything(
     engine: str, tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
@@ -272,7 +273,7 @@ def test_a_signal_saves_and_ends_everything(
     assert saved.step == 1
 
 
-def test_a_second_ctrl_c_ends_at_once_and_quietly(
+def test_second_ctrl_c_ends_immediately_without_traceback(
     engine: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]}, "stubborn")
@@ -287,24 +288,87 @@ def test_a_second_ctrl_c_ends_at_once_and_quietly(
         assert_all_end(watched)
 
 
-def test_a_vllm_that_is_killed_is_replaced_and_kill_9_of_the_trainer_ends_all(
-    tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("part", ["server", "engine core"])
+def test_killed_vllm_is_replaced_and_kill_9_of_the_trainer_ends_everything(
+    tiny_model: Path, tmp_path: Path, part: str
 ) -> None:
     configure(tmp_path, tiny_model, {"max_context_tokens": 512, "max_sequences": 4})
     with begin(tmp_path) as run:
         assert run.word()[0] == "answered"
         (server,) = servers(run)
-        os.kill(server, signal.SIGKILL)
+        os.kill(server if part == "server" else engine_core(server), signal.SIGKILL)
         for _ in range(TRIALS_PER_STEP * TURNS):  # into the second step
             run.word()
         assert servers(run) != [server]
         watched = run.watch()
         commands = "\n".join(watched.values())
-        assert all(part in commands for part in ("vllm.", "proxy serve", "steady_agent.py"))
+        assert all(part in commands for part in ("vllm_launch", "proxy serve", "steady_agent.py"))
         run.process.kill()
         assert_all_end(watched)
 
 
 def servers(run: Train) -> list[int]:
-    start = f"{sys.executable} -m vllm."
+    start = f"{sys.executable} -m proxy.engines.vllm_launch"
     return [pid for pid in descendants(run.process.pid) if command_line(pid).startswith(start)]
+
+
+def engine_core(server: int) -> int:
+    (core,) = [pid for pid in descendants(server) if "EngineCore" in command_line(pid)]
+    return core
+
+
+def test_low_level_main_trains_an_agent(engine: str, tiny_model: Path, tmp_path: Path) -> None:
+    configure(tmp_path, tiny_model, {"urls": [engine]})
+    program = ["-m", "trainer.main_low_level", "--config", str(tmp_path / "config.yaml")]
+    argv = [sys.executable, *program, "trainer.steps=2"]
+    with Train(argv, tmp_path / "words", tmp_path / "said.log") as run:
+        assert run.wait() == 0, run.said
+    assert "step 2: reward" in run.said
+    saved = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=1).latest()
+    assert saved is not None
+    assert saved.step == 2
+
+
+def test_the_same_command_continues_a_killed_asynchronous_run(
+    engine: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    configure(tmp_path, tiny_model, {"urls": [engine]})
+    words = "--config", str(tmp_path / "config.yaml"), "trainer.mode=separate"
+    with train(tmp_path, *words, killed_at=("trainer.policy.policy:Policy.step", 5)) as run:
+        assert run.wait() == -signal.SIGKILL, run.said  # in the third step
+    with train(tmp_path, *words) as run:
+        assert run.wait() == 0, run.said
+    assert "continuing from" in run.said
+    assert not (tmp_path / "run-2").exists()
+    assert [line["step"] for line in steps(tmp_path)] == list(range(1, STEPS + 1))
+    done = trials(tmp_path)
+    assert [trial["step"] for trial in done] == sorted([*range(1, STEPS + 1)] * TRIALS_PER_STEP)
+    assert len({trial["trial_id"] for trial in done}) == STEPS * TRIALS_PER_STEP
+
+
+def test_a_verifier_that_crashes_ends_the_run_with_its_last_line(
+    engine: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    configure(tmp_path, tiny_model, {"urls": [engine]})
+    verifier = f"remote_agent.verifier.argv=[{sys.executable}, -c, 'import nosuchmodule']"
+    with train(tmp_path, "--config", str(tmp_path / "config.yaml"), verifier) as run:
+        assert run.wait() == 1, run.said
+    last = run.said.strip().splitlines()[-1]
+    assert last.startswith("agentic-train: ")
+    assert "No module named 'nosuchmodule'" in last
+    assert "Traceback" not in run.said
+    assert summary(tmp_path)["status"] == "failed"
+
+
+def test_equal_rewards_are_reported_and_end_the_run(
+    engine: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    configure(tmp_path, tiny_model, {"urls": [engine]})
+    words = "remote_agent.verifier.argv=['true']", "trainer.no_signal_steps=2"
+    with train(tmp_path, "--config", str(tmp_path / "config.yaml"), *words) as run:
+        assert run.wait() == 1, run.said
+    assert "step 1: no signal: all advantages are 0" in run.said
+    last = run.said.strip().splitlines()[-1]
+    assert last.startswith("agentic-train: 2 steps in a row without a signal")
+    assert summary(tmp_path)["status"] == "failed"
+    assert "no signal" in RunFolder(tmp_path / "run").report.read_text()

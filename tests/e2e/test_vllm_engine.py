@@ -9,18 +9,20 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
+from proxy.engines.address import EngineAddress
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
-from proxy.errors import RequestError
+from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason
 from tests.conftest import TINY_CONTEXT_TOKENS
 
 pytestmark = pytest.mark.engine
 PROMPT = np.arange(20, 60, dtype=np.int32)
 ENDLESS = Sampling(max_tokens=1900, structured={"regex": "[ab]{4000}"})
-"""The grammar leaves the model no way to end its answer."""
+"""With this grammar, the model cannot end its answer."""
 
 
 @pytest.fixture
@@ -63,8 +65,8 @@ async def test_streamed_and_whole_answers_are_the_same_sample(engine: VllmEngine
     assert streamed[-1].versions == whole.versions
 
 
-async def test_logprobs_are_of_the_distribution_that_was_sampled(engine: VllmEngine) -> None:
-    """Of two tokens left by top_k, each has its share: the alternatives sum to one."""
+async def test_logprobs_are_those_of_the_sampled_distribution(engine: VllmEngine) -> None:
+    """The probabilities of the two tokens that top_k keeps sum to one."""
     (whole,) = await sample(
         engine, Sampling(max_tokens=4, temperature=0.5, top_k=2, top_logprobs=2), stream=False
     )
@@ -86,7 +88,7 @@ async def test_stop_token_ends_the_answer_and_is_part_of_it(engine: VllmEngine) 
     assert stopped.stop_reason == wanted
 
 
-async def test_every_parameter_is_understood(engine: VllmEngine) -> None:
+async def test_every_sampling_parameter_is_accepted(engine: VllmEngine) -> None:
     sampling = Sampling(
         max_tokens=16,
         temperature=0.9,
@@ -104,14 +106,14 @@ async def test_every_parameter_is_understood(engine: VllmEngine) -> None:
     assert whole.finish_reason is FinishReason.STOP
 
 
-async def test_prompt_past_the_context_is_the_requests_fault(engine: VllmEngine) -> None:
+async def test_prompt_longer_than_the_context_is_a_request_error(engine: VllmEngine) -> None:
     prompt = np.ones(TINY_CONTEXT_TOKENS + 1, np.int32)
     call = engine.generate(prompt, Sampling(max_tokens=1), request_id="r")
     with pytest.raises(RequestError, match=str(TINY_CONTEXT_TOKENS)):
         await anext(call)
 
 
-async def test_closed_call_is_aborted_and_the_engine_goes_on(engine: VllmEngine) -> None:
+async def test_closed_call_is_aborted_and_the_engine_continues(engine: VllmEngine) -> None:
     async with aclosing(engine.generate(PROMPT, ENDLESS, request_id="gone")) as generation:
         await anext(generation)
     assert engine.info.in_flight == 0
@@ -128,7 +130,7 @@ async def test_aborted_call_is_cut(engine: VllmEngine) -> None:
     assert len(ids(chunks)) < 1900
 
 
-async def test_many_calls_at_once_each_get_their_own(engine: VllmEngine) -> None:
+async def test_concurrent_calls_get_their_own_answers(engine: VllmEngine) -> None:
     greedy = Sampling(max_tokens=8, temperature=0.0)
     alone = ids(await sample(engine, greedy))
     together = await asyncio.gather(*(sample(engine, greedy) for _ in range(16)))
@@ -150,3 +152,13 @@ async def test_completions_route_gives_the_same_sample(
     assert chunks[-1].finish_reason is expected.finish_reason
     assert portable.info.max_context_tokens == TINY_CONTEXT_TOKENS
     await portable.close()
+
+
+@pytest.mark.parametrize("path", ["/weight_info", "/v1/models", "/pause", "/update_weights"])
+async def test_our_vllm_refuses_requests_without_its_key(vllm: VllmServer, path: str) -> None:
+    upstream = Upstream(EngineAddress.parse(vllm.url).url)
+    with pytest.raises(EngineError, match="401"):
+        await upstream.post(path, b"{}", timeout_s=10.0)
+    await upstream.close()
+    assert vllm.url_file.read_text().strip() == vllm.url
+    assert vllm.url_file.stat().st_mode & 0o777 == 0o600

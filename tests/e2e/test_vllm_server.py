@@ -1,7 +1,8 @@
-"""A real vLLM process: it says why it does not start, and it never outlives us."""
+"""A real vLLM process: it reports why it does not start, and it ends with its parent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 from proxy.errors import ConfigurationError, EngineError
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.engine
 STARTER = """
 import asyncio, sys
 from pathlib import Path
+from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 
 options = VllmOptions(model=Path(sys.argv[1]), log=Path(sys.argv[2]), max_context_tokens=256)
@@ -32,7 +35,7 @@ def options(tiny_model: Path, tmp_path: Path) -> VllmOptions:
     return VllmOptions(model=tiny_model, log=tmp_path / "vllm.log")
 
 
-async def test_server_that_dies_at_start_gives_its_reason_in_one_line(
+async def test_server_that_dies_at_start_reports_its_reason_in_one_line(
     options: VllmOptions,
 ) -> None:
     server = VllmServer(replace(options, extra_args=("--no-such-flag",)))
@@ -42,7 +45,7 @@ async def test_server_that_dies_at_start_gives_its_reason_in_one_line(
     assert not server.running
 
 
-def test_model_that_is_no_checkpoint_is_refused_by_name(
+def test_model_that_is_not_a_checkpoint_is_refused_by_name(
     options: VllmOptions, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"empty has no config\.json"):
@@ -90,3 +93,15 @@ def _descendants(pid: int) -> list[int]:
         for child in (thread / "children").read_text().split()
     ]
     return children + [below for child in children for below in _descendants(child)]
+
+
+def test_key_stands_in_no_environment_and_no_command_line(vllm: VllmServer) -> None:
+    key = EngineAddress.parse(vllm.url).key
+    assert key
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("environ", "cmdline"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if key.encode() in (process / name).read_bytes():
+                    found.append(process / name)
+    assert found == []

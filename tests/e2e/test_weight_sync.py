@@ -1,4 +1,4 @@
-"""New weights in a running vLLM: it serves exactly the trainer's, and a bad update is noticed.
+"""New weights in a running vLLM: it serves exactly the trainer's, and a bad update is detected.
 
 Tied embeddings are the trap: on CPU vLLM keeps a packed copy of the output layer that a reload by
 name does not reach.
@@ -19,13 +19,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmOptions, VllmServer
 from trainer.errors import WeightSyncError
+from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
-from trainer.policy.optimizer import OptimizerConfig
 from trainer.policy.policy import Policy
-from trainer.policy.probe import score_ids
 from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.probe import probe_batch
 from trainer.weight_sync.segment import Written
 from trainer.weight_sync.sync import WeightSync
 from trainer.weight_sync.transports import SharedMemoryTransport
@@ -38,6 +39,11 @@ IDS = [3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 264, 33, 83, 279, 50, 288, 41,
 
 def policy_of(model: Path) -> Policy:
     return Policy(ModelConfig(path=model), OptimizerConfig())
+
+
+def score_ids(policy: Policy, ids: list[int]) -> list[float]:
+    """The policy's log-probabilities of `ids[1:]`."""
+    return policy.compute_logprobs(probe_batch(ids), temperature=1.0).logprobs.tolist()
 
 
 def disturb(policy: Policy, seed: int) -> None:
@@ -55,9 +61,7 @@ def sync(vllm: VllmServer, tiny_model: Path) -> Iterator[WeightSync]:
     sync.close()
 
 
-def test_the_engine_serves_what_was_pushed_and_nothing_older(
-    sync: WeightSync, tiny_model: Path
-) -> None:
+def test_engine_serves_exactly_the_pushed_weights(sync: WeightSync, tiny_model: Path) -> None:
     policy = policy_of(tiny_model)
     for version in (1, 2, 3):
         disturb(policy, version)
@@ -69,11 +73,12 @@ def test_the_engine_serves_what_was_pushed_and_nothing_older(
         assert sync.control.weight_versions() == [str(version)]
 
 
-def test_a_request_in_flight_goes_on_and_each_token_carries_its_version(
-    sync: WeightSync, tiny_model: Path
+def test_request_in_flight_continues_and_each_token_carries_its_version(
+    sync: WeightSync, vllm: VllmServer, tiny_model: Path
 ) -> None:
     policy = policy_of(tiny_model)
     sync.push(policy.named_hf_parameters(), 10)
+    address = EngineAddress.parse(vllm.url)
     sampled: dict[str, Any] = {}
     started = threading.Event()
 
@@ -89,9 +94,9 @@ def test_a_request_in_flight_goes_on_and_each_token_carries_its_version(
             },
         }
         request = urllib.request.Request(
-            sync.control.urls[0] + "/inference/v1/generate",
+            address.url + "/inference/v1/generate",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **address.headers},
         )
         ids, spans = [], []
         with urllib.request.urlopen(request, timeout=120) as response:
@@ -115,7 +120,7 @@ def test_a_request_in_flight_goes_on_and_each_token_carries_its_version(
     assert edges == [(0, edges[0][1]), (edges[0][1], 1500)]
 
 
-def test_corrupted_bytes_are_refused_and_the_old_weights_stay(
+def test_corrupted_bytes_are_refused_and_the_old_weights_are_kept(
     sync: WeightSync, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = policy_of(tiny_model)
@@ -138,14 +143,14 @@ def test_corrupted_bytes_are_refused_and_the_old_weights_stay(
     assert sync.control.weight_versions() == ["20"]
 
 
-def test_a_weight_that_was_left_out_is_an_error(sync: WeightSync, tiny_model: Path) -> None:
+def test_missing_weight_is_an_error(sync: WeightSync, tiny_model: Path) -> None:
     policy = policy_of(tiny_model)
     weights = [
         (n, w)
         for n, w in policy.named_hf_parameters()
         if "layers.1.post_attention_layernorm" not in n
     ]
-    with pytest.raises(WeightSyncError, match=r"left these weights.*post_attention_layernorm"):
+    with pytest.raises(WeightSyncError, match=r"did not contain .*post_attention_layernorm"):
         sync.push(weights, 30)
     sync.control.resume()
     disturb(policy, 2)
@@ -154,7 +159,7 @@ def test_a_weight_that_was_left_out_is_an_error(sync: WeightSync, tiny_model: Pa
 
 
 @pytest.mark.parametrize("part", ["mlp.up_proj", "self_attn.k_proj"])
-def test_a_part_of_a_fused_weight_that_was_left_out_is_an_error(
+def test_missing_part_of_a_fused_weight_is_an_error(
     sync: WeightSync, tiny_model: Path, part: str
 ) -> None:
     policy = policy_of(tiny_model)
@@ -164,7 +169,7 @@ def test_a_part_of_a_fused_weight_that_was_left_out_is_an_error(
     sync.control.resume()
 
 
-def test_an_exchanged_pair_of_weights_is_noticed(sync: WeightSync, tiny_model: Path) -> None:
+def test_exchanged_pair_of_weights_is_detected(sync: WeightSync, tiny_model: Path) -> None:
     policy = policy_of(tiny_model)
     disturb(policy, 3)
     weights = dict(policy.named_hf_parameters())
@@ -175,7 +180,7 @@ def test_an_exchanged_pair_of_weights_is_noticed(sync: WeightSync, tiny_model: P
         sync.verify(IDS, score_ids(policy, IDS), TOLERANCE)
 
 
-def test_untied_embeddings_and_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
+def test_untied_embeddings_in_bfloat16_are_updated(tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model.config.tie_word_embeddings = not model.config.tie_word_embeddings
     other = type(model)(model.config).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that says what it was told to, and remembers what it was asked."""
+"""An OpenAI-compatible server that returns scripted answers and records the requests."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 @contextmanager
 def openai_server(answers: list[dict]) -> Iterator[tuple[str, list[dict]]]:
-    """Its base URL, and the bodies of its requests; it says `answers` one after the other."""
+    """Yields the base URL and the bodies of the requests. The server returns `answers` in order."""
     seen: list[dict] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The expert writes exactly what mini-swe-agent sends, and the verifier judges its real runs."""
+"""The expert writes exactly what mini-swe-agent sends, and the verifier grades its real runs."""
 
 import json
 import os
@@ -27,7 +27,7 @@ TASK = {
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_the_right_command_does_the_task_and_nothing_else_does(kind: str, tmp_path: Path) -> None:
+def test_only_the_right_command_solves_the_task(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     shutil.copytree(WORKSPACE, folder)
     assert not is_done(folder, kind, "apple", "jade")

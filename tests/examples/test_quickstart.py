@@ -1,4 +1,4 @@
-"""The quickstart's agent and verifier are separate programs that know only their environment."""
+"""The quickstart's agent and verifier are separate programs that read only their environment."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_agent_uses_its_tools_and_leaves_the_answer(tmp_path: Path) -> None:
     assert _run("verify.py", tmp_path).returncode == 0
 
 
-def test_agent_survives_calls_that_make_no_sense(tmp_path: Path) -> None:
+def test_agent_survives_invalid_calls(tmp_path: Path) -> None:
     calls = [_call("fly", {}), _call("price", {"thing": 1}), {"content": "7"}]
     with openai_server(calls) as (url, seen):
         assert _run("agent.py", tmp_path, OPENAI_BASE_URL=url).returncode == 0
@@ -68,7 +68,7 @@ def test_agent_survives_calls_that_make_no_sense(tmp_path: Path) -> None:
     assert _run("verify.py", tmp_path).returncode == 1
 
 
-def test_no_answer_is_a_verdict_not_a_crash(tmp_path: Path) -> None:
+def test_missing_answer_fails_verification_without_a_crash(tmp_path: Path) -> None:
     with openai_server([_call("price", {"item": "pens"})] * 20) as (url, seen):
         assert _run("agent.py", tmp_path, OPENAI_BASE_URL=url).returncode == 0
     assert len(seen) < 10

@@ -1,4 +1,5 @@
-"""The starter model is an ordinary checkpoint whose warm-up saw exactly what the proxy records."""
+"""The starter model is an ordinary checkpoint; its warm-up trains on what the proxy would
+record."""
 
 import json
 import random
@@ -68,7 +69,7 @@ def test_second_call_keeps_the_folder_and_other_arguments_replace_it(folder: Pat
     )
 
 
-def test_model_that_learnt_too_little_is_not_saved(
+def test_model_that_learned_too_little_is_not_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "model"
@@ -78,7 +79,7 @@ def test_model_that_learnt_too_little_is_not_saved(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_expert_is_one_clear_line(
+def test_unknown_expert_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--expert", "examples.quickstart.expert:nobody", "--out", str(tmp_path)]) == 2
@@ -117,7 +118,7 @@ def test_encoded_transcript_is_the_recorded_session(renderer) -> None:
     assert encoded.ids[: len(prompt)].tolist() == prompt
 
 
-def test_shared_beginning_changes_no_gradient(folder: Path, renderer) -> None:
+def test_shared_prefix_changes_no_gradient(folder: Path, renderer) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     rng = random.Random(0)
     batch = [encode(transcript(rng), renderer) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Small Harbor tasks, written to a folder: write `hello-NAME` into answer.txt."""
+"""Writes small Harbor tasks to a folder. Each asks for `hello-NAME` in answer.txt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_task(
     dockerfile: str = DOCKERFILE,
     steps: tuple[str, ...] = (),
 ) -> Path:
-    """`solve` is run after the answer was written; `verify` replaces the verifier."""
+    """`solve` runs after the answer was written; `verify` replaces the verifier."""
     folder = root / name
     text = _TOML.format(name=name, agent_timeout_s=agent_timeout_s)
     parts = [folder / "steps" / step for step in steps] or [folder]

@@ -1,11 +1,13 @@
-"""A harbor-server in this process whose trials are scripted."""
+"""A harbor-server in this process, with scripted trials."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from aiohttp.test_utils import TestServer
 
@@ -13,9 +15,12 @@ from harbor_sdk import AgentRun, AgentRunRequest, RunStatus
 from harbor_sdk.server.app import build_app
 from harbor_sdk.server.config import ServerConfig
 
+TOKEN = "a-token-of-the-tests"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
 
 class ScriptedTrials:
-    """Ends with `outcome` at once, or when `gate` opens where the agent is called `waits`."""
+    """Trials that end with `outcome` immediately, or, for the agent `waits`, when `gate` opens."""
 
     def __init__(self, **outcome: object) -> None:
         self.outcome = {"status": RunStatus.COMPLETED, "rewards": {"reward": 1.0}, **outcome}
@@ -64,10 +69,14 @@ class ScriptedTrials:
 
 @asynccontextmanager
 async def serving(tmp_path: Path, trials: ScriptedTrials, **settings: object) -> AsyncIterator[str]:
-    config = ServerConfig.model_validate({"state_dir": tmp_path / "state", **settings})
+    """Yields the server's URL. Clients find its token in the environment while it runs."""
+    config = ServerConfig.model_validate(
+        {"state_dir": tmp_path / "state", "token": TOKEN, **settings}
+    )
     server = TestServer(build_app(config, trials))
     await server.start_server()
     try:
-        yield str(server.make_url("/"))
+        with patch.dict(os.environ, HARBOR_SERVER_TOKEN=config.token):
+            yield str(server.make_url("/"))
     finally:
         await server.close()

@@ -8,7 +8,7 @@ from harbor_sdk.models import AgentSpec
 URL, KEY = "http://127.0.0.1:8000/t-1/v1", "sk-1"
 
 
-def test_claude_code_gets_the_base_without_v1() -> None:
+def test_claude_code_gets_base_url_without_v1() -> None:
     agent = connect(AgentSpec(name="claude-code", model_name="policy"), URL, KEY)
     assert agent.env == {
         "ANTHROPIC_BASE_URL": "http://127.0.0.1:8000/t-1",
@@ -18,21 +18,21 @@ def test_claude_code_gets_the_base_without_v1() -> None:
 
 
 @pytest.mark.parametrize("name", ["codex", "mini-swe-agent", "swe-agent", "openhands", None])
-def test_the_others_get_the_openai_names(name: str | None) -> None:
+def test_other_agents_get_openai_variables(name: str | None) -> None:
     agent = connect(AgentSpec(name=name, model_name="policy"), URL, KEY)
     assert agent.env["OPENAI_BASE_URL"] == agent.env["LLM_BASE_URL"] == URL
     assert agent.env["OPENAI_API_KEY"] == agent.env["LLM_API_KEY"] == KEY
     assert agent.model_name == "openai/policy"
 
 
-def test_terminus_gets_arguments_and_its_key_is_also_scrubbed() -> None:
+def test_terminus_gets_arguments_and_a_key_that_harbor_removes() -> None:
     agent = connect(AgentSpec(name="terminus-2", model_name="openai/policy"), URL, KEY)
     assert agent.kwargs["api_base"] == URL
     assert agent.kwargs["llm_call_kwargs"]["api_key"] == KEY
     assert agent.env["OPENAI_API_KEY"] == KEY  # Harbor scrubs the values of such variables
 
 
-def test_what_the_caller_set_stays() -> None:
+def test_values_of_the_caller_are_kept() -> None:
     given = AgentSpec(
         name="terminus-2",
         model_name="other/m",

@@ -13,7 +13,7 @@ def _write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_steps_in_order_with_their_folder_and_variables(tmp_path: Path) -> None:
+def test_steps_keep_order_folder_and_variables(tmp_path: Path) -> None:
     build = read_dockerfile(
         _write(
             tmp_path,
@@ -46,11 +46,13 @@ def test_steps_in_order_with_their_folder_and_variables(tmp_path: Path) -> None:
         "FROM a\nRUN <<EOF\n",
     ],
 )
-def test_what_needs_an_image_build_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_instruction_that_needs_an_image_build_is_refused_by_name(
+    tmp_path: Path, text: str
+) -> None:
     with pytest.raises(DockerfileError, match="docker"):
         read_dockerfile(_write(tmp_path, text))
 
 
-def test_a_path_is_put_before_the_sandboxs_own(tmp_path: Path) -> None:
+def test_path_of_the_dockerfile_precedes_that_of_the_sandbox(tmp_path: Path) -> None:
     build = read_dockerfile(_write(tmp_path, "FROM a\nENV PATH=/opt/bin:$PATH\n"))
     assert dict(build.env)["PATH"].startswith("/opt/bin:/usr/local/sbin:")

@@ -1,4 +1,4 @@
-"""Real sandboxes: what one writes, runs and holds is seen by nobody else."""
+"""Real sandboxes: files and processes of a sandbox are visible only inside it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def _output(sandbox: Sandbox, command: str, **options: object) -> str:
 
 
 @needs_privilege
-async def test_what_is_written_is_seen_neither_outside_nor_in_another_sandbox(
+async def test_written_files_are_visible_only_in_their_sandbox(
     sandbox: Sandbox,
 ) -> None:
     other = await Sandbox.start(SandboxSpec())
@@ -64,7 +64,7 @@ async def test_what_is_written_is_seen_neither_outside_nor_in_another_sandbox(
 
 
 @needs_privilege
-async def test_no_process_outside_is_seen_and_all_inside_end_with_it(tmp_path: Path) -> None:
+async def test_sandbox_sees_only_its_own_processes_and_ends_them(tmp_path: Path) -> None:
     sandbox = await Sandbox.start(SandboxSpec(binds=[Bind(tmp_path, tmp_path)]))
     pipe = tmp_path / "alive"
     os.mkfifo(pipe)
@@ -73,12 +73,12 @@ async def test_no_process_outside_is_seen_and_all_inside_end_with_it(tmp_path: P
     processes = await _output(sandbox, "ls -d /proc/[0-9]*")
     assert f"/proc/{os.getpid()}\n" not in processes + "\n"
     await sandbox.stop()
-    assert os.read(reader, 1) == b""  # end of file: nobody holds the other end
+    assert os.read(reader, 1) == b""  # end of file: no process has the other end open
     os.close(reader)
 
 
 @needs_privilege
-async def test_hidden_folders_are_empty_and_writable_and_binds_come_through(
+async def test_hidden_folders_are_empty_and_writable_and_binds_are_mounted(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "secret").write_text("s")
@@ -102,7 +102,7 @@ async def test_hidden_folders_are_empty_and_writable_and_binds_come_through(
 
 
 @needs_privilege
-async def test_root_inside_cannot_mount_make_devices_or_see_our_environment(
+async def test_root_in_sandbox_cannot_mount_make_devices_or_read_our_environment(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTSIDE_SECRET", "do-not-show")
@@ -118,7 +118,7 @@ async def test_root_inside_cannot_mount_make_devices_or_see_our_environment(
 
 
 @needs_privilege
-async def test_users_folders_and_variables(sandbox: Sandbox) -> None:
+async def test_commands_run_with_given_user_folder_and_variables(sandbox: Sandbox) -> None:
     assert await _output(sandbox, 'echo "$(id -un) $HOME $PWD"') == "root /root /"
     nobody = await _output(
         sandbox, 'id -un; pwd; echo "$A b"', user="nobody", cwd="/tmp", env={"A": "a"}
@@ -132,14 +132,14 @@ async def test_users_folders_and_variables(sandbox: Sandbox) -> None:
 
 
 @needs_privilege
-async def test_a_time_out_ends_the_command_and_the_sandbox_goes_on(sandbox: Sandbox) -> None:
+async def test_timeout_ends_command_but_not_sandbox(sandbox: Sandbox) -> None:
     with pytest.raises(SandboxTimeout, match=r"timed out after 0\.2 seconds"):
         await sandbox.run("sleep 1000 & sleep 1000", timeout_s=0.2)
     assert "sleep" not in await _output(sandbox, "cat /proc/[0-9]*/comm")
 
 
 @needs_privilege
-async def test_a_cancelled_command_is_ended(sandbox: Sandbox) -> None:
+async def test_cancelled_command_is_ended(sandbox: Sandbox) -> None:
     started = asyncio.Event()
 
     async def on_output(text: str, stream: str) -> None:
@@ -162,13 +162,13 @@ async def test_output_is_kept_up_to_its_bound(sandbox: Sandbox) -> None:
 
 
 @needs_privilege
-async def test_what_is_written_is_bounded_by_its_size(sandbox: Sandbox) -> None:
+async def test_written_files_are_bounded_by_size_mb(sandbox: Sandbox) -> None:
     done = await sandbox.run("head -c 100M /dev/zero > /var/big")
     assert b"No space left" in done.stderr
 
 
 @needs_privilege
-async def test_files_go_in_and_out_as_bytes(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_stdin_and_stdout_keep_bytes(sandbox: Sandbox, tmp_path: Path) -> None:
     content = os.urandom(3_000_000)
     source, back = tmp_path / "in", tmp_path / "out"
     source.write_bytes(content)
@@ -180,7 +180,7 @@ async def test_files_go_in_and_out_as_bytes(sandbox: Sandbox, tmp_path: Path) ->
 
 
 @needs_privilege
-async def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+async def test_sandbox_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     pipe = tmp_path / "alive"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -208,14 +208,14 @@ async def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
 
 
 @needs_privilege
-async def test_a_stopped_sandbox_says_so(sandbox: Sandbox) -> None:
+async def test_stopped_sandbox_refuses_commands(sandbox: Sandbox) -> None:
     await sandbox.stop()
     await sandbox.stop()
     with pytest.raises(SandboxError, match="stopped"):
         await sandbox.run("true", stdin=io.BufferedReader(io.BytesIO()))  # type: ignore[arg-type]
 
 
-def test_without_the_privilege_the_error_names_it() -> None:
+def test_missing_privilege_is_named_in_the_error() -> None:
     script = (
         "from harbor_sdk.sandbox import *\n"
         "try: require_privilege()\n"

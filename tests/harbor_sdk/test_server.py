@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -20,8 +21,9 @@ from harbor_sdk import (
 )
 from harbor_sdk.server.cli import locked
 from harbor_sdk.server.config import ServerConfig
+from harbor_sdk.server.guard import kept_token
 from tests.harbor_sdk.harbor_tasks import write_task
-from tests.harbor_sdk.scripted_server import ScriptedTrials, serving
+from tests.harbor_sdk.scripted_server import BEARER, TOKEN, ScriptedTrials, serving
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def wanted(agent: str = "oracle", **fields: object) -> AgentRunRequest:
     )
 
 
-async def test_an_uploaded_task_a_known_path_and_a_registry_name(
+async def test_task_is_an_upload_a_known_path_or_a_registry_name(
     client: AgentRunClient, tmp_path: Path
 ) -> None:
     task = write_task(tmp_path / "tasks", "one")
@@ -69,7 +71,7 @@ async def test_an_uploaded_task_a_known_path_and_a_registry_name(
         (AgentRunRequest(), "no task"),
     ],
 )
-async def test_a_task_that_cannot_be_had_is_refused(
+async def test_unavailable_task_is_refused(
     client: AgentRunClient, request_: AgentRunRequest, match: str
 ) -> None:
     with pytest.raises(AgentRunError, match=match) as caught:
@@ -77,17 +79,17 @@ async def test_a_task_that_cannot_be_had_is_refused(
     assert caught.value.code == "invalid"
 
 
-async def test_an_unknown_field_is_named(url: str) -> None:
+async def test_unknown_field_is_named(url: str) -> None:
     async with aiohttp.ClientSession() as session:
         form = aiohttp.FormData()
         form.add_field("metadata", '{"agent": {"nmae": "x"}}', content_type="application/json")
-        async with session.post(f"{url}api/v1/runs", data=form) as response:
+        async with session.post(f"{url}api/v1/runs", data=form, headers=BEARER) as response:
             body = await response.json()
     assert response.status == 400
     assert "agent.nmae" in body["error"]["message"]
 
 
-async def test_the_same_key_never_starts_a_second_run(
+async def test_same_idempotency_key_never_starts_a_second_run(
     client: AgentRunClient, trials: ScriptedTrials
 ) -> None:
     runs = await asyncio.gather(
@@ -102,7 +104,7 @@ async def test_the_same_key_never_starts_a_second_run(
     assert caught.value.code == "conflict"
 
 
-async def test_a_client_of_the_older_wire_gets_the_result_as_the_answer(url: str) -> None:
+async def test_older_client_gets_result_in_the_answer(url: str) -> None:
     metadata = (
         '{"job_id": "j", "task_id": "t", "task_path": "/data/one", "agent": {"name": "oracle", '
         '"kwargs": {}}, "timeout_multiplier": 1.0, "max_retries": 0, "verifier": {"disable": '
@@ -113,7 +115,7 @@ async def test_a_client_of_the_older_wire_gets_the_result_as_the_answer(url: str
         form = aiohttp.FormData()
         form.add_field("metadata", metadata)
         form.add_field("task_archive", archive, filename="task.tar.gz")
-        async with session.post(f"{url}api/v1/runs", data=form) as response:
+        async with session.post(f"{url}api/v1/runs", data=form, headers=BEARER) as response:
             body = await response.json()
     assert response.status == 200
     assert body["status"] == "completed"
@@ -130,7 +132,7 @@ def _packed_one() -> bytes:
         return pack_task(write_task(Path(folder), "one"))
 
 
-async def test_cancelling_ends_a_running_and_a_queued_run(
+async def test_cancelling_ends_running_and_queued_runs(
     tmp_path: Path, trials: ScriptedTrials
 ) -> None:
     async with (
@@ -148,7 +150,7 @@ async def test_cancelling_ends_a_running_and_a_queued_run(
     assert trials.started == trials.ended_by_cancel == [running.run_id]
 
 
-async def test_events_tell_every_change_and_end(
+async def test_events_report_every_change_and_end(
     client: AgentRunClient, trials: ScriptedTrials
 ) -> None:
     run = await client.submit(wanted("waits"))
@@ -163,7 +165,7 @@ async def test_events_tell_every_change_and_end(
     ]
 
 
-async def test_no_more_run_at_once_than_the_environment_allows(
+async def test_concurrent_runs_are_limited_per_environment(
     tmp_path: Path, trials: ScriptedTrials
 ) -> None:
     async with (
@@ -186,7 +188,9 @@ async def test_no_more_run_at_once_than_the_environment_allows(
     assert len(trials.started) == 7
 
 
-async def test_a_full_queue_is_said_with_a_time(tmp_path: Path, trials: ScriptedTrials) -> None:
+async def test_full_queue_is_refused_with_retry_after(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
     async with (
         serving(tmp_path, trials, concurrency=1, max_queued=1) as url,
         AgentRunClient(url) as client,
@@ -199,14 +203,16 @@ async def test_a_full_queue_is_said_with_a_time(tmp_path: Path, trials: Scripted
         form = aiohttp.FormData()
         form.add_field("metadata", wanted().model_dump_json())
         form.add_field("unused", b"makes it multipart", filename="x")
-        async with session.post(f"{url}api/v1/runs?wait_s=0", data=form) as response:
+        async with session.post(
+            f"{url}api/v1/runs?wait_s=0", data=form, headers=BEARER
+        ) as response:
             assert response.status == 429
             assert int(response.headers["Retry-After"]) >= 1
             assert (await response.json())["error"]["code"] == "queue_full"
         trials.gate.set()
 
 
-async def test_a_restart_runs_what_was_queued_once_and_reports_what_ran_as_lost(
+async def test_restart_runs_queued_runs_once_and_reports_running_ones_as_lost(
     tmp_path: Path, trials: ScriptedTrials
 ) -> None:
     async with serving(tmp_path, trials, concurrency=1) as url, AgentRunClient(url) as client:
@@ -230,7 +236,7 @@ async def test_a_restart_runs_what_was_queued_once_and_reports_what_ran_as_lost(
     assert second.started == [queued.run_id]
 
 
-async def test_what_breaks_before_the_agent_is_failed_without_reward(
+async def test_failure_before_the_agent_is_failed_without_reward(
     client: AgentRunClient,
 ) -> None:
     run = await client.wait((await client.submit(wanted("breaks"))).run_id, timeout_s=5)
@@ -239,7 +245,7 @@ async def test_what_breaks_before_the_agent_is_failed_without_reward(
     assert run.error == "RuntimeError: no such image"
 
 
-async def test_logs_and_artifacts_but_nothing_outside_the_trial(
+async def test_logs_and_artifacts_are_readable_and_nothing_outside_the_trial(
     client: AgentRunClient, url: str
 ) -> None:
     run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
@@ -275,34 +281,78 @@ async def _until_gone(client: AgentRunClient, run_id: str) -> None:
             await client.get(run_id)
 
 
-async def test_every_route_wants_the_token(tmp_path: Path, trials: ScriptedTrials) -> None:
-    token = "0123456789abcdef"
-    async with serving(tmp_path, trials, token=token) as url:
-        async with AgentRunClient(url, token=token) as client:
-            run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
-        for wrong in (None, "0123456789abcdeg", token[:-1]):
-            async with AgentRunClient(url, token=wrong) as client:
-                for call in (
-                    client.get(run.run_id),
-                    client.submit(wanted()),
-                    client.cancel(run.run_id),
-                    client.list(),
-                    client.logs(run.run_id),
-                    client.artifacts(run.run_id),
-                ):
-                    with pytest.raises(AgentRunError) as caught:
-                        await call
-                    assert caught.value.code == "unauthorized"
+@pytest.mark.parametrize("wrong", [None, TOKEN[:-1], TOKEN + "x"])
+async def test_every_route_needs_a_token(
+    client: AgentRunClient, url: str, wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
+    monkeypatch.delenv("HARBOR_SERVER_TOKEN")
+    async with AgentRunClient(url, token=wrong) as stranger:
+        for call in (
+            stranger.get(run.run_id),
+            stranger.submit(wanted()),
+            stranger.cancel(run.run_id),
+            stranger.list(),
+            stranger.logs(run.run_id),
+            stranger.artifacts(run.run_id),
+        ):
+            with pytest.raises(AgentRunError) as caught:
+                await call
+            assert caught.value.code == "unauthorized"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.org", "::"])
-def test_off_loopback_without_a_token_there_is_no_server(host: str) -> None:
-    with pytest.raises(ValidationError, match="HARBOR_SERVER_TOKEN"):
-        ServerConfig(host=host)
-    assert ServerConfig(host=host, token="0123456789abcdef").host == host
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (BEARER, 200),
+        ({}, 401),
+        ({"Authorization": TOKEN}, 401),
+        ({"Authorization": "Bearer \xff"}, 401),
+        (BEARER | {"Origin": "https://evil.test"}, 403),
+        (BEARER | {"Origin": "null"}, 403),
+        (BEARER | {"Sec-Fetch-Site": "cross-site"}, 403),
+        (BEARER | {"Sec-Fetch-Site": "same-site"}, 403),
+        (BEARER | {"Host": "evil.test"}, 403),
+        (BEARER | {"Host": "127.0.0.1.evil.test:80"}, 403),
+        (BEARER | {"Host": "localhost:8090"}, 200),
+        (BEARER | {"Host": "[::1]:8090"}, 200),
+    ],
+)
+async def test_web_pages_and_requests_without_the_token_are_refused(
+    url: str, headers: dict[str, str], status: int
+) -> None:
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    sent = {"Host": f"{host}:{port}", **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(f"GET /api/v1/runs HTTP/1.1\r\n{head}Connection: close\r\n\r\n".encode("latin-1"))
+    line = await reader.readline()
+    writer.close()
+    assert int(line.split()[1]) == status
 
 
-async def test_waiting_has_an_end_and_the_run_goes_on(
+@pytest.mark.parametrize("host", ["", ":", "[", "a b", "[::1", "127.0.0.1:x"])
+async def test_malformed_host_is_refused(url: str, host: str) -> None:
+    split = urlsplit(url)
+    reader, writer = await asyncio.open_connection(split.hostname, split.port)
+    writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    line = await reader.readline()
+    writer.close()
+    assert int(line.split()[1]) in (400, 403)
+
+
+def test_server_needs_a_token_and_can_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="token"):
+        ServerConfig.model_validate({})
+    with pytest.raises(ValidationError, match="16 characters"):
+        ServerConfig(token="short")
+    made = kept_token(tmp_path / "state")
+    assert len(made) >= 32
+    assert kept_token(tmp_path / "state") == made
+    assert (tmp_path / "state/token").stat().st_mode & 0o777 == 0o600
+
+
+async def test_wait_ends_at_its_timeout_and_run_continues(
     client: AgentRunClient, trials: ScriptedTrials
 ) -> None:
     run = await client.submit(wanted("waits"))
@@ -313,7 +363,7 @@ async def test_waiting_has_an_end_and_the_run_goes_on(
     assert (await client.wait(run.run_id, timeout_s=5)).status is RunStatus.COMPLETED
 
 
-async def test_a_server_that_is_not_there_is_named(unused_tcp_port: int) -> None:
+async def test_unreachable_server_is_named(unused_tcp_port: int) -> None:
     async with AgentRunClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
         with pytest.raises(AgentRunError, match=f"{unused_tcp_port} cannot be reached") as caught:
             await client._json("GET", "/health")
@@ -335,7 +385,7 @@ async def test_files_of_submissions_that_a_killed_server_did_not_accept_are_remo
         assert [path.name for path in (state / "tasks").iterdir()] == [run.run_id]
 
 
-async def test_the_same_submission_twice_at_once_leaves_one_task(
+async def test_concurrent_equal_submissions_leave_one_task(
     client: AgentRunClient, tmp_path: Path, trials: ScriptedTrials
 ) -> None:
     task = write_task(tmp_path / "in", "one")
@@ -347,7 +397,7 @@ async def test_the_same_submission_twice_at_once_leaves_one_task(
     assert [path.name for path in (tmp_path / "state/tasks").iterdir()] == [runs[0].run_id]
 
 
-async def test_the_same_key_with_another_archive_is_refused(
+async def test_same_key_with_another_archive_is_refused(
     client: AgentRunClient, tmp_path: Path
 ) -> None:
     request = AgentRunRequest(agent=AgentSpec(name="oracle"))
@@ -359,7 +409,7 @@ async def test_the_same_key_with_another_archive_is_refused(
     assert run.run_id in caught.value.message
 
 
-async def test_an_archive_past_the_bound_is_refused_and_leaves_nothing(
+async def test_archive_above_the_bound_is_refused_and_removed(
     tmp_path: Path, trials: ScriptedTrials
 ) -> None:
     async with (
@@ -374,7 +424,7 @@ async def test_an_archive_past_the_bound_is_refused_and_leaves_nothing(
     assert not list((tmp_path / "state/tasks").iterdir())
 
 
-def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_second_server_on_a_state_folder_is_refused(tmp_path: Path) -> None:
     first = locked(tmp_path)
     assert first is not None
     assert locked(tmp_path) is None

@@ -1,4 +1,4 @@
-"""A checkpoint's folder without weights: a small byte-level BPE tokenizer and a chat template."""
+"""Writes a checkpoint without weights: a small byte-level BPE tokenizer and a chat template."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A proxy in the test's own event loop: real HTTP to it, real HTTP from it to a scripted engine."""
+"""A proxy in the test's event loop, with real HTTP between client, proxy and scripted engine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from proxy.app import STORE, build_app
 from proxy.client import ProxyClient, SessionHandle
 from proxy.config import ProxyConfig, RenderingConfig, load_config
 from proxy.engines.scripted import ScriptedEngine, text_script
+from proxy.http_request import app_runner
 from proxy.records import Session, SessionKind, Turn
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
@@ -39,7 +40,7 @@ def rendering(checkpoint: Path) -> Rendering:
 
 @dataclass(slots=True)
 class RunningProxy:
-    """A proxy that listens, its engine, and short ways to talk to it."""
+    """A listening proxy, its engine, and methods to call it."""
 
     url: str
     engine: ScriptedEngine
@@ -51,7 +52,7 @@ class RunningProxy:
         return await self.control.create_session(kind=kind, **more)
 
     def answers(self, answer: Answer | str) -> None:
-        """What the engine says from now on, as text."""
+        """Sets the text of the engine's answers."""
         tokenizer = self.rendering.tokenizer
         self.engine.script = text_script(
             answer if callable(answer) else lambda _: answer,
@@ -71,7 +72,7 @@ class RunningProxy:
             return response.status, orjson.loads(await response.read())
 
     async def events(self, session: SessionHandle, route: str, body: Any) -> list[bytes]:
-        """The events of a streamed call, whole."""
+        """All events of a streamed call."""
         headers = {"Authorization": f"Bearer {session.api_key}"}
         url = f"{session.base_url}/{route}"
         async with self.http.post(url, data=orjson.dumps(body), headers=headers) as response:
@@ -90,13 +91,13 @@ StartProxy = Callable[..., Awaitable[RunningProxy]]
 async def start_proxy(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> AsyncIterator[StartProxy]:
-    """Starts proxies with a configuration of the test's own."""
+    """Starts proxies with the configuration that the test gives."""
     async with AsyncExitStack() as stack:
 
         async def start(
             *, engine: ScriptedEngine | None = None, store: Store | str | None = None, **config: Any
         ) -> RunningProxy:
-            """`store`: a URL, or a store that is open."""
+            """`store`: a URL, or an open store."""
             if engine is None:
                 engine = await stack.enter_async_context(ScriptedEngine(lambda _: []))
             url = store if isinstance(store, str) else f"sqlite:///{tmp_path}/proxy.db"
@@ -105,7 +106,7 @@ async def start_proxy(
                 None, model=checkpoint, engines=[{"url": engine.url}], **given
             )
             app = build_app(settings, store=None if isinstance(store, str) else store)
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            runner = app_runner(app, handler_cancellation=True)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -1,7 +1,9 @@
+import ast
 from pathlib import Path
 
 import pytest
 
+from proxy import config
 from proxy.config import load_config
 from proxy.errors import ConfigurationError
 
@@ -14,12 +16,12 @@ def test_command_line_beats_environment_beats_yaml(
     monkeypatch.setenv("AGENTIC_PROXY_PORT", "2")
     monkeypatch.setenv("AGENTIC_PROXY_LIMITS__BODY_BYTES", "4096")
 
-    config = load_config(file, port=3)
+    loaded = load_config(file, port=3)
 
-    assert config.port == 3
-    assert config.served_model_name == "yaml"
-    assert config.limits.body_bytes == 4096
-    assert config.limits.keep_alive_s == 3
+    assert loaded.port == 3
+    assert loaded.served_model_name == "yaml"
+    assert loaded.limits.body_bytes == 4096
+    assert loaded.limits.keep_alive_s == 3
     assert load_config(file).port == 2
 
 
@@ -29,13 +31,13 @@ def test_command_line_beats_environment_beats_yaml(
         ("prot: 1", "prot"),
         ("limits: {body_byte: 1}", "limits.body_byte"),
         ("port: 70000", "port"),
-        ("- 1", "mapping"),
+        ("- 1", "must be a mapping of keys"),
         ("port: [", "not YAML"),
         ("host: 0.0.0.0", "AGENTIC_PROXY_ADMIN_KEY"),
         ("{host: 0.0.0.0, admin_key: k, sessions: {auto_create: true}}", "auto_create"),
     ],
 )
-def test_a_wrong_configuration_ends_in_one_line_that_names_the_key(
+def test_invalid_configuration_is_reported_in_one_line_with_the_key(
     tmp_path: Path, yaml: str, says: str
 ) -> None:
     file = tmp_path / "proxy.yaml"
@@ -45,6 +47,27 @@ def test_a_wrong_configuration_ends_in_one_line_that_names_the_key(
         load_config(file)
 
 
-def test_off_loopback_starts_with_an_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_outside_loopback_needs_an_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "k")
     assert load_config(host="0.0.0.0").host == "0.0.0.0"
+
+
+def test_all_invalid_keys_are_reported_together_without_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text("prot: 1\nlimits: {body_byte: 1}\nadmin_key: [hunter2]\n")
+    with pytest.raises(ConfigurationError) as refused:
+        load_config(file)
+    for key in ("prot", "limits.body_byte", "admin_key"):
+        assert f"{key}: " in refused.value.message
+    assert "hunter2" not in refused.value.message
+
+
+def test_every_key_is_documented() -> None:
+    tree = ast.parse(Path(config.__file__).read_text())
+    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        assert ast.get_docstring(section), section.name
+        for at, node in enumerate(section.body):
+            if isinstance(node, ast.AnnAssign):
+                text = section.body[at + 1] if at + 1 < len(section.body) else None
+                described = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                assert described, f"{section.name}.{ast.unparse(node.target)} has no text"

@@ -1,4 +1,4 @@
-"""Lines for machines: one JSON object each, one per call, and no secret in any."""
+"""JSON logs have one object per line and one line per call, and contain no secret."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAID = "a word that only the agent knows"
 
 @pytest.fixture
 def lines() -> Any:
-    """What is written while the test runs, parsed."""
+    """The parsed lines that are logged during the test."""
     found: list[dict[str, Any]] = []
 
     class Keep(logging.Handler):
@@ -36,7 +36,7 @@ def lines() -> Any:
     calls.setLevel(levels[1])
 
 
-async def test_every_call_is_a_line_and_no_line_has_a_secret(
+async def test_every_call_is_logged_and_no_line_contains_a_secret(
     start_proxy: StartProxy, lines: list[dict[str, Any]]
 ) -> None:
     proxy = await start_proxy()
@@ -62,7 +62,7 @@ async def test_every_call_is_a_line_and_no_line_has_a_secret(
         assert secret not in orjson.dumps(lines).decode()
 
 
-def test_an_exception_stays_on_one_line() -> None:
+def test_exception_is_logged_on_one_line() -> None:
     try:
         raise ValueError("two\nlines")
     except ValueError as error:

@@ -41,7 +41,7 @@ def turns(draw: st.DrawFn) -> Turn:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(turns(), max_size=4))
-def test_a_record_survives_its_binary_form_bit_for_bit(recorded: list[Turn]) -> None:
+def test_record_survives_encoding_and_decoding_bit_for_bit(recorded: list[Turn]) -> None:
     session = Session("t", b"", SessionKind.TRAIN, SessionStatus.OPEN, 1.0, 2.0)
     session.rewards.append(Reward("verifier", 1.0, {"tests": 0.5}, turn=2, branch=True))
 
@@ -60,12 +60,12 @@ def test_a_record_survives_its_binary_form_bit_for_bit(recorded: list[Turn]) -> 
         )
 
 
-def test_the_digest_of_the_key_is_not_in_the_record() -> None:
+def test_encoded_record_does_not_contain_the_key_digest() -> None:
     session = Session("t", b"secret-digest", SessionKind.TRAIN, SessionStatus.OPEN, 1.0, 2.0)
     assert b"secret-digest" not in encode_record(session, [])
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\x83", b"\x00" * 30])
-def test_other_bytes_are_refused(data: bytes) -> None:
+def test_invalid_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(RecordFormatError):
         decode_record(data)

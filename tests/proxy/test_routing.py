@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from proxy.engines.protocol import Sampling
+from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
@@ -27,10 +27,10 @@ class Replicas:
         self.router = router
 
     async def call(self, session_id: str) -> list[int]:
-        chunks = self.router.generate(
+        answer = self.router.generate(
             PROMPT, Sampling(max_tokens=9), request_id="r", session_id=session_id
         )
-        return [i async for chunk in chunks for i in chunk.ids]
+        return [i async for chunk in answer.stream() if isinstance(chunk, Chunk) for i in chunk.ids]
 
     @property
     def calls(self) -> list[int]:
@@ -44,18 +44,18 @@ async def replicas() -> AsyncIterator[Replicas]:
             await stack.enter_async_context(ScriptedEngine(lambda _: ANSWER)) for _ in range(2)
         ]
         engines = [VllmEngine(s.url, name=str(n)) for n, s in enumerate(servers)]
-        router = Router(engines, check_interval_s=0.05)
+        router = Router(engines, check_interval_s=0.05, patience_s=0)
         yield Replicas(servers, router)
         await router.close()
 
 
-async def test_session_stays_with_the_replica_that_holds_its_prefix(replicas: Replicas) -> None:
+async def test_session_stays_on_the_replica_that_has_its_prefix(replicas: Replicas) -> None:
     for _ in range(5):
         await replicas.call("one")
     assert sorted(replicas.calls) == [0, 5]
 
 
-async def test_new_session_goes_to_the_least_loaded(replicas: Replicas) -> None:
+async def test_new_session_goes_to_the_least_loaded_replica(replicas: Replicas) -> None:
     replicas.servers[0].faults = [Fault("stall")]
     stalled = asyncio.create_task(replicas.call("stalled"))
     await replicas.servers[0].called.wait()
@@ -65,7 +65,7 @@ async def test_new_session_goes_to_the_least_loaded(replicas: Replicas) -> None:
 
 
 @pytest.mark.parametrize("kind", ["die", "error", "nonsense"])
-async def test_call_that_has_not_begun_goes_to_another_replica(
+async def test_call_that_fails_before_its_first_token_goes_to_another_replica(
     replicas: Replicas, kind: str
 ) -> None:
     replicas.servers[0].faults = [Fault(kind)]  # type: ignore[arg-type]
@@ -73,14 +73,15 @@ async def test_call_that_has_not_begun_goes_to_another_replica(
     assert replicas.calls == [1, 1]
 
 
-async def test_call_that_has_begun_fails_with_its_replica(replicas: Replicas) -> None:
+async def test_call_that_has_begun_goes_on_at_another_replica(replicas: Replicas) -> None:
     replicas.servers[0].faults = [Fault("die", after_tokens=1)]
-    with pytest.raises(EngineError):
-        await replicas.call("one")
-    assert replicas.calls == [1, 0]
+    replicas.servers[1].script = lambda prompt: ANSWER[len(prompt) - len(PROMPT) :]
+    assert await replicas.call("one") == ANSWER
+    assert replicas.calls == [1, 1]
+    assert replicas.servers[1].calls[0].prompt_ids == [*PROMPT, ANSWER[0]]
 
 
-async def test_refused_request_is_not_tried_elsewhere(replicas: Replicas) -> None:
+async def test_refused_request_is_not_sent_to_another_replica(replicas: Replicas) -> None:
     for server in replicas.servers:
         server.max_context_tokens = 1
     with pytest.raises(RequestError):
@@ -88,7 +89,7 @@ async def test_refused_request_is_not_tried_elsewhere(replicas: Replicas) -> Non
     assert all(info.healthy for info in replicas.router.infos)
 
 
-async def test_dead_replica_is_taken_out_and_back_in(replicas: Replicas) -> None:
+async def test_dead_replica_gets_no_calls_until_it_is_healthy_again(replicas: Replicas) -> None:
     server = replicas.servers[0]
     port = int(server.url.rsplit(":", 1)[1])
     await replicas.router.start()
@@ -98,14 +99,14 @@ async def test_dead_replica_is_taken_out_and_back_in(replicas: Replicas) -> None
     assert [info.healthy for info in replicas.router.infos] == [False, True]
     server.checked.clear()
     await server.start(port=port)
-    await server.checked.wait()  # the router asked by itself
+    await server.checked.wait()  # the router checks without a call
     await replicas.router.check()
     replicas.servers[1].faults = [Fault("die")]
     assert await replicas.call("s-0") == ANSWER
     assert replicas.calls == [1, 5]
 
 
-async def test_without_a_healthy_replica_the_caller_may_try_again(replicas: Replicas) -> None:
+async def test_error_is_retryable_if_no_replica_is_healthy(replicas: Replicas) -> None:
     for server in replicas.servers:
         await server.close()
     for _ in range(2):
@@ -117,13 +118,13 @@ async def test_without_a_healthy_replica_the_caller_may_try_again(replicas: Repl
         await replicas.router.check()
 
 
-async def test_replica_that_was_out_is_asked_where_no_other_is_left(replicas: Replicas) -> None:
+async def test_unhealthy_replica_is_used_if_no_other_is_left(replicas: Replicas) -> None:
     for info in replicas.router.infos:
         info.healthy = False
     assert await replicas.call("one") == ANSWER
 
 
-async def test_paused_calls_wait_and_then_go_on(replicas: Replicas) -> None:
+async def test_paused_calls_wait_and_then_continue(replicas: Replicas) -> None:
     replicas.router.pause()
     calls = [asyncio.create_task(replicas.call(f"s-{n}")) for n in range(3)]
     await replicas.router.check()
@@ -132,14 +133,14 @@ async def test_paused_calls_wait_and_then_go_on(replicas: Replicas) -> None:
     assert await asyncio.gather(*calls) == [ANSWER] * 3
 
 
-async def test_pause_that_never_ends_is_bounded() -> None:
+async def test_endless_pause_fails_the_call_after_the_timeout() -> None:
     router = Router([], pause_timeout_s=0.01)
     router.pause()
     with pytest.raises(EngineError, match="paused"):
         await Replicas([], router).call("one")
 
 
-async def test_replica_that_is_removed_finishes_its_calls(replicas: Replicas) -> None:
+async def test_removed_replica_finishes_its_calls(replicas: Replicas) -> None:
     replicas.servers[0].token_delay_s = 0.05
     call = asyncio.create_task(replicas.call("one"))
     await replicas.servers[0].called.wait()
@@ -151,14 +152,14 @@ async def test_replica_that_is_removed_finishes_its_calls(replicas: Replicas) ->
         await replicas.router.remove("0")
 
 
-async def test_replica_can_be_added_once(replicas: Replicas) -> None:
+async def test_second_replica_with_the_same_name_is_refused(replicas: Replicas) -> None:
     await replicas.router.add(VllmEngine(replicas.servers[0].url, name="2"))
     another = VllmEngine(replicas.servers[0].url, name="2")
     with pytest.raises(RequestError):
         await replicas.router.add(another)
 
 
-async def test_version_is_the_newest_that_is_known(replicas: Replicas) -> None:
+async def test_version_is_the_newest_reported_one(replicas: Replicas) -> None:
     replicas.router.set_version(3)
     assert replicas.router.version == 3
     replicas.servers[1].version = 5

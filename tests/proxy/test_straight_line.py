@@ -1,4 +1,4 @@
-"""An agent's calls through the whole proxy: exact, recorded, extended turn by turn."""
+"""An agent's calls through the whole proxy are recorded exactly, and each turn extends the last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chat(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     return {"model": "some-model", "messages": messages, "tools": [TOOL], **more}
 
 
-async def test_a_conversation_with_tools_is_one_path(proxy: RunningProxy) -> None:
+async def test_conversation_with_tools_is_one_path(proxy: RunningProxy) -> None:
     proxy.engine.expect_extension = True
     session = await proxy.session()
     messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files."}]
@@ -62,7 +62,7 @@ async def test_a_conversation_with_tools_is_one_path(proxy: RunningProxy) -> Non
         assert np.array_equal(turn.logprobs, np.array(expected, np.float32))
 
 
-async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
+async def test_stream_and_whole_answer_have_the_same_content(proxy: RunningProxy) -> None:
     session = await proxy.session()
     proxy.answers(f"<think>\nI want to see.\n</think>\n\nLet me look.\n{CALL}\n{CALL}")
     messages = [{"role": "user", "content": "List the files."}]
@@ -87,7 +87,7 @@ async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
         else:
             calls[piece["index"]]["arguments"] += piece["function"]["arguments"]
     assert calls == [c["function"] for c in want["tool_calls"]]
-    assert len(pieces) > 6  # arguments leave while they are written
+    assert len(pieces) > 6  # arguments are streamed while they are sampled
     assert chunks[-1]["usage"] == whole["usage"] | {
         "prompt_tokens_details": {
             "cached_tokens": chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -96,7 +96,7 @@ async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
     assert len(deltas) > 10
 
 
-async def test_a_truncated_answers_close_is_never_sampled(proxy: RunningProxy) -> None:
+async def test_end_of_turn_of_a_truncated_answer_counts_as_prompt(proxy: RunningProxy) -> None:
     session = await proxy.session()
     proxy.answers("The answer is a sum of two numbers, thank you.")
     messages = [{"role": "user", "content": "Say something long."}]
@@ -115,7 +115,9 @@ async def test_a_truncated_answers_close_is_never_sampled(proxy: RunningProxy) -
     assert turns[1].prompt_ids[0] == close
 
 
-async def test_training_pins_its_sampling_and_eval_honours_the_agent(proxy: RunningProxy) -> None:
+async def test_train_session_pins_sampling_and_eval_session_uses_the_agents(
+    proxy: RunningProxy,
+) -> None:
     body = chat([{"role": "user", "content": "Hi."}], temperature=0.0, top_p=0.5, seed=7)
     train = await proxy.session(SessionKind.TRAIN, sampling={"temperature": 1.0})
     evaluation = await proxy.session(SessionKind.EVAL)
@@ -141,7 +143,7 @@ async def test_several_choices_are_siblings(proxy: RunningProxy) -> None:
     assert len({tuple(call.prompt_ids) for call in proxy.engine.calls}) == 1
 
 
-async def test_an_overlong_prompt_gets_the_error_that_makes_agents_compact(
+async def test_overlong_prompt_gets_the_error_on_which_agents_compact(
     proxy: RunningProxy,
 ) -> None:
     session = await proxy.session()

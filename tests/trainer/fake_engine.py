@@ -1,6 +1,7 @@
-"""vLLM's control routes without a model: takes any weights, and tells their version.
+"""vLLM's control routes without a model: accepts any weights and reports their version.
 
-In this process, or as one of its own: `python fake_engine.py HOST PORT`.
+It runs in this process, or as a separate one: `python fake_engine.py HOST PORT KEY_FD`. A separate
+process requires the key that it reads from KEY_FD, like a vLLM server that the run starts.
 """
 
 from __future__ import annotations
@@ -12,15 +13,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from proxy.secrecy import from_pipe
+
 
 class FakeEngine:
     def __init__(self) -> None:
         self.version = "0"
         self.calls: list[str] = []
+        self.is_dead = False
+        """Whether the server behaves like a vLLM server whose engine process has died: it runs, but
+        is not healthy."""
+        self.never_answers = ""
+        """A route whose requests wait until the engine is `released`."""
+        self.waiting = threading.Event()
+        self.released = threading.Event()
 
     def answer(self, path: str, body: dict[str, str]) -> dict[str, object]:
         route = path.partition("?")[0]
         self.calls.append(route)
+        if route == self.never_answers:
+            self.waiting.set()
+            self.released.wait()
+        if route == "/die":
+            self.is_dead = True
         if route == "/finish_weight_update":
             self.version = body["weight_version"]
         return {"weight_version": self.version, "success": True, "world_size": 1}
@@ -35,23 +50,32 @@ def fake_engine() -> Iterator[tuple[FakeEngine, str]]:
     try:
         yield engine, f"http://127.0.0.1:{server.server_port}"
     finally:
+        engine.released.set()
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def _server(engine: FakeEngine, host: str, port: int) -> ThreadingHTTPServer:
+def _server(
+    engine: FakeEngine, host: str, port: int, key: str | None = None
+) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            if key is not None and not self._authorised():
+                self.send_error(401)
+                return
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length) or b"{}")
             answer = json.dumps(engine.answer(self.path, body)).encode()
-            self.send_response(200)
+            self.send_response(503 if engine.is_dead and self.path == "/health" else 200)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
 
         do_GET = do_POST  # noqa: N815
+
+        def _authorised(self) -> bool:
+            return self.path == "/health" or self.headers["Authorization"] == f"Bearer {key}"
 
         def log_message(self, *_: object) -> None:
             pass
@@ -60,4 +84,5 @@ def _server(engine: FakeEngine, host: str, port: int) -> ThreadingHTTPServer:
 
 
 if __name__ == "__main__":
-    _server(FakeEngine(), sys.argv[1], int(sys.argv[2])).serve_forever()
+    key = from_pipe(int(sys.argv[3]))
+    _server(FakeEngine(), sys.argv[1], int(sys.argv[2]), key).serve_forever()

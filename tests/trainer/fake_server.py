@@ -1,4 +1,4 @@
-"""An engine as the trainer starts it, with `fake_engine` in vLLM's place."""
+"""An engine that is started like the trainer's engines, with `fake_engine` instead of vLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from tests.trainer import fake_engine
 
 
 class FakeServer(VllmServer):
-    def command(self) -> list[str]:
-        return [sys.executable, str(fake_engine.__file__), self.options.host, str(self.port)]
+    def command(self, key_fd: int) -> list[str]:
+        server = sys.executable, str(fake_engine.__file__)
+        return [*server, self.options.host, str(self.port), str(key_fd)]
 
     def kill(self) -> None:
-        """With `kill -9`; its guard, which is our child, stays and tells."""
+        """Kills the server with `kill -9`. Its guard, the child of this process, reports the
+        end."""
         assert self._process is not None
         guard = self._process.pid
         children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()

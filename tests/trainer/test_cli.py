@@ -1,9 +1,12 @@
-"""Bad input ends in one line that names the key or file, exit code not 0, nothing started."""
+"""Invalid input ends with one line that names the key or file, with an exit code other than 0, and
+before anything is started."""
 
 from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,23 +49,25 @@ def test_check_prints_the_resolved_configuration(
     assert not (config.parent / "runs").exists()
 
 
-def test_unknown_key(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_key_is_refused_with_its_name(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, text = failure(capfd, "--config", str(config), "rollout.size=3")
     assert code == 2
     assert "rollout.size=3" in text
 
 
-def test_missing_config(capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_config_option_is_refused_with_a_remedy(capfd: pytest.CaptureFixture[str]) -> None:
     code, text = failure(capfd, "rollout.group_size=3")
     assert code == 2
     assert "--config: missing" in text
 
 
-def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_refused_with_its_name(capfd: pytest.CaptureFixture[str]) -> None:
     assert "'trian'" in failure(capfd, "trian")[1]
 
 
-def test_model_path_that_is_no_checkpoint(
+def test_model_path_without_a_checkpoint_is_refused_with_the_path(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, text = failure(capfd, "--config", str(config), f"model.path={tmp_path}")
@@ -71,7 +76,7 @@ def test_model_path_that_is_no_checkpoint(
     assert str(tmp_path) in text
 
 
-def test_task_file_with_a_broken_line(
+def test_broken_line_of_a_task_file_is_refused_with_its_number(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tasks = tmp_path / "broken.jsonl"
@@ -81,18 +86,22 @@ def test_task_file_with_a_broken_line(
     assert f"{tasks}:2" in text
 
 
-def test_task_file_that_is_missing(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_task_file_is_refused_with_its_path(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert (
         "none.jsonl" in failure(capfd, "--config", str(config), "data.train_files=[none.jsonl]")[1]
     )
 
 
-def test_no_task_file(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_configuration_without_task_files_is_refused_with_the_key_to_set(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = failure(capfd, "--config", str(config), "data.train_files=[]")[1]
     assert "data.train_files: missing" in text
 
 
-def test_held_out_tasks_that_are_trained_on(
+def test_held_out_tasks_that_are_trained_on_are_refused(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tasks = config.parent / "tasks.jsonl"
@@ -100,7 +109,9 @@ def test_held_out_tasks_that_are_trained_on(
     assert "data.val_files" in text
 
 
-def test_agent_command_that_does_not_exist(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_agent_command_is_refused_with_its_name(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, text = failure(
         capfd, "--config", str(config), "remote_agent.command.argv=[no-such-program]"
     )
@@ -108,26 +119,30 @@ def test_agent_command_that_does_not_exist(config: Path, capfd: pytest.CaptureFi
     assert "'no-such-program'" in text
 
 
-def test_report_of_what_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_folder_without_a_run_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, text = failure(capfd, "report", str(tmp_path))
     assert code == 2
     assert str(tmp_path) in text
 
 
-def test_a_weight_of_a_reward_that_is_not_there(
+def test_weight_for_a_reward_that_is_not_configured_is_refused(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = failure(capfd, "--config", str(config), "remote_agent.reward_weights={judge: 1}")[1]
     assert "remote_agent.reward_weights" in text
 
 
-def test_several_reward_sources_are_one(config: Path) -> None:
+def test_several_reward_sources_are_combined(config: Path) -> None:
     rewards = "remote_agent.verifier={argv: ['true']}", "remote_agent.posted_rewards=true"
     weights = "remote_agent.reward_weights={posted: 0.5}"
     assert main(["--config", str(config), "--check", *rewards, weights]) == 0
 
 
-def test_a_port_in_use(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_refused_in_one_line(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -136,3 +151,55 @@ def test_a_port_in_use(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert code == 2
     line = capfd.readouterr().err.strip().splitlines()[-1]
     assert f"proxy_server.port={port}" in line
+
+
+def test_missing_device_is_refused_in_one_line(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = failure(capfd, "--config", str(config), "trainer.device=cuda:63", "--check")
+    assert code == 2
+    assert "trainer.device=cuda:63: PyTorch" in text
+    assert "use trainer.device=cpu or auto" in text
+
+
+def test_model_id_of_the_hub_is_refused_with_the_command_that_downloads_it(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = failure(capfd, "--config", str(config), "model.path=Qwen/Qwen3-0.6B")
+    assert code == 2
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in text
+
+
+def test_several_wrong_keys_are_refused_in_one_line_each(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(config), "lr=1e-6", "rollout.group_size=0"]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert [line.partition("=")[0] for line in lines] == [
+        "agentic-train: rollout.group_size",
+        "agentic-train: lr",
+    ]
+
+
+def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    assert main(["--config", str(config), "--check"]) == 0
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_neither_torch_nor_the_trainer(option: str) -> None:
+    program = f"""
+import sys
+from trainer.cli import main
+try:
+    main([{option!r}])
+except SystemExit:
+    heavy = {{"torch", "numpy", "pydantic", "aiohttp", "transformers"}} & set(sys.modules)
+    assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "agentic-" in done.stdout

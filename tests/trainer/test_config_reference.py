@@ -1,30 +1,61 @@
-"""The page of keys says what the code says."""
+"""Every key of the configuration is documented and used, and the page of keys is up to date."""
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 
-import pytest
+from pydantic import BaseModel
 
-from trainer import config
-from trainer.config_reference import _docstrings, reference
+from trainer.config import TrainerConfig
+from trainer.config_keys import Key, keys_of
+from trainer.config_reference import reference
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-SECTIONS = [
-    value
-    for value in vars(config).values()
-    if isinstance(value, type)
-    and issubclass(value, config.Section)
-    and value not in (config.Section, config.TrainerConfig)
-]
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
+USERS = ("tests/**/*.py", "examples/**/*", "benchmarks/**/*", "agentic_trainer.yaml")
+ALL_KEYS = list(keys_of(TrainerConfig))
+KEYS = [key for key in ALL_KEYS if "." in key.path]
 
 
-def test_the_page_is_the_one_that_the_code_makes() -> None:
-    wanted = "python -m trainer.config_reference > docs/configuration.md"
-    assert PAGE.read_text() == reference(), f"make it anew: {wanted}"
+@cache
+def words_of_users() -> list[frozenset[str]]:
+    """The words of each test, example and benchmark."""
+    files = [path for pattern in USERS for path in ROOT.glob(pattern) if path.is_file()]
+    return [
+        frozenset(re.findall(r"\w+", path.read_bytes().decode(errors="replace")))
+        for path in files
+        if path.suffix != ".jsonl"
+    ]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_key_is_documented_where_it_is_defined(section: type[config.Section]) -> None:
-    documented = _docstrings(section)
-    assert [name for name in section.model_fields if name not in documented] == []
+def names_of_section(key: Key) -> set[str]:
+    """What a file calls the key's section: its name in a configuration, or a class with the key."""
+    section, _, name = key.dotted.rpartition(".")
+    models = {model for each in ALL_KEYS if each.dotted == section for model in each.sections}
+    classes = {
+        cls.__name__
+        for model in models
+        for cls in model.__mro__
+        if issubclass(cls, BaseModel) and name in cls.model_fields
+    }
+    return {section.rpartition(".")[2], *classes}
+
+
+def test_page_of_keys_is_up_to_date_with_the_code() -> None:
+    command = "python -m trainer.config_reference > docs/configuration.md"
+    assert PAGE.read_text() == reference(), f"generate it again: {command}"
+
+
+def test_every_key_is_documented_where_it_is_defined() -> None:
+    bare = [key.path for key in KEYS if not key.text]
+    assert bare == []
+
+
+def test_every_key_is_used_with_its_section_in_a_test_an_example_or_a_benchmark() -> None:
+    def is_used(key: Key) -> bool:
+        name, section = key.dotted.rpartition(".")[2], names_of_section(key)
+        return any(name in words and section & words for words in words_of_users())
+
+    assert {key.dotted for key in KEYS if not is_used(key)} == set()

@@ -1,4 +1,5 @@
-"""The loop: a run that was cut goes on as if it had not been; nothing half-saved is ever used."""
+"""The training loop: an interrupted run continues as if it had not been interrupted, and an
+incomplete checkpoint is never used."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import resource
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,28 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from agent_loop.producers.groups import BatchSettings
+from agent_loop.evaluator import EvalReport, Score
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from agent_loop.tasks import Source, TaskStream
 from proxy.records import SessionKind
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
+from trainer.batch import Batch
 from trainer.checkpoint import Checkpoints, Saved
+from trainer.cluster.engines import RunEngines
 from trainer.cluster.local import local_trainer
+from trainer.cluster.rank_zero import RankZero, Restore, ScoreText
+from trainer.cluster.ranks import models_of_rank
 from trainer.config import TrainerConfig
-from trainer.controller import TrainController
 from trainer.errors import CheckpointError, TrainingError
-from trainer.fit import Fit
-from trainer.policy.learner import Learner
-from trainer.policy.probe import score_ids
-from trainer.run.assembly import build_models
+from trainer.fit import Evaluates, Fit, TrainOn
+from trainer.policy.policy import Policy, Scores
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder, read_jsonl, truncate_jsonl
 from trainer.run.log import RunLog
-from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.sync import WeightSync
+from trainer.trainer import Trainer
 
 STEPS = 6
 TIMED = ("time", "throughput/", "sync/", "memory/")
@@ -46,21 +49,28 @@ class Cut(Exception):
     pass
 
 
-Score = Callable[[Sequence[int]], Awaitable[list[float]]]
+Scorer = Callable[[Sequence[int]], Awaitable[list[float]]]
 
 
-def scored_by(learner: Learner) -> Score:
+def scored_by(trainer: Trainer) -> Scorer:
     async def score(ids: Sequence[int]) -> list[float]:
-        return score_ids(learner, ids)
+        return trainer.score(ids)
+
+    return score
+
+
+def scored_on(rank_zero: RankZero) -> Scorer:
+    async def score(ids: Sequence[int]) -> list[float]:
+        return await rank_zero.ask(ScoreText(ids))
 
     return score
 
 
 class ScriptedTrials:
-    """Rollouts that are a function of the seed and the policy; `cut_at` ends the run unasked."""
+    """Rollouts that are a function of the seed and the policy; `cut_at` interrupts the run."""
 
     def __init__(
-        self, score: Score, cut_at: int | None, fail: bool = False, reward: float | None = None
+        self, score: Scorer, cut_at: int | None, fail: bool = False, reward: float | None = None
     ) -> None:
         self._score = score
         self._left = cut_at
@@ -109,28 +119,53 @@ def config_of(checkpoint: Path, **sections: Any) -> TrainerConfig:
 
 
 async def run_once(
-    config: TrainerConfig, folder: RunFolder, url: str, cut_at: int | None = None, **script: Any
+    config: TrainerConfig,
+    folder: RunFolder,
+    url: str,
+    cut_at: int | None = None,
+    evaluator: Evaluates | None = None,
+    **script: Any,
 ) -> str:
-    """What `start` does, on scripted trials: from the last checkpoint, if there is one."""
+    """Does the same as `start` with scripted trials: continues from the last checkpoint, if there
+    is one."""
     checkpoints = Checkpoints(folder.checkpoints, keep_last=config.trainer.keep_last)
     saved = checkpoints.latest()
     truncate_jsonl(folder.metrics, saved.step if saved else 0)
-    log = RunLog(config, folder, saved_step=saved.step if saved else 0)
+    log = RunLog(
+        config.logging,
+        folder,
+        steps=config.trainer.steps,
+        saved_step=saved.step if saved else 0,
+    )
     tasks = [Task(f"task-{number}", {}) for number in range(5)]
     control = RunControl()
     with closing(log):
-        async with local_trainer(config, folder, control, ()) as trainer:
+        async with local_trainer(config, folder, control, ()) as rank_zero:
             producer = SyncProducer(
-                ScriptedTrials(trainer.score, cut_at, **script),
+                ScriptedTrials(scored_on(rank_zero), cut_at, **script),
                 TaskStream([Source("s", tasks)], seed=1),
-                BatchSettings(groups=2, group_size=3),
+                RolloutConfig(groups_per_step=2, group_size=3),
                 seed=config.trainer.seed,
             )
-            fit = Fit(config, trainer, producer, None, log, control)
-            if state := await trainer.restore():
-                fit.produced = state["producer"]
-            await trainer.connect([url])
+            engines = RunEngines(rank_zero, given_urls=[url])
+            fit = Fit(
+                config.trainer,
+                config.eval,
+                rank_zero,
+                engines,
+                producer,
+                evaluator,
+                checkpoints,
+                log,
+                control,
+            )
+            fit.resume_from(await rank_zero.ask(Restore(checkpoints)))
+            await engines.start()
             return await fit.run()
+
+
+def trainer_of(config: TrainerConfig) -> Trainer:
+    return Trainer(config, models_of_rank(config))
 
 
 def lines(folder: RunFolder) -> list[dict[str, Any]]:
@@ -156,7 +191,7 @@ def new_folder(tmp_path: Path) -> Any:
     return make
 
 
-def test_a_run_cut_three_times_equals_one_that_was_not(
+def test_run_that_is_interrupted_three_times_equals_an_uninterrupted_run(
     checkpoint: Path, engine: str, new_folder: Any
 ) -> None:
     config = config_of(checkpoint)
@@ -196,7 +231,7 @@ def test_each_update_reaches_the_engine_with_its_version(checkpoint: Path, new_f
     ]
 
 
-def test_batches_without_a_signal_change_neither_weights_nor_version(
+def test_batch_without_a_signal_changes_neither_weights_nor_version(
     checkpoint: Path, new_folder: Any
 ) -> None:
     config = config_of(checkpoint, algorithm={"groups": "with_signal"}, trainer={"steps": 2})
@@ -209,49 +244,112 @@ def test_batches_without_a_signal_change_neither_weights_nor_version(
     assert [line["policy_version"] for line in lines(folder)] == [0, 0]
 
 
-def test_the_export_is_the_policy(checkpoint: Path, engine: str, new_folder: Any) -> None:
+def test_run_ends_after_the_step_that_exceeds_max_wall_s(
+    checkpoint: Path, engine: str, new_folder: Any
+) -> None:
+    folder = new_folder("a")
+    config = config_of(checkpoint, trainer={"max_wall_s": 1e-6})
+    assert asyncio.run(run_once(config, folder, engine)) == "done"
+    assert lines(folder) == []
+
+
+def test_run_without_a_signal_reports_it_saves_and_ends(
+    checkpoint: Path, engine: str, new_folder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = new_folder("a")
+    config = config_of(
+        checkpoint,
+        trainer={"no_signal_steps": 2, "save_every": 0},
+        logging={"progress": "plain"},
+    )
+    why = r"2 steps in a row without a signal \(trainer\.no_signal_steps=2\)"
+    with pytest.raises(TrainingError, match=why):
+        asyncio.run(run_once(config, folder, engine, reward=1.0))
+    assert capsys.readouterr().out.count("no signal: all advantages are 0") == 2
+    assert [line["signal/steps_without"] for line in lines(folder)] == [1, 2]
+    saved = Checkpoints(folder.checkpoints, keep_last=2).latest()
+    assert saved is not None
+    assert saved.step == 2
+
+
+def test_checkpoints_are_written_by_time(checkpoint: Path, engine: str, new_folder: Any) -> None:
+    folder = new_folder("a")
+    settings = {"save_every": 0, "save_every_s": 1e-6, "keep_last": STEPS}
+    asyncio.run(run_once(config_of(checkpoint, trainer=settings), folder, engine))
+    assert len(list(folder.checkpoints.glob("step-*"))) == STEPS
+
+
+class ScriptedEvaluator:
+    """An evaluator with scripted success rates, one for each evaluation."""
+
+    def __init__(self, *rates: float) -> None:
+        self._rates = list(rates)
+
+    async def evaluate(self, version: int) -> EvalReport:
+        success = self._rates.pop(0)
+        score = Score(success, (0.0, 1.0), success, {1: success}, 1, 1, 0, 1.0)
+        return EvalReport(version, score, {}, [])
+
+
+def test_run_stops_at_success_and_saves_that_step_as_the_best(
+    checkpoint: Path, engine: str, new_folder: Any
+) -> None:
+    folder = new_folder("a")
+    config = config_of(
+        checkpoint,
+        trainer={"save_every": 0, "stop_at_success": 0.5},
+        eval={"every": 1, "before": False, "after": False},
+    )
+    evaluator = ScriptedEvaluator(0.3, 0.2, 0.6)
+    assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
+    assert [line["step"] for line in lines(folder) if "reward/mean" in line] == [1, 2, 3]
+    assert (folder.checkpoints / "best").read_text() == "step-000003"
+
+
+def test_exported_checkpoint_equals_the_policy(
+    checkpoint: Path, engine: str, new_folder: Any
+) -> None:
     folder, config = new_folder("a"), config_of(checkpoint, trainer={"steps": 1})
     asyncio.run(run_once(config, folder, engine))
     saved = Checkpoints(folder.checkpoints, keep_last=2).latest()
     assert saved is not None
-    learner = build_models(config)
-    Checkpoints(folder.checkpoints, keep_last=2).load(saved, learner)
-    exported = build_models(config_of(saved.path / "model")).policy
+    trained, exported = trainer_of(config), trainer_of(config_of(saved.path / "model"))
+    trained.restore(Checkpoints(folder.checkpoints, keep_last=2))
     ids = list(range(1, 20))
-    assert score_ids(exported, ids) == score_ids(learner.policy, ids)
-    assert score_ids(exported, ids) != score_ids(build_models(config).policy, ids)
+    assert exported.score(ids) == trained.score(ids)
+    assert exported.score(ids) != trainer_of(config).score(ids)
 
 
-def test_old_checkpoints_go(checkpoint: Path, engine: str, new_folder: Any) -> None:
+def test_old_checkpoints_are_deleted(checkpoint: Path, engine: str, new_folder: Any) -> None:
     folder = new_folder("a")
     asyncio.run(run_once(config_of(checkpoint, trainer={"keep_last": 2}), folder, engine))
     kept = sorted(path.name for path in folder.checkpoints.iterdir())
     assert kept == [f"step-{STEPS - 1:06d}", f"step-{STEPS:06d}"]
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_whole(checkpoint: Path, tmp_path: Path) -> None:
-    learner = build_models(config_of(checkpoint))
+def test_full_disk_does_not_damage_earlier_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+    models = models_of_rank(config_of(checkpoint))
     checkpoints = Checkpoints(tmp_path, keep_last=2)
 
     def save(step: int) -> None:
-        checkpoints.save(step, learner, {}, checkpoint)
+        checkpoints.save(step, models, {}, checkpoint)
 
     save(1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(CheckpointError, match="earlier checkpoints are whole"):
+        with pytest.raises(CheckpointError, match="earlier checkpoints are unchanged"):
             save(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     saved = checkpoints.latest()
     assert saved is not None
-    checkpoints.load(saved, build_models(config_of(checkpoint)))
+    checkpoints.load(saved, models_of_rank(config_of(checkpoint)))
 
 
 def full_disk_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file that is written to save this step is cut at 4 KiB."""
+    """Limits the size of every file that is written to save this step to 4 KiB."""
     save = Checkpoints.save
 
     def limited(self: Checkpoints, number: int, *args: Any, **options: Any) -> Saved:
@@ -266,7 +364,7 @@ def full_disk_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "save", limited)
 
 
-def test_a_run_goes_on_where_a_checkpoint_on_schedule_cannot_be_saved(
+def test_run_continues_if_a_scheduled_checkpoint_cannot_be_saved(
     checkpoint: Path,
     engine: str,
     new_folder: Any,
@@ -285,7 +383,7 @@ def test_a_run_goes_on_where_a_checkpoint_on_schedule_cannot_be_saved(
     ]
 
 
-def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(
+def test_last_checkpoint_that_cannot_be_saved_is_an_error(
     checkpoint: Path, engine: str, new_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = new_folder("a")
@@ -298,12 +396,12 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(
     ]
 
 
-def test_a_half_written_checkpoint_is_not_seen(checkpoint: Path, tmp_path: Path) -> None:
+def test_incomplete_checkpoint_is_ignored(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / ".step-000007" / "state").mkdir(parents=True)
     assert Checkpoints(tmp_path, keep_last=2).latest() is None
 
 
-def test_a_checkpoint_of_another_architecture_is_refused(
+def test_checkpoint_of_another_architecture_is_refused(
     checkpoint: Path, engine: str, new_folder: Any, tmp_path: Path
 ) -> None:
     folder = new_folder("a")
@@ -316,29 +414,51 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         asyncio.run(run_once(config_of(other), folder, engine))
 
 
-def test_a_batch_without_a_trainable_rollout_names_why(checkpoint: Path) -> None:
-    learner = build_models(config_of(checkpoint))
-    trials = ScriptedTrials(scored_by(learner), None, fail=True)
+def test_batch_without_a_trainable_rollout_is_an_error_with_the_reason(checkpoint: Path) -> None:
+    trainer = trainer_of(config_of(checkpoint))
+    trials = ScriptedTrials(scored_by(trainer), None, fail=True)
     rollout = asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=3))
-    rollout.error = "the sandbox is gone"
-    with fake_engine() as (_, url):
-        sync = WeightSync(EngineControl([url]))
-        controller = TrainController(config_of(checkpoint), learner, sync)
-        with pytest.raises(TrainingError, match="the sandbox is gone"):
-            controller.learn([Group("g", rollout.task, [rollout])])
-        sync.close()
+    rollout = replace(rollout, error="the sandbox is gone")
+    with pytest.raises(TrainingError, match="the sandbox is gone"):
+        TrainOn([Group("g", rollout.task, [rollout])]).on(trainer)
 
 
-def test_engine_log_probabilities_that_are_off_stop_the_run(checkpoint: Path) -> None:
-    config = config_of(checkpoint)
-    learner = build_models(config)
-    trials = ScriptedTrials(scored_by(learner), None)
+def group_with_wrong_logprobs(trainer: Trainer) -> Group:
+    trials = ScriptedTrials(scored_by(trainer), None)
     rollout = asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=3))
     segment = rollout.segments[0]
     segment.logprobs[segment.mask] = np.roll(segment.logprobs[segment.mask], 1)
-    with fake_engine() as (_, url):
-        sync = WeightSync(EngineControl([url]))
-        controller = TrainController(config, learner, sync)
-        with pytest.raises(TrainingError, match=r"mean \|Δ log p\|"):
-            controller.learn([Group("g", rollout.task, [rollout])])
-        sync.close()
+    return Group("g", rollout.task, [rollout])
+
+
+@pytest.mark.parametrize("prox", ["recompute", "reuse"])
+def test_wrong_log_probabilities_from_the_engine_end_the_run(checkpoint: Path, prox: str) -> None:
+    config = config_of(checkpoint, algorithm={"mini_batches": 1, "prox": prox})
+    trainer = trainer_of(config)
+    with pytest.raises(TrainingError, match=r"mean \|Δ log p\|"):
+        TrainOn([group_with_wrong_logprobs(trainer)]).on(trainer)
+
+
+@pytest.mark.parametrize(
+    ("prox", "passes"), [("recompute", 1), ("reuse", 0), ("log_linear", 0), ("behaviour", 0)]
+)
+def test_log_probabilities_are_computed_only_if_the_algorithm_uses_them(
+    checkpoint: Path, prox: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {"prox": prox, "mini_batches": 1, "correction": {}}
+    trainer = trainer_of(config_of(checkpoint, algorithm=algorithm))
+    trials = ScriptedTrials(scored_by(trainer), None)
+    rollouts = [
+        asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=seed)) for seed in (3, 4)
+    ]
+    calls: list[Batch] = []
+    compute = Policy.compute_logprobs
+
+    def counted(self: Policy, batch: Batch, *, temperature: float) -> Scores:
+        calls.append(batch)
+        return compute(self, batch, temperature=temperature)
+
+    monkeypatch.setattr(Policy, "compute_logprobs", counted)
+    trained = TrainOn([Group("g", rollouts[0].task, rollouts)]).on(trainer)
+    assert len(calls) == passes
+    assert trained.metrics["mismatch/logp_abs_mean"] < 1e-5

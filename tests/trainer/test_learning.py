@@ -1,7 +1,7 @@
-"""Every preset learns: a policy that samples for itself is rewarded for half of its vocabulary.
+"""Every preset learns: the policy is rewarded for sampling tokens of half of its vocabulary.
 
-Sampling has the policy's own tokens, log-probabilities and versions; with staleness, a batch waits
-for as many updates before it is trained on.
+The policy itself gives the tokens, log-probabilities and versions. With staleness, a batch is
+trained that number of updates after it was sampled.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
 from trainer.batch import build_batch
-from trainer.packing import MicroBatch
-from trainer.policy.attention import Layout
-from trainer.policy.learner import Learner, build_learner
+from trainer.models import (
+    ComputeLogprobs,
+    ComputeReference,
+    ComputeValues,
+    Models,
+    Update,
+    build_models,
+)
+from trainer.optimizer import OptimizerConfig
+from trainer.packing import Layout, MicroBatch
 from trainer.policy.model import ModelConfig, last_hidden
-from trainer.policy.optimizer import OptimizerConfig
 
 ANSWER = 6
 PROMPT = (5, 6, 7)
 
 
 @torch.no_grad()
-def sample(learner: Learner, version: int, *, groups: int = 4, size: int = 4) -> list[Group]:
-    """Groups of rollouts from the policy's present weights; reward: share of tokens below 48."""
-    policy = learner.policy
+def sample(models: Models, version: int, *, groups: int = 4, size: int = 4) -> list[Group]:
+    """Groups of rollouts of the current weights; the reward is the share of tokens below 48."""
+    policy = models.policy
     rows = torch.tensor(PROMPT).repeat(groups * size, 1)
     logprobs = torch.zeros(groups * size, len(PROMPT))
     for _ in range(ANSWER):
@@ -75,9 +81,9 @@ def _rollout(index: int, ids: np.ndarray, logprobs: np.ndarray, version: int) ->
 
 
 def learn(checkpoint: Path, algorithm: dict[str, Any], *, staleness: int, updates: int) -> float:
-    """The last batch's mean reward."""
+    """The mean reward of the last batch."""
     torch.manual_seed(1)
-    learner = build_learner(
+    models = build_models(
         ModelConfig(path=checkpoint),
         OptimizerConfig(lr=3e-3),
         AlgorithmConfig.model_validate(algorithm),
@@ -86,18 +92,18 @@ def learn(checkpoint: Path, algorithm: dict[str, Any], *, staleness: int, update
     generator = torch.Generator().manual_seed(0)
     version = 0
     while version < updates:
-        waiting.append(sample(learner, version))
+        waiting.append(sample(models, version))
         if len(waiting) <= staleness:
             continue
         batch = build_batch(waiting.popleft())
         assert int(batch.versions[0]) == max(0, version - staleness)
-        learner.compute_logprobs(batch, temperature=1.0)
-        learner.compute_ref_logprobs(batch, temperature=1.0)
-        learner.compute_values(batch)
-        learner.algorithm.compute_advantages(batch)
-        learner.train_step(batch, temperature=1.0, version=version, generator=generator)
+        models.together(ComputeLogprobs(batch, temperature=1.0))
+        models.together(ComputeReference(batch, temperature=1.0))
+        models.together(ComputeValues(batch))
+        models.algorithm.compute_advantages(batch)
+        models.together(Update(batch, 1.0, version, generator))
         version += 1
-    return float(build_batch(sample(learner, version)).rewards.mean())
+    return float(build_batch(sample(models, version)).rewards.mean())
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -1,4 +1,4 @@
-"""Micro-batches: each trained token once, and a tree that is too large cut where it costs least."""
+"""Micro-batches hold each trained token once, and too large trees are cut at the lowest cost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_trained_token_is_predicted_once_by_the_token_before_it_on_its_path
             assert micro.positions[seen].tolist() == list(range(position))
 
 
-def test_micro_batches_are_filled_evenly_and_no_further_than_asked() -> None:
+def test_micro_batches_are_filled_evenly_up_to_the_limit() -> None:
     batch = make_batch(1, groups=8)
     longest = max(len(ids) for ids in batch.sequences)
     small = pack(batch, max_tokens=10 * longest, fill_tokens=2 * longest)
@@ -62,27 +62,27 @@ def test_micro_batches_are_filled_evenly_and_no_further_than_asked() -> None:
     assert min(len(micro.ids) for micro in small) >= longest / 2
 
 
-def test_what_fits_together_is_not_cut_to_fill_less() -> None:
+def test_sequences_with_a_common_prefix_exceed_the_fill_limit_together() -> None:
     batch = make_batch(2, groups=1)
     (whole,) = pack(batch, max_tokens=10_000, share_prefixes=True)
     (same,) = pack(batch, max_tokens=10_000, fill_tokens=1, share_prefixes=True)
     assert torch.equal(same.ids, whole.ids)
 
 
-def test_a_sequence_longer_than_a_micro_batch_leaves_no_empty_one_beside_it() -> None:
+def test_sequence_longer_than_a_micro_batch_adds_no_empty_micro_batch() -> None:
     batch = make_batch(3, groups=1, size=1, segments=1)
     (micro,) = pack(batch, max_tokens=len(batch.sequences[0]) // 3)
     assert len(micro.ids) == len(batch.sequences[0])
 
 
 def tokens(walk: list[np.ndarray], start: int, stop: int) -> int:
-    """Of the radix tree of `walk[start:stop]`."""
+    """Number of tokens in the radix tree of `walk[start:stop]`."""
     part = walk[start:stop]
     return sum(map(len, part)) - sum(common_prefix(a, b) for a, b in pairwise(part))
 
 
 def ways(count: int) -> list[list[int]]:
-    """All ways to cut so many sequences: the bounds of each."""
+    """The bounds of the parts, for every way to cut this number of sequences."""
     return [
         [0, *(i for i in range(1, count) if bits >> i & 1), count] for bits in range(0, 2**count, 2)
     ]
@@ -93,7 +93,9 @@ def ways(count: int) -> list[list[int]]:
     ids=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=7),
     max_tokens=st.integers(1, 25),
 )
-def test_a_tree_is_cut_where_least_is_computed_twice(ids: list[list[int]], max_tokens: int) -> None:
+def test_tree_is_cut_where_the_fewest_tokens_are_repeated(
+    ids: list[list[int]], max_tokens: int
+) -> None:
     walk = [np.array(each) for each in sorted(ids)]
     shared = [0, *(common_prefix(a, b) for a, b in pairwise(walk))]
     parts = cut(np.array([len(each) for each in walk]), np.array(shared), max_tokens)
@@ -112,7 +114,9 @@ def test_a_tree_is_cut_where_least_is_computed_twice(ids: list[list[int]], max_t
 
 
 @pytest.mark.parametrize("max_tokens", [130, 150])
-def test_two_families_are_cut_between_them_not_where_the_first_fill_ends(max_tokens: int) -> None:
+def test_cut_is_between_two_prefixes_even_if_a_part_is_not_full(
+    max_tokens: int,
+) -> None:
     """Three sequences share 60 tokens, two others 40, and all of them 10."""
     lengths, shared = np.array([70, 70, 70, 60, 60]), np.array([0, 60, 60, 10, 40])
     assert cut(lengths, shared, max_tokens) == [(0, 3, 90), (3, 5, 80)]

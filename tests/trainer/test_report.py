@@ -1,4 +1,4 @@
-"""The report: from the folder alone, at any time, with nothing to load from anywhere."""
+"""The report needs only the run's folder, can be written at any time, and loads nothing else."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def turn(
     )
 
 
-def test_the_longest_branch_is_the_path_the_engine_saw() -> None:
+def test_longest_branch_is_the_path_that_the_engine_saw() -> None:
     turns = [turn(0, None, 0, [1, 2], [3, 4]), turn(1, 0, 4, [5], [6, 7]), turn(2, 0, 3, [9], [8])]
     runs = [(ids.tolist(), sampled) for ids, sampled in longest_branch(turns)]
     assert runs == [([1, 2], False), ([3, 4], True), ([5], False), ([6, 7], True)]
 
 
-def test_a_fork_drops_what_it_does_not_share() -> None:
+def test_branch_of_a_fork_excludes_tokens_that_it_does_not_share() -> None:
     turns = [turn(0, None, 0, [1, 2], [3, 4]), turn(1, 0, 3, [9, 9], [8])]
     runs = [(ids.tolist(), sampled) for ids, sampled in longest_branch(turns)]
     assert runs == [([1, 2], False), ([3], True), ([9, 9], False), ([8], True)]
 
 
-def test_no_turns_no_text() -> None:
+def test_session_without_turns_has_no_text() -> None:
     assert longest_branch([]) == []
 
 
@@ -78,7 +78,7 @@ async def folder(tmp_path: Path, tiny_model: Path) -> RunFolder:
     return folder
 
 
-def test_report_has_curve_evaluation_and_trials(folder: RunFolder) -> None:
+def test_report_has_curves_evaluations_and_trials(folder: RunFolder) -> None:
     text = write_report(folder).read_text()
     assert "<svg" in text
     assert "0.250" in text
@@ -95,7 +95,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 @needs(None if CHROMIUM else "chromium is not installed: apt-get install chromium")
-def test_a_browser_draws_it_without_a_complaint(folder: RunFolder, tmp_path: Path) -> None:
+def test_browser_draws_the_report_without_errors(folder: RunFolder, tmp_path: Path) -> None:
     page, picture = write_report(folder), tmp_path / "page.png"
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--incognito"]
     command += [f"--user-data-dir={tmp_path}/browser", "--enable-logging=stderr"]
@@ -108,7 +108,7 @@ def test_a_browser_draws_it_without_a_complaint(folder: RunFolder, tmp_path: Pat
     assert (pixels == (0xDC, 0xFC, 0xE7)).all(-1).any()  # what the policy sampled
 
 
-def test_report_of_a_run_that_has_only_begun(folder: RunFolder) -> None:
+def test_report_of_a_run_without_steps_can_be_written(folder: RunFolder) -> None:
     for file in (folder.metrics, folder.trials_log, folder.summary, folder.sessions):
         file.unlink()
-    assert "None was made" in write_report(folder).read_text()
+    assert "There was no evaluation" in write_report(folder).read_text()

@@ -1,10 +1,11 @@
-"""The algorithms as pure functions of flat columns, and the configuration that names them.
+"""Algorithms as parts: each is one class with its formula, its settings and its source.
 
-Every function takes what it needs as tensors and returns tensors: no model, no state, no ranks.
-`config.AlgorithmConfig` puts the parts together, `presets` names the papers' combinations, and
-`objective` applies them to a batch.
+A part takes and returns tensors; it does not depend on models, state or ranks. Each kind of part
+has a protocol and a registry in one module: `advantages`, `policy_losses`, `aggregation`, `kl`,
+`correction`. `config.AlgorithmConfig` combines parts, `presets` holds the combinations of papers,
+and `algorithm.Algorithm` applies them to a batch.
 
-Shapes everywhere: `R` rollouts, `S` sequences, `N` trained tokens.
+Shapes everywhere: `R` rollouts, `S` sequences, `N` trained tokens of a batch, `M` of a micro-batch.
 """
 
 from trainer.algorithms.algorithm import Algorithm

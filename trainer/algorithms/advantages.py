@@ -1,191 +1,328 @@
-"""Rewards → advantages.
+"""Rewards → advantages: one class per estimator, with its formula, its settings and its source.
 
-Invariant: every baseline and every scale counts rollouts, never tokens, turns or sequences, so an
-agent that forks weighs no more than one that does not. A group of one, and one whose rewards are
-all the same, give finite advantages: 0 wherever the baseline is the group's own.
-
-Outcome estimators return `Baseline(mean, scale)` per rollout: a token that its turn credits with
-`G` has the advantage `(G − mean) · scale`; without turn rewards `G` is the rollout's reward.
+Invariant: every baseline and every scale counts rollouts, never tokens, turns or sequences. If the
+baseline is the group's own, equal returns and groups of one rollout have advantages of exactly 0.
+No advantage is infinite. The formulas below are written with a reward `R`; they apply to the return
+of every token, and baselines and scales are computed from the same returns (`returns.py`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from agent_loop.records import REWARD_ROUNDING
+from trainer.algorithms.aggregation import RolloutMean
+from trainer.algorithms.part import NamedPart, Parts
+from trainer.algorithms.returns import Returns, group_max, group_size, group_sum
 
-class Baseline(NamedTuple):
-    """What is taken from each rollout's returns, and what they are multiplied by.
-
-    Example: a group with rewards [1 0 0 1] under GRPO without ε:
-        Baseline(mean=[.5 .5 .5 .5], scale=[1.73 1.73 1.73 1.73])
-    """
-
-    mean: Tensor
-    """`[R]`"""
-    scale: Tensor
-    """`[R]`"""
+Eps = Annotated[float, Field(ge=0)]
 
 
-def group_sum(values: Tensor, group: Tensor) -> Tensor:
-    """`[R]`: for each rollout the sum of `values` `[R]` over its group."""
-    sums = values.new_zeros(int(group.max()) + 1 if len(group) else 0)
-    return sums.index_add(0, group, values)[group]
+class Estimate(NamedTuple):
+    """Example: Estimate(advantages=[.5 -.25 -.5])"""
+
+    advantages: Tensor
+    """`[N]`, advantage of each trained token."""
+    value_targets: Tensor | None = None
+    """`[N]`, the values that the critic learns to predict; None without a critic."""
 
 
-def group_size(rewards: Tensor, group: Tensor) -> Tensor:
-    return group_sum(torch.ones_like(rewards), group)
+class Advantage(NamedPart, ABC):
+    """An estimator of advantages from returns. A subclass declares its settings as fields."""
+
+    needs_values: ClassVar[bool] = False
+    """Whether the estimator uses a critic's values; the algorithm then needs `critic`."""
+    compares_within_group: ClassVar[bool] = True
+    """Whether the baseline is the group's own, so that a group of one rollout teaches nothing."""
+
+    @abstractmethod
+    def estimate(self, returns: Returns) -> Estimate:
+        """The advantage of every trained token."""
 
 
-def group_mean(rewards: Tensor, group: Tensor) -> Tensor:
-    return group_sum(rewards, group) / group_size(rewards, group)
+def group_mean(values: Tensor, group: Tensor, _tokens: Tensor) -> Tensor:
+    """`μ_g`"""
+    return group_sum(values, group) / group_size(group)
 
 
-def group_std(rewards: Tensor, group: Tensor) -> Tensor:
-    """The unbiased standard deviation (n − 1, as in TRL and verl); 0 in a group of one."""
-    squares = group_sum((rewards - group_mean(rewards, group)).square(), group)
-    return (squares / (group_size(rewards, group) - 1).clamp(min=1)).sqrt()
+def mean_of_others(values: Tensor, group: Tensor, _tokens: Tensor) -> Tensor:
+    """`mean_{j≠i} R_j`; the value itself if the group has no other rollout."""
+    size = group_size(group)
+    others = (group_sum(values, group) - values) / (size - 1).clamp(min=1)
+    return torch.where(size > 1, others, values)
 
 
-def batch_std(values: Tensor) -> Tensor:
-    """The unbiased standard deviation over the batch's rollouts; 0 for one rollout."""
-    return ((values - values.mean()).square().sum() / max(1, len(values) - 1)).sqrt()
+def mean_by_tokens(values: Tensor, group: Tensor, tokens: Tensor) -> Tensor:
+    """`Σ R·len / Σ len`, `len` in trained tokens."""
+    return group_sum(values * tokens, group) / group_sum(tokens, group)
 
 
-def grpo(rewards: Tensor, group: Tensor, *, eps: float) -> Baseline:
+class Grpo(Advantage):
     """`(R − μ_g) / (σ_g + ε)`. DeepSeekMath, arXiv 2402.03300."""
-    return Baseline(group_mean(rewards, group), 1 / (group_std(rewards, group) + eps))
+
+    name: Literal["grpo"] = "grpo"
+    eps: Eps = 1e-6
+    """ε, as a share of the group's largest deviation."""
+
+    def estimate(self, returns: Returns) -> Estimate:
+        centred = returns.centred(group_mean)
+        return Estimate(returns.normalised(centred, centred, eps=self.eps))
 
 
-def dr_grpo(rewards: Tensor, group: Tensor) -> Baseline:
+class DrGrpo(Advantage):
     """`R − μ_g`. Understanding R1-Zero-like training, arXiv 2503.20783."""
-    return Baseline(group_mean(rewards, group), torch.ones_like(rewards))
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+
+    def estimate(self, returns: Returns) -> Estimate:
+        return Estimate(returns.centred(group_mean))
 
 
-def rloo(rewards: Tensor, group: Tensor) -> Baseline:
-    """`R_i − mean_{j≠i} R_j`, which is `(R_i − μ_g) · n / (n − 1)`. arXiv 2402.14740.
+class Rloo(Advantage):
+    """`R_i − mean_{j≠i} R_j`, which is `(R_i − μ_g) · n / (n − 1)`. arXiv 2402.14740."""
 
-    A group of one has no others to compare with: advantage 0.
-    """
-    size, total = group_size(rewards, group), group_sum(rewards, group)
-    others = (total - rewards) / (size - 1).clamp(min=1)
-    return Baseline(torch.where(size > 1, others, rewards), torch.ones_like(rewards))
+    name: Literal["rloo"] = "rloo"
+
+    def estimate(self, returns: Returns) -> Estimate:
+        return Estimate(returns.centred(mean_of_others))
 
 
-def reinforce_pp(rewards: Tensor, *, eps: float) -> Baseline:
+class ReinforcePp(Advantage):
     """`(R − μ) / (σ + ε)` over the whole batch. REINFORCE++, arXiv 2501.03262."""
-    scale = 1 / (batch_std(rewards) + eps)
-    return Baseline(rewards.mean().expand_as(rewards), scale.expand_as(rewards))
+
+    name: Literal["reinforce++"] = "reinforce++"
+    compares_within_group: ClassVar[bool] = False
+    eps: Eps = 1e-6
+    """ε, as a share of the batch's largest deviation."""
+
+    def estimate(self, returns: Returns) -> Estimate:
+        batch = returns.whole_batch
+        centred = returns.centred(group_mean, batch)
+        return Estimate(returns.normalised(centred, centred, batch, eps=self.eps))
 
 
-def reinforce_pp_baseline(rewards: Tensor, group: Tensor, *, eps: float) -> Baseline:
+class ReinforcePpBaseline(Advantage):
     """`(R − μ_g) / (σ(R − μ_g) + ε)`, σ over the batch. REINFORCE++-baseline, arXiv 2501.03262."""
-    mean = group_mean(rewards, group)
-    scale = 1 / (batch_std(rewards - mean) + eps)
-    return Baseline(mean, scale.expand_as(rewards))
+
+    name: Literal["reinforce++_baseline"] = "reinforce++_baseline"
+    eps: Eps = 1e-6
+    """ε, as a share of the batch's largest deviation."""
+
+    def estimate(self, returns: Returns) -> Estimate:
+        centred = returns.centred(group_mean)
+        return Estimate(returns.normalised(centred, centred, returns.whole_batch, eps=self.eps))
 
 
-def lite_ppo(rewards: Tensor, group: Tensor, *, eps: float) -> Baseline:
+class LitePpo(Advantage):
     """`(R − μ_g) / (σ_batch + ε)`. Tricks or traps (Lite PPO), arXiv 2508.08221."""
-    scale = 1 / (batch_std(rewards) + eps)
-    return Baseline(group_mean(rewards, group), scale.expand_as(rewards))
+
+    name: Literal["lite_ppo"] = "lite_ppo"
+    eps: Eps = 1e-6
+    """ε, as a share of the batch's largest deviation."""
+
+    def estimate(self, returns: Returns) -> Estimate:
+        batch = returns.whole_batch
+        deviations = returns.centred(group_mean, batch)
+        centred = returns.centred(group_mean)
+        return Estimate(returns.normalised(centred, deviations, batch, eps=self.eps))
 
 
-def opo(rewards: Tensor, group: Tensor, tokens: Tensor) -> Baseline:
+class Opo(Advantage):
     """`R − Σ R·len / Σ len` over the group, `len` in trained tokens. arXiv 2505.23585."""
-    mean = group_sum(rewards * tokens, group) / group_sum(tokens, group)
-    return Baseline(mean, torch.ones_like(rewards))
+
+    name: Literal["opo"] = "opo"
+
+    def estimate(self, returns: Returns) -> Estimate:
+        return Estimate(returns.centred(mean_by_tokens))
 
 
-def gpg(rewards: Tensor, group: Tensor) -> Baseline:
-    """`α (R − μ_g)`, α the batch over its rollouts in groups with differing rewards.
+class Gpg(Advantage):
+    """`α (R − μ_g)`, α the batch's rollouts over those in groups with differing returns.
 
-    Group policy gradient, arXiv 2504.02546: α makes up for the samples without a gradient.
+    Group policy gradient, arXiv 2504.02546: α compensates for the rollouts without a gradient.
     """
-    mean = group_mean(rewards, group)
-    useful = (group_std(rewards, group) > 0).sum().clamp(min=1)
-    return Baseline(mean, (len(rewards) / useful).expand_as(rewards))
+
+    name: Literal["gpg"] = "gpg"
+
+    def estimate(self, returns: Returns) -> Estimate:
+        centred = returns.centred(group_mean)
+        differs = torch.zeros_like(returns.rewards)
+        differs = differs.scatter_reduce(0, returns.rollout, centred.abs(), "amax")
+        useful = (group_max(differs, returns.group) > 0).sum().clamp(min=1)
+        return Estimate(centred * len(returns.rewards) / useful)
 
 
-def pass_at_k(rewards: Tensor, group: Tensor, *, k: int, threshold: float) -> Tensor:
-    """Advantages `[R]` that maximise pass@k of a group of N with c correct. arXiv 2508.10751.
+class PassAtK(Advantage):
+    """Maximises pass@k of a group of N rollouts with c correct ones. arXiv 2508.10751.
 
     `ρ = 1 − C(N−c, k) / C(N, k)`, `σ = √(ρ (1 − ρ))`, for a correct rollout `(1 − ρ) / σ`, else
-    `(1 − ρ − C(N−c−1, k−1) / C(N−1, k−1)) / σ`; 0 where σ is. A rollout is correct when its
-    reward is at least `threshold`. With fewer than `k` rollouts, `k` is their number.
+    `(1 − ρ − C(N−c−1, k−1) / C(N−1, k−1)) / σ`; 0 if σ is 0. In a group of fewer than `k` rollouts,
+    their number replaces `k`. A turn gets its share of the rollout's advantage. Rewards of single
+    turns and the KL divergence are ignored.
     """
-    size = group_size(rewards, group)
-    correct = (rewards >= threshold).to(rewards.dtype)
-    wrong = size - group_sum(correct, group)
-    draws = size.clamp(max=k)
-    none_correct = _choose_ratio(wrong, size, draws)
-    sigma = ((1 - none_correct) * none_correct).sqrt()
-    others_wrong = _choose_ratio(wrong - 1, size - 1, draws - 1)
-    raw = torch.where(correct > 0, none_correct, none_correct - others_wrong)
-    return torch.where(sigma > 0, raw / sigma.clamp(min=1e-12), torch.zeros_like(raw))
+
+    name: Literal["pass_at_k"] = "pass_at_k"
+    k: int = Field(4, ge=1)
+    """Number of attempts that pass@k considers."""
+    threshold: float = 0.5
+    """Minimum reward of a correct rollout."""
+
+    def estimate(self, returns: Returns) -> Estimate:
+        size = group_size(returns.group)
+        correct = (returns.rewards >= self.threshold).double()
+        wrong = size - group_sum(correct, returns.group)
+        draws = size.clamp(max=self.k)
+        none_correct = _choose_ratio(wrong, size, draws)
+        sigma = ((1 - none_correct) * none_correct).sqrt()
+        others_wrong = _choose_ratio(wrong - 1, size - 1, draws - 1)
+        raw = torch.where(correct > 0, none_correct, none_correct - others_wrong)
+        advantages = torch.where(sigma > 0, raw / sigma.clamp(min=1e-12), torch.zeros_like(raw))
+        return Estimate(returns.share * advantages[returns.rollout])
+
+
+class Accepted(Advantage):
+    """1 for a rollout whose reward is at least `threshold`, else 0: rejection-sampled fine-tuning
+    (RAFT, arXiv 2304.06767).
+    """
+
+    name: Literal["accepted"] = "accepted"
+    compares_within_group: ClassVar[bool] = False
+    threshold: float = 0.5
+    """Minimum reward of the rollouts that are imitated."""
+
+    def estimate(self, returns: Returns) -> Estimate:
+        return Estimate((returns.rewards >= self.threshold).double()[returns.rollout])
+
+
+class Gae(Advantage):
+    """`A_t = δ_t + γλ A_{t+1}`, `δ_t = r_t + γ V_{t+1} − V_t`. Needs `algorithm.critic`.
+
+    Generalized advantage estimation, arXiv 1506.02438, over the trained tokens (or turns) of each
+    sequence; the tokens between them (such as a tool's output) are skipped. The critic's target is
+    `A_t + V_t`. Returns are first converted to rewards that sum to them: the reward of a turn is on
+    its last token, and the KL divergence is a reward of each token.
+    """
+
+    name: Literal["gae"] = "gae"
+    needs_values: ClassVar[bool] = True
+    compares_within_group: ClassVar[bool] = False
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token or per turn."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """λ: with 0 only the critic's values count, with 1 only the returns."""
+    level: Literal["token", "turn"] = "token"
+    """What counts as one action: a token or a whole turn."""
+    normalise: Literal["rollout", "none"] = "rollout"
+    """`rollout`: advantages are scaled to mean 0 and variance 1 over the batch, with the same
+    weight for each rollout. `none`: they are not scaled."""
+
+    def estimate(self, returns: Returns) -> Estimate:
+        values = returns.values
+        if values is None:
+            raise ValueError("advantage gae needs the critic's values")
+        credited = returns.share * returns.rewards[returns.rollout] + returns.extra
+        rewards = turn_rewards(credited, returns.sequence, returns.turns) + returns.kl_rewards
+        columns = (rewards, values.double(), returns.sequence)
+        if self.level == "turn":
+            advantages, targets = self.by_turn(*columns, returns.turns)
+        else:
+            advantages, targets = self.by_token(*columns)
+        if self.normalise == "rollout":
+            weights = RolloutMean().weights(returns.sequence, returns.rollout)
+            advantages = whiten(advantages, weights.double())
+        return Estimate(advantages, targets)
+
+    def by_token(self, rewards: Tensor, values: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+        """`(advantages, targets)`, both `[N]`, from columns `[N]`; `sequence` is ascending."""
+        index, counts = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)[
+            1:
+        ]
+        column = torch.arange(len(values)) - (counts.cumsum(0) - counts)[index]
+        shape = (len(counts), int(counts.max()) + 1)
+        value_S_L, reward_S_L = values.new_zeros(shape), values.new_zeros(shape)
+        value_S_L[index, column], reward_S_L[index, column] = values, rewards
+        advantage_S_L = torch.zeros_like(value_S_L)
+        for t in range(value_S_L.shape[1] - 2, -1, -1):
+            delta = reward_S_L[:, t] + self.gamma * value_S_L[:, t + 1] - value_S_L[:, t]
+            advantage_S_L[:, t] = delta + self.gamma * self.lam * advantage_S_L[:, t + 1]
+        advantages = advantage_S_L[index, column]
+        return advantages, advantages + values
+
+    def by_turn(
+        self, rewards: Tensor, values: Tensor, sequence: Tensor, turns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same as `by_token` with a whole turn as one action. The turn's reward is the sum over
+        its tokens, its value is the value of its first token, and all of its tokens get the turn's
+        advantage and target.
+        """
+        pair = torch.stack([sequence, turns])
+        _, index, counts = torch.unique_consecutive(
+            pair, dim=1, return_inverse=True, return_counts=True
+        )
+        first = counts.cumsum(0) - counts
+        summed = rewards.new_zeros(len(counts)).index_add(0, index, rewards)
+        advantages, targets = self.by_token(summed, values[first], sequence[first])
+        return advantages[index], targets[index]
+
+
+def turn_rewards(credited: Tensor, sequence: Tensor, turns: Tensor) -> Tensor:
+    """`[N]`: rewards whose sum from a turn to the end of its sequence is the turn's return.
+
+    The reward of a turn is on its last trained token, and other tokens have 0. If every turn's
+    return is the rollout's reward, only the last token of each sequence has a reward. All arguments
+    are `[N]`.
+    """
+    rewards = torch.zeros_like(credited)
+    same_sequence = sequence[1:] == sequence[:-1]
+    ends_turn = torch.ones_like(sequence, dtype=torch.bool)
+    ends_turn[:-1] = ~same_sequence | (turns[1:] != turns[:-1])
+    after = torch.zeros_like(credited)
+    after[:-1] = torch.where(same_sequence, credited[1:], torch.zeros_like(credited[1:]))
+    rewards[ends_turn] = (credited - after)[ends_turn]
+    return rewards
+
+
+def whiten(advantages: Tensor, weights: Tensor) -> Tensor:
+    """The advantages, scaled to mean 0 and variance 1 under `weights` `[N]` that sum to 1 (an equal
+    share for each rollout); exactly 0 if all advantages are equal up to rounding.
+    """
+    centred = advantages - (advantages * weights).sum()
+    std = (centred.square() * weights).sum().sqrt()
+    if std <= REWARD_ROUNDING * advantages.abs().max():
+        return torch.zeros_like(advantages)
+    return centred / std
 
 
 def _choose_ratio(a: Tensor, b: Tensor, k: Tensor) -> Tensor:
-    """`C(a, k) / C(b, k)` for `a <= b`, `k <= b`: 0 where `a < k`."""
+    """`C(a, k) / C(b, k)` for `a <= b` and `k <= b`; 0 if `a < k`."""
 
     def log_choose(n: Tensor) -> Tensor:
-        n, drawn = n.double(), k.double()
-        return torch.lgamma(n + 1) - torch.lgamma(drawn + 1) - torch.lgamma(n - drawn + 1)
+        return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
 
     possible = a >= k
     ratio = torch.exp(log_choose(torch.where(possible, a, k)) - log_choose(b))
-    return torch.where(possible, ratio, torch.zeros_like(ratio)).to(a.dtype)
+    return torch.where(possible, ratio, torch.zeros_like(ratio))
 
 
-def accepted(rewards: Tensor, *, threshold: float) -> Tensor:
-    """1 for a rollout whose reward is at least `threshold`, else 0: rejection-sampled SFT."""
-    return (rewards >= threshold).to(rewards.dtype)
-
-
-def gae(
-    rewards: Tensor, values: Tensor, sequence: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """`(advantages, value targets)` `[N]`: `A_t = δ_t + γλ A_{t+1}`, `δ_t = r_t + γ V_{t+1} − V_t`.
-
-    Generalized advantage estimation, arXiv 1506.02438, over the trained tokens of each sequence;
-    what lies between two of them (a tool's output) is passed over. `rewards`, `values` `[N]`;
-    `sequence` `[N]` ascending. The target is `A_t + V_t`.
-    """
-    if not len(values):
-        return values, values
-    index, counts = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)[1:]
-    column = torch.arange(len(values)) - (counts.cumsum(0) - counts)[index]
-    value_S_L, reward_S_L = (values.new_zeros(len(counts), int(counts.max()) + 1) for _ in range(2))
-    value_S_L[index, column], reward_S_L[index, column] = values, rewards
-    advantage_S_L = torch.zeros_like(value_S_L)
-    for t in range(value_S_L.shape[1] - 2, -1, -1):
-        delta = reward_S_L[:, t] + gamma * value_S_L[:, t + 1] - value_S_L[:, t]
-        advantage_S_L[:, t] = delta + gamma * lam * advantage_S_L[:, t + 1]
-    advantages = advantage_S_L[index, column]
-    return advantages, advantages + values
-
-
-def gae_by_turn(
-    rewards: Tensor, values: Tensor, sequence: Tensor, turns: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """As `gae`, with a whole turn as one action, whose value is that of its first token.
-
-    Every token of the turn has the turn's advantage and target; its reward is their sum.
-    """
-    pair = torch.stack([sequence, turns])
-    _, index, counts = torch.unique_consecutive(
-        pair, dim=1, return_inverse=True, return_counts=True
-    )
-    first = counts.cumsum(0) - counts
-    turn_rewards = rewards.new_zeros(len(counts)).index_add(0, index, rewards)
-    advantages, targets = gae(turn_rewards, values[first], sequence[first], gamma=gamma, lam=lam)
-    return advantages[index], targets[index]
-
-
-def whiten(advantages: Tensor, weights: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Mean 0 and variance 1 under `weights` `[N]` that sum to 1 (one share per rollout)."""
-    mean = (advantages * weights).sum()
-    variance = ((advantages - mean).square() * weights).sum()
-    return (advantages - mean) * torch.rsqrt(variance + eps)
+ADVANTAGES = Parts[Advantage](
+    Advantage,
+    (
+        Grpo,
+        DrGrpo,
+        Rloo,
+        ReinforcePp,
+        ReinforcePpBaseline,
+        LitePpo,
+        Opo,
+        Gpg,
+        PassAtK,
+        Accepted,
+        Gae,
+    ),
+)
+"""Registry of the estimators for `algorithm.advantage`."""

@@ -1,51 +1,78 @@
-"""How much each trained token weighs in the loss.
+"""The weight of each trained token in the loss.
 
-Invariant: weights are made once for all the tokens of an optimizer step, so their denominators are
-global over micro-batches and ranks by construction, and the loss is a plain weighted sum. They do
-not depend on what a correction masks.
+Invariant: the weights of all tokens of an optimizer step are computed together. Their denominators
+are therefore global over micro-batches and ranks, and the loss is a plain weighted sum. The weights
+do not depend on which tokens a correction masks.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-Aggregation = Literal[
-    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum_norm", "rollout_mean"
-]
+from trainer.algorithms.part import NamedPart, Parts
 
 
-def token_weights(
-    aggregation: Aggregation,
-    sequence: Tensor,
-    rollout: Tensor,
-    *,
-    max_tokens: int | None = None,
-) -> Tensor:
-    """`[N]` weights of the tokens of one step; `sequence`, `rollout` `[N]` say whose they are.
+class Aggregation(NamedPart, ABC):
+    """The weights with which the losses of tokens are summed to the loss of a step."""
 
-    - token_mean: `1 / N` (DAPO, arXiv 2503.14476).
-    - sequence_mean_token_mean: `1 / (S n_s)` (GRPO, GSPO).
-    - sequence_mean_token_sum_norm: `1 / (S · max_tokens)`, a constant (Dr.GRPO, arXiv 2503.20783).
-    - rollout_mean: `1 / (R n_r)`: each rollout the same, however many sequences it became.
-    """
-    if not len(sequence):
-        return torch.zeros(0)
-    if aggregation == "token_mean":
-        return torch.full((len(sequence),), 1 / len(sequence))
-    if aggregation == "rollout_mean":
-        return _mean_of_means(rollout)
-    if aggregation == "sequence_mean_token_mean":
+    @abstractmethod
+    def weights(self, sequence: Tensor, rollout: Tensor) -> Tensor:
+        """`[N]`: the weights of the tokens of one step. `sequence` and `rollout`, both `[N]`, are
+        the indices of each token's sequence and rollout.
+        """
+
+
+class TokenMean(Aggregation):
+    """`1 / N`: every token weighs the same. DAPO, arXiv 2503.14476."""
+
+    name: Literal["token_mean"] = "token_mean"
+
+    def weights(self, sequence: Tensor, rollout: Tensor) -> Tensor:
+        return torch.full((len(sequence),), 1 / max(1, len(sequence)))
+
+
+class SequenceMeanTokenMean(Aggregation):
+    """`1 / (S n_s)`: every sequence weighs the same. GRPO (arXiv 2402.03300), GSPO."""
+
+    name: Literal["sequence_mean_token_mean"] = "sequence_mean_token_mean"
+
+    def weights(self, sequence: Tensor, rollout: Tensor) -> Tensor:
         return _mean_of_means(sequence)
-    if max_tokens is None:
-        raise ValueError("sequence_mean_token_sum_norm needs max_tokens")
-    sequences = len(torch.unique(sequence))
-    return torch.full((len(sequence),), 1 / (sequences * max_tokens))
+
+
+class SequenceMeanTokenSum(Aggregation):
+    """`1 / (S · max_tokens)`, a constant. Dr.GRPO, arXiv 2503.20783."""
+
+    name: Literal["sequence_mean_token_sum_norm"] = "sequence_mean_token_sum_norm"
+    max_tokens: int = Field(ge=1)
+    """The constant, in tokens: the maximum length of one generation."""
+
+    def weights(self, sequence: Tensor, rollout: Tensor) -> Tensor:
+        sequences = max(1, len(torch.unique(sequence)))
+        return torch.full((len(sequence),), 1 / (sequences * self.max_tokens))
+
+
+class RolloutMean(Aggregation):
+    """`1 / (R n_r)`: every rollout weighs the same, however many sequences it consists of."""
+
+    name: Literal["rollout_mean"] = "rollout_mean"
+
+    def weights(self, sequence: Tensor, rollout: Tensor) -> Tensor:
+        return _mean_of_means(rollout)
 
 
 def _mean_of_means(owner: Tensor) -> Tensor:
     owners, index, counts = torch.unique(owner, return_inverse=True, return_counts=True)
     weights: Tensor = 1 / (len(owners) * counts[index].float())
     return weights
+
+
+AGGREGATIONS = Parts[Aggregation](
+    Aggregation, (TokenMean, SequenceMeanTokenMean, SequenceMeanTokenSum, RolloutMean)
+)
+"""Registry of the aggregations for `algorithm.aggregation`."""

@@ -1,79 +1,181 @@
-"""Correction for the behaviour policy: what the engine sampled from is never exactly what trains.
+"""Corrects the difference between the behaviour policy and the policy that is trained.
 
-`log_w = log π_prox − log π_b` per token `[M]`, over engine noise, quantisation and staleness alike.
-Weights multiply the loss; rejections set them to 0. None of it has a gradient, and the loss's
-denominator stays what it was. Sequence-level quantities need whole sequences, which packing keeps.
-
-Truncated importance sampling: fengyao.notion.site/off-policy-rl. Masked, geometric and
-sequence-level: richardli.xyz/rl-collapse. IcePop: ringtech.notion.site/icepop.
+`log_w = log π_prox − log π_b` per token `[M]` covers engine noise, quantisation and staleness.
+Weights multiply the loss, and rejections set the weights to 0. Neither has a gradient, and neither
+changes the denominator of the loss. Quantities of a sequence need all of its tokens, which packing
+never separates.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import ABC, abstractmethod
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.kl import LOG_RATIO_BOUND, Estimator, divergence
+from trainer.algorithms.kl import ESTIMATORS, K3, LOG_RATIO_BOUND, Estimator
+from trainer.algorithms.part import NamedPart, Part, Parts
 from trainer.algorithms.policy_losses import sequence_mean
 
 Level = Literal["token", "sequence", "geometric"]
 Scope = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 
 
+class Weight(NamedPart, ABC):
+    """The factor by which the loss of a token is multiplied."""
+
+    @abstractmethod
+    def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        """`[M]`, from `log_w` `[M]` and the index of each token's sequence `[M]`."""
+
+
+class Truncate(Weight):
+    """`min(w, c)`: truncated importance sampling. fengyao.notion.site/off-policy-rl."""
+
+    name: Literal["truncate"] = "truncate"
+    level: Level = "token"
+    """What `w` is: the ratio of the `token`, the product over its `sequence`, or the `geometric`
+    mean over its sequence."""
+    upper: float = Field(2.0, ge=1)
+    """c, the largest weight."""
+
+    def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        return importance(log_w, sequence, self.level).clamp(max=self.upper)
+
+
+class Mask(Weight):
+    """`w` if it is within `[lower, upper]`, else 0. With `lower: 0` this is masked importance
+    sampling (richardli.xyz/rl-collapse), with `level: token` IcePop
+    (ringtech.notion.site/icepop).
+    """
+
+    name: Literal["mask"] = "mask"
+    level: Level = "token"
+    """As for `truncate`."""
+    lower: float = Field(0.0, ge=0, le=1)
+    """Smallest `w` that is kept."""
+    upper: float = Field(2.0, ge=1)
+    """Largest `w` that is kept."""
+
+    def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        w = importance(log_w, sequence, self.level)
+        return torch.where((w >= self.lower) & (w <= self.upper), w, torch.zeros_like(w))
+
+
+class Rejection(NamedPart, ABC):
+    """A rule by which tokens are not trained."""
+
+    over_batch: ClassVar[bool] = False
+    """Whether the rule compares the tokens of the whole batch. It is then computed once, before the
+    first micro-batch, and needs `prox: recompute`."""
+
+    @abstractmethod
+    def keeps(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        """`[M]` bool, from `log_w` `[M]` and the index of each token's sequence `[M]`."""
+
+
+class Veto(Rejection):
+    """Drops a sequence in which the `w` of any token is below `min_ratio`.
+    richardli.xyz/rl-collapse.
+    """
+
+    name: Literal["veto"] = "veto"
+    min_ratio: float = Field(1e-4, gt=0, lt=1)
+    """Smallest `w` that a token may have."""
+
+    def keeps(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        lowest = -over_sequence(-log_w, sequence, "amax")
+        return lowest >= torch.log(torch.tensor(self.min_ratio))
+
+
+class Divergence(Rejection):
+    """Keeps a token if an estimate of KL(π_b ‖ π_prox), whose k1 is `−log_w`, is within bounds. The
+    estimate is that of the token, or the sum, mean or maximum over its sequence.
+    richardli.xyz/rl-collapse.
+    """
+
+    name: Literal["divergence"] = "divergence"
+    estimator: Annotated[Estimator, ESTIMATORS] = K3()
+    """The estimate: `k1`, `k2`, `k3` or `abs`."""
+    scope: Scope = "sequence_mean"
+    """The quantity that is compared with the bounds."""
+    lower: float | None = None
+    """Smallest estimate that is trained; none: no lower bound."""
+    upper: float
+    """Largest estimate that is trained."""
+
+    def keeps(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        estimate = self.estimator.of_log_ratio(-log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+        if self.scope == "sequence_mean":
+            estimate = sequence_mean(estimate, sequence)
+        elif self.scope == "sequence_sum":
+            estimate = over_sequence(estimate, sequence, "sum")
+        elif self.scope == "sequence_max":
+            estimate = over_sequence(estimate, sequence, "amax")
+        keep = estimate <= self.upper
+        return keep if self.lower is None else keep & (estimate >= self.lower)
+
+
+class SecondMoment(Rejection):
+    """Drops the tokens with the largest `(log π_b − log π_prox)²` until the mean of the others is
+    below τ. M2PO, arXiv 2510.01161. Needs `prox: recompute`.
+    """
+
+    name: Literal["second_moment"] = "second_moment"
+    over_batch: ClassVar[bool] = True
+    threshold: float = Field(0.04, gt=0)
+    """τ, the bound on the mean square."""
+
+    def keeps(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        squares = log_w.square()
+        ordered, order = squares.sort()
+        means = ordered.cumsum(0) / torch.arange(1, len(squares) + 1)
+        keep = torch.zeros_like(squares, dtype=torch.bool)
+        keep[order] = means < self.threshold
+        return keep
+
+
+WEIGHTS = Parts[Weight](Weight, (Truncate, Mask))
+"""Registry of the weights for `algorithm.correction.weight`."""
+REJECTIONS = Parts[Rejection](Rejection, (Veto, Divergence, SecondMoment))
+"""Registry of the rejections for `algorithm.correction.reject`."""
+
+
+class Correction(Part):
+    """Importance weights for the behaviour policy, and rules by which tokens are not trained."""
+
+    weight: Annotated[Weight, WEIGHTS] | None = None
+    """The importance weight, `truncate` or `mask`; none: the loss is not weighted."""
+    reject: tuple[Annotated[Rejection, REJECTIONS], ...] = ()
+    """Any of `veto`, `divergence` and `second_moment`; a token is trained if all of them keep
+    it."""
+
+    def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        """`[M]`, the factors of the policy loss; 0 for a rejected token. Rejections over the whole
+        batch are not included.
+        """
+        weights = torch.ones_like(log_w)
+        if self.weight is not None:
+            weights = self.weight.weights(log_w, sequence)
+        for part in self.reject:
+            if not part.over_batch:
+                weights = weights * part.keeps(log_w, sequence)
+        return weights
+
+
 def importance(log_w: Tensor, sequence: Tensor, level: Level) -> Tensor:
-    """`w` `[M]`: per token, the product over its sequence, or that product's geometric mean."""
+    """`[M]`: `w` of each token, its product over the sequence, or its geometric mean over it."""
     if level == "sequence":
-        log_w = _over_sequence(log_w, sequence, "sum")
+        log_w = over_sequence(log_w, sequence, "sum")
     elif level == "geometric":
         log_w = sequence_mean(log_w, sequence)
     return torch.exp(log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
-def truncated(w: Tensor, *, upper: float) -> Tensor:
-    """`min(w, c)` (TIS)."""
-    return w.clamp(max=upper)
-
-
-def masked(w: Tensor, *, lower: float, upper: float) -> Tensor:
-    """`w` within `[lower, upper]`, else 0: MIS with lower 0, IcePop with `[α, β]` per token."""
-    return torch.where((w >= lower) & (w <= upper), w, torch.zeros_like(w))
-
-
-def veto(log_w: Tensor, sequence: Tensor, *, min_ratio: float) -> Tensor:
-    """`[M]` bool, False for all of a sequence in which any token's `w` is below `min_ratio`."""
-    lowest = -_over_sequence(-log_w, sequence, "amax")
-    return lowest >= torch.log(torch.tensor(min_ratio))
-
-
-def within(
-    log_w: Tensor,
-    sequence: Tensor,
-    *,
-    estimator: Estimator,
-    scope: Scope,
-    lower: float | None,
-    upper: float,
-) -> Tensor:
-    """`[M]` bool: the divergence of π_b from π_prox is at most `upper` (and at least `lower`).
-
-    The estimators of `kl.divergence` for KL(π_b ‖ π_prox), whose k1 is `−log_w`, of the token
-    itself or summed, averaged or maximal over its sequence.
-    """
-    zero = torch.zeros_like(log_w)
-    estimate = divergence(-log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), zero, estimator)
-    if scope == "sequence_mean":
-        estimate = sequence_mean(estimate, sequence)
-    elif scope == "sequence_sum":
-        estimate = _over_sequence(estimate, sequence, "sum")
-    elif scope == "sequence_max":
-        estimate = _over_sequence(estimate, sequence, "amax")
-    keep = estimate <= upper
-    return keep if lower is None else keep & (estimate >= lower)
-
-
-def _over_sequence(values: Tensor, sequence: Tensor, reduce: Literal["sum", "amax"]) -> Tensor:
+def over_sequence(values: Tensor, sequence: Tensor, reduce: Literal["sum", "amax"]) -> Tensor:
+    """`[M]`: for each token the sum or the maximum of `values` `[M]` over its sequence."""
     _, index = torch.unique(sequence, return_inverse=True)
     size = int(index.max()) + 1 if len(index) else 0
     out = values.new_zeros(size)

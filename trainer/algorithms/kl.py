@@ -1,41 +1,121 @@
-"""Divergence of the policy from another model, from the log-probabilities of sampled tokens."""
+"""Divergence of the policy from another model, from the log-probabilities of sampled tokens.
+
+Source of the estimators: Schulman, Approximating KL divergence, joschu.net/blog/kl-approx.html.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-Estimator = Literal["k1", "k2", "k3", "abs"]
+from trainer.algorithms.part import NamedPart, Part, Parts
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before an exponential, so that no float32 overflows (verl's)."""
+"""Bound on a log-ratio before an exponential, so that no float32 overflows; the same as verl's."""
 
 
-def divergence(logprobs: Tensor, other: Tensor, estimator: Estimator) -> Tensor:
-    """An estimate of KL(π ‖ other) per token, with `k1 = log π − log other`.
+class Estimator(NamedPart, ABC):
+    """An estimate of KL(π ‖ other) per token."""
 
-    k1 itself (unbiased, signed); `k2 = ½ k1²` (whose gradient is that of the reverse KL);
-    `k3 = e^{−k1} − 1 + k1` (unbiased, never negative); `abs = |k1|`.
-    Schulman, Approximating KL divergence, joschu.net/blog/kl-approx.html.
-    """
-    k1 = logprobs - other
-    if estimator == "k1":
+    @abstractmethod
+    def of_log_ratio(self, k1: Tensor) -> Tensor:
+        """The estimate from `k1 = log π − log other`; any shape."""
+
+    def divergence(self, logprobs: Tensor, other: Tensor) -> Tensor:
+        """The estimate from the log-probabilities of the sampled tokens under π (`logprobs`) and
+        under the other model (`other`)."""
+        return self.of_log_ratio(logprobs - other)
+
+
+class K1(Estimator):
+    """`k1 = log π − log other`: unbiased, signed."""
+
+    name: Literal["k1"] = "k1"
+
+    def of_log_ratio(self, k1: Tensor) -> Tensor:
         return k1
-    if estimator == "k2":
+
+
+class K2(Estimator):
+    """`½ k1²`: has the gradient of the reverse KL."""
+
+    name: Literal["k2"] = "k2"
+
+    def of_log_ratio(self, k1: Tensor) -> Tensor:
         return 0.5 * k1.square()
-    if estimator == "abs":
+
+
+class K3(Estimator):
+    """`e^{−k1} − 1 + k1`: unbiased, never negative."""
+
+    name: Literal["k3"] = "k3"
+
+    def of_log_ratio(self, k1: Tensor) -> Tensor:
+        k1 = k1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return torch.exp(-k1) - 1 + k1
+
+
+class Absolute(Estimator):
+    """`|k1|`."""
+
+    name: Literal["abs"] = "abs"
+
+    def of_log_ratio(self, k1: Tensor) -> Tensor:
         return k1.abs()
-    k1 = k1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return torch.exp(-k1) - 1 + k1
 
 
-def adapted(coefficient: float, kl: float, *, target: float, horizon: float) -> float:
-    """The next coefficient: up when `kl` is above `target`, down when below, by a fifth at most.
+ESTIMATORS = Parts[Estimator](Estimator, (K1, K2, K3, Absolute))
+"""Registry of the estimators for the keys `estimator`."""
 
-    `β · (1 + clip(kl / target − 1, −0.2, 0.2) / horizon)`, horizon in updates: Ziegler et al.,
-    arXiv 1909.08593, section 2.2.
+
+class AdaptiveKl(Part):
+    """`β · (1 + clip(KL / target − 1, −0.2, 0.2) / horizon)`: raises the coefficient if the
+    divergence is above its target, and lowers it if it is below. Ziegler et al., arXiv 1909.08593,
+    section 2.2.
     """
-    error = max(-0.2, min(0.2, kl / target - 1))
-    return coefficient * (1 + error / horizon)
+
+    target: float = Field(gt=0)
+    """The intended divergence per token, in nats."""
+    horizon: float = Field(10.0, ge=1)
+    """Number of updates over which the coefficient changes by about a fifth at most."""
+
+    def adapted(self, coefficient: float, kl: float) -> float:
+        """The coefficient after an update whose mean divergence was `kl`."""
+        error = max(-0.2, min(0.2, kl / self.target - 1))
+        return coefficient * (1 + error / self.horizon)
+
+
+class Kl(Part):
+    """Divergence from a frozen reference, in the loss or in the reward."""
+
+    coefficient: float = Field(1e-3, ge=0)
+    """β, the weight of the divergence."""
+    estimator: Annotated[Estimator, ESTIMATORS] = K3()
+    """The estimate of the divergence: `k1`, `k2`, `k3` or `abs`."""
+    where: Literal["loss", "reward"] = "loss"
+    """`loss`: `β KL` is added to the loss of each token. `reward`: `-β KL` of a token is added to
+    the return of the token and of the tokens before it on its path."""
+    adaptive: AdaptiveKl | None = None
+    """Adapts the coefficient; none: it is fixed."""
+    reference: Path | None = None
+    """Checkpoint folder of the reference; none: the weights that training started from."""
+
+
+class Distillation(Part):
+    """Adds `coefficient · KL(π_θ ‖ teacher)`, estimated on the sampled tokens, to the loss.
+
+    On-policy distillation, arXiv 2306.13649.
+    """
+
+    teacher: Path
+    """Checkpoint folder of a model with the policy's vocabulary."""
+    coefficient: float = Field(1.0, gt=0)
+    """Weight of the divergence in the loss."""
+    estimator: Annotated[Estimator, ESTIMATORS] = K2()
+    """The estimate of the divergence. `k2` has the gradient of the reverse KL; the gradient of `k1`
+    is 0 in expectation."""

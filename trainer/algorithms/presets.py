@@ -1,4 +1,4 @@
-"""The papers' combinations by name. What is not said here is `AlgorithmConfig`'s default."""
+"""Combinations of parts from papers, by name. All other keys have their default values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "aggregation": _SEQUENCES,
             "kl": {"coefficient": 0.04, "estimator": "k3", "where": "loss"},
         },
-        # arXiv 2503.20783; the constant is the length that one generation may have.
+        # arXiv 2503.20783; the constant is the maximum length of one generation.
         "dr_grpo": {
             "advantage": {"name": "dr_grpo"},
-            "aggregation": "sequence_mean_token_sum_norm",
-            "aggregation_tokens": 4096,
+            "aggregation": {"name": "sequence_mean_token_sum_norm", "max_tokens": 4096},
         },
         # arXiv 2503.14476; the overlong penalty needs a length: set reward.overlong.
         "dapo": {
@@ -85,7 +84,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "correction": {"weight": {"name": "mask", "level": "token", "upper": 5.0}},
             "aggregation": "token_mean",
         },
-        # arXiv 2510.01161, for data many versions old.
+        # arXiv 2510.01161, for data that is many versions old.
         "m2po": {
             "advantage": {"name": "grpo"},
             "correction": {"reject": [{"name": "second_moment", "threshold": 0.04}]},
@@ -104,7 +103,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def merge(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over `preset`, key by key; a part with another `name` replaces the preset's."""
+    """The preset's keys, overridden by `given` key by key; a part with another `name` replaces the
+    preset's part completely."""
     merged = dict(preset)
     for key, value in given.items():
         base = merged.get(key)

@@ -1,53 +1,57 @@
-"""What is done to rewards before advantages: scale, bias, clip, length penalty, group filter."""
+"""Shapes the rewards of rollouts before advantages are computed: bias, scale, bounds, and a penalty
+for length."""
 
 from __future__ import annotations
 
-import torch
+from typing import Self
+
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainer.algorithms.advantages import group_std
+from trainer.algorithms.part import Part
 
 
-def affine_clip(
-    rewards: Tensor, *, bias: float, scale: float, low: float | None, high: float | None
-) -> Tensor:
-    """`clip((R + bias) · scale, low, high)`; a bound of None does not bind."""
-    shaped = (rewards + bias) * scale
-    return shaped if low is None and high is None else shaped.clamp(low, high)
-
-
-def overlong_penalty(
-    tokens: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float
-) -> Tensor:
-    """`min(0, −(len − (Lmax − k)) / k · f)`: DAPO's soft punishment, arXiv 2503.14476, eq. 13.
-
-    `tokens` `[R]`, `max_tokens` = Lmax, `buffer_tokens` = k. Past Lmax it keeps falling.
+class Overlong(Part):
+    """`min(0, −(len − (Lmax − k)) / k · f)`: soft overlong punishment, DAPO, arXiv 2503.14476,
+    equation 13; past Lmax it keeps falling. `len` counts the trained tokens of a rollout.
     """
-    over = tokens - (max_tokens - buffer_tokens)
-    return (-over / buffer_tokens * factor).clamp(max=0.0)
+
+    max_tokens: int = Field(ge=1)
+    """Lmax, the number of trained tokens of a rollout at which the penalty reaches `factor`."""
+    buffer_tokens: int = Field(ge=1)
+    """k, the number of tokens below `max_tokens` at which the penalty starts."""
+    factor: float = Field(1.0, ge=0)
+    """f, the penalty at `max_tokens`."""
+
+    def penalty(self, tokens: Tensor) -> Tensor:
+        """`[R]`, from the number of trained tokens of each rollout `[R]`."""
+        over = tokens - (self.max_tokens - self.buffer_tokens)
+        return (-over / self.buffer_tokens * self.factor).clamp(max=0.0)
 
 
-def has_signal(rewards: Tensor, group: Tensor) -> Tensor:
-    """`[R]` bool: whether the rewards of the rollout's group differ (DAPO's dynamic sampling)."""
-    return group_std(rewards, group) > 0
+class RewardShaping(Part):
+    """`clip((R + bias) · scale, low, high)` plus the overlong penalty."""
 
+    bias: float = 0.0
+    """Constant that is added to the reward first."""
+    scale: float = 1.0
+    """Factor by which the sum of reward and bias is multiplied."""
+    low: float | None = None
+    """Smallest reward before the overlong penalty; none: no bound."""
+    high: float | None = None
+    """Largest reward; none: no bound."""
+    overlong: Overlong | None = None
+    """Penalty for long rollouts; none: no penalty."""
 
-def kl_in_reward(kl: Tensor, rollout: Tensor, *, coefficient: float, rollouts: int) -> Tensor:
-    """`[R]`: `−β Σ_t kl_t` over each rollout's tokens; `kl`, `rollout` `[N]`."""
-    return -coefficient * kl.new_zeros(rollouts).index_add(0, rollout, kl)
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low ({self.low}) is above high ({self.high}); exchange them")
+        return self
 
-
-def turn_rewards(returns: Tensor, sequence: Tensor, turns: Tensor) -> Tensor:
-    """`[N]` rewards whose sums from any turn to the end of its sequence are the turns' returns.
-
-    They fall on the last trained token of each turn; where every turn is credited with the
-    outcome, that is the outcome on the last token of each sequence. All `[N]`.
-    """
-    rewards = torch.zeros_like(returns)
-    same_sequence = sequence[1:] == sequence[:-1]
-    ends_turn = torch.ones_like(sequence, dtype=torch.bool)
-    ends_turn[:-1] = ~same_sequence | (turns[1:] != turns[:-1])
-    after = torch.zeros_like(returns)
-    after[:-1] = torch.where(same_sequence, returns[1:], torch.zeros_like(returns[1:]))
-    rewards[ends_turn] = (returns - after)[ends_turn]
-    return rewards
+    def shaped(self, rewards: Tensor) -> Tensor:
+        """`[R]`: the shaped rewards, without the overlong penalty."""
+        result = (rewards + self.bias) * self.scale
+        if self.low is None and self.high is None:
+            return result
+        return result.clamp(self.low, self.high)

@@ -1,41 +1,53 @@
-"""The critic's loss per token, and how much of the returns it explains."""
+"""The critic's settings, its loss per token, and its explained variance."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from trainer.algorithms.part import Part
 from trainer.algorithms.policy_losses import PolicyLoss
+from trainer.optimizer import OptimizerConfig
 
 
-def clipped_value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    targets: Tensor,
-    *,
-    clip: float | None,
-    huber_delta: float | None = None,
-) -> PolicyLoss:
-    """`max(L(V), L(clip(V, V_old ± ε)))`, `L = ½ (V − G)²` or Huber's with `huber_delta`. `[M]`.
+class CriticConfig(Part):
+    """A critic with the loss `max(L(V), L(clip(V, V_old ± ε)))`; L is `½ (V − G)²` or Huber's loss.
 
-    PPO's value clipping as in OpenAI's baselines; Huber as in MAPPO, arXiv 2103.01955.
+    Value clipping as in OpenAI's baselines of PPO; Huber as in MAPPO, arXiv 2103.01955.
     """
-    plain = _error(values, targets, huber_delta)
-    if clip is None:
-        return PolicyLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    bounded = _error(near, targets, huber_delta)
-    return PolicyLoss(torch.maximum(plain, bounded), bounded > plain)
+
+    path: Path | None = None
+    """Folder of the checkpoint whose backbone the critic starts from; none: the policy's."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """The critic's own optimizer, with the keys of section `optimizer`."""
+    clip: float | None = Field(0.5, gt=0)
+    """ε, how far a value may move from its value at the start of the update; none: no bound."""
+    huber_delta: float | None = Field(None, gt=0)
+    """Error above which Huber's loss is linear; none: squared error."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of initial steps in which only the critic is trained."""
+
+    def losses(self, values: Tensor, old_values: Tensor, targets: Tensor) -> PolicyLoss:
+        """The loss of each token. All arguments are `[M]`."""
+        plain = self._error(values, targets)
+        if self.clip is None:
+            return PolicyLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
+        near = old_values + (values - old_values).clamp(-self.clip, self.clip)
+        bounded = self._error(near, targets)
+        return PolicyLoss(torch.maximum(plain, bounded), bounded > plain)
+
+    def _error(self, values: Tensor, targets: Tensor) -> Tensor:
+        if self.huber_delta is None:
+            return 0.5 * (values - targets).square()
+        return huber_loss(values, targets, reduction="none", delta=self.huber_delta)
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """`1 − Var(G − V) / Var(G)`: 1 is perfect, 0 no better than a constant; 0 if G is constant."""
+    """`1 − Var(G − V) / Var(G)`: 1 for perfect values, 0 for values that are no better than a
+    constant; 0 if G is constant."""
     variance = targets.var(correction=0)
     return float(1 - (targets - values).var(correction=0) / variance) if variance > 0 else 0.0
-
-
-def _error(values: Tensor, targets: Tensor, huber_delta: float | None) -> Tensor:
-    if huber_delta is None:
-        return 0.5 * (values - targets).square()
-    return huber_loss(values, targets, reduction="none", delta=huber_delta)

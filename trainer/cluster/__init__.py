@@ -1,13 +1,12 @@
-"""Where a run's processes are: on this machine, or on a Ray cluster."""
+"""The places where a run's processes can be: this machine or a Ray cluster."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from trainer.cluster.cluster import Cluster, ProcessesConfig
 from trainer.cluster.local import LocalCluster
-from trainer.cluster.protocol import Cluster
-from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
@@ -15,12 +14,12 @@ from trainer.run.folder import RunFolder
 
 @asynccontextmanager
 async def open_cluster(
-    config: TrainerConfig, folder: RunFolder, control: RunControl
+    config: ProcessesConfig, folder: RunFolder, control: RunControl
 ) -> AsyncIterator[Cluster]:
-    """By `cluster.backend`.
+    """The cluster that `cluster.backend` names.
 
     Raises:
-        ConfigError: Ray is not installed, does not answer, or has no room.
+        ConfigError: Ray is not installed, does not answer, or has not enough free resources.
     """
     if config.cluster.backend == "local":
         yield LocalCluster(config, folder, control)

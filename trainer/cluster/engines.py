@@ -1,8 +1,8 @@
-"""The run's engines: started together, and each started anew when it ends.
+"""The run's engines: starts them together, sends them the weights, and replaces those that end.
 
-Invariant: the proxy sends calls only to an engine that serves the trainer's weights: a new one gets
-them before the proxy is told of it. An engine that keeps ending is a fault to be shown: after
-`engine.restarts` the run ends with its last words.
+Invariant: the proxy sends calls only to engines that serve the trainer's weights: a new engine
+receives them before it is added to the proxy. An engine that ends more than `engine.restarts`
+times ends the run, with the last line of the engine's log.
 """
 
 from __future__ import annotations
@@ -11,110 +11,125 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from proxy.client import ProxyClient
-from trainer.cluster.protocol import Proxy, Replica
-from trainer.cluster.trainer import Trainer
+from trainer.algorithms.token_loss import Metrics
+from trainer.cluster.cluster import ProxyService, Replica
+from trainer.cluster.rank_zero import Connect, RankZero, SyncWeights
 from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.control import first_to_end
 
-NEWS_S = 5.0
-"""Until the end of an engine that no longer answers is known."""
+ENGINE_END_KNOWN_S = 5.0
+"""Seconds within which the end of an engine's process is known after it stops answering."""
 
 
 def engine_name(number: int) -> str:
-    """What the proxy calls a replica."""
+    """The name of a replica in the proxy."""
     return f"engine-{number}"
 
 
-class Engines:
+class RunEngines:
     """Example:
-    engines = Engines(replicas, restarts=3)
+    engines = RunEngines(rank_zero, replicas, restarts=3, say=print)
     await engines.start()
-    await engines.keep_running(proxy, client, trainer, tell)
+    await engines.send_weights()
+    await engines.keep_running(proxy, client)
     """
 
-    def __init__(self, replicas: Sequence[Replica], *, restarts: int) -> None:
-        """`restarts`: of each, over the run."""
+    def __init__(
+        self,
+        rank_zero: RankZero,
+        replicas: Sequence[Replica] = (),
+        *,
+        restarts: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+        given_urls: Sequence[str] = (),
+    ) -> None:
+        """`replicas` are started by the run, and each is restarted at most `restarts` times.
+        `given_urls` are engines that the run does not start. `say` is called with a line for the
+        user."""
+        self._rank_zero = rank_zero
         self._replicas = dict(enumerate(replicas))
         self._restarts = restarts
+        self._say = say
+        self._given_urls = given_urls
         self._running: set[int] = set()
         self._changed = asyncio.Condition()
         self._joining = asyncio.Lock()
 
     @property
     def urls(self) -> list[str]:
-        """Of those that run."""
-        return [self._replicas[number].url for number in sorted(self._running)]
+        """The URLs of the engines that run."""
+        return [*self._given_urls, *(self._replicas[n].url for n in sorted(self._running))]
 
     @property
     def named(self) -> list[dict[str, str]]:
-        """The same for the proxy, under the names that it knows them by."""
-        names = map(engine_name, sorted(self._running))
-        return [{"url": url, "name": name} for url, name in zip(self.urls, names, strict=True)]
+        """The running engines, each as the keys of a `proxy.config.EngineConfig`; those that the
+        run started have names."""
+        given = [{"url": url} for url in self._given_urls]
+        ours = sorted(self._running)
+        return given + [{"url": self._replicas[n].url, "name": engine_name(n)} for n in ours]
 
     async def start(self) -> None:
-        """
+        """Starts the replicas and connects the trainer to every engine.
+
         Raises:
-            EngineError, TrainerError: one could not be started.
+            EngineError, TrainerError: an engine could not be started.
         """
         async with asyncio.TaskGroup() as starting:
             for replica in self._replicas.values():
                 starting.create_task(replica.start())
         self._running = set(self._replicas)
+        await self._rank_zero.ask(Connect(self.urls))
 
     async def stop(self) -> None:
-        """Returns when every one of them is gone."""
+        """Ends the replicas, and returns when they have ended."""
         await asyncio.gather(*(replica.stop() for replica in self._replicas.values()))
 
-    async def keep_running(
-        self,
-        proxy: Proxy,
-        client: ProxyClient,
-        trainer: Trainer,
-        tell: Callable[[str], None],
-    ) -> None:
-        """Until one ends for good.
+    async def send_weights(self) -> Metrics:
+        """Sends the policy's weights to every engine, and repeats this if an engine had ended and
+        was replaced.
 
         Raises:
-            TrainerError: one ended more than `restarts` times, or did not start again.
+            WeightSyncError: an engine that has not ended refused the weights.
         """
-        await first_to_end(
-            self._keep(number, proxy, client, trainer, tell) for number in self._replicas
-        )
+        while True:
+            try:
+                return await self._rank_zero.ask(SyncWeights())
+            except WeightSyncError as error:
+                await self._replaced(error)
 
-    async def recover(self, error: WeightSyncError) -> None:
-        """Returns when engines that ended, and so refused an update, are replaced.
+    async def keep_running(self, proxy: ProxyService, client: ProxyClient) -> None:
+        """Replaces every replica that ends. Returns only by an error.
 
         Raises:
-            WeightSyncError: `error`: none has ended.
+            TrainerError: a replica ended more than `restarts` times, or did not start again.
         """
+        await first_to_end(self._keep(number, proxy, client) for number in self._replicas)
+
+    async def _replaced(self, error: WeightSyncError) -> None:
+        """Returns when the replicas that have ended are replaced. If no replica has ended, raises
+        `error`, with which an engine refused an update."""
         async with self._changed:
             try:
-                async with asyncio.timeout(NEWS_S):
+                async with asyncio.timeout(ENGINE_END_KNOWN_S if self._replicas else 0):
                     await self._changed.wait_for(lambda: len(self._running) < len(self._replicas))
             except TimeoutError:
                 raise error from None
             await self._changed.wait_for(lambda: len(self._running) == len(self._replicas))
 
-    async def _keep(
-        self,
-        number: int,
-        proxy: Proxy,
-        client: ProxyClient,
-        trainer: Trainer,
-        tell: Callable[[str], None],
-    ) -> None:
+    async def _keep(self, number: int, proxy: ProxyService, client: ProxyClient) -> None:
         replica, name = self._replicas[number], engine_name(number)
         for restart in range(self._restarts + 1):
             how = await replica.wait()
             if restart == self._restarts:
                 break
-            tell(f"warning: {name} ended with {how}; starting another")
+            self._say(f"warning: {name} ended with {how}; starting another")
             await self._note(lambda: self._running.discard(number))
             await proxy.set_engines(self.named)
             await client.remove_engine(name)
             await replica.start()
             async with self._joining:
-                await trainer.use_engines([*self.urls, replica.url])
+                await self._rank_zero.ask(Connect([*self.urls, replica.url]))
+                await self._rank_zero.ask(SyncWeights())
                 await self._note(lambda: self._running.add(number))
             await proxy.set_engines(self.named)
             await client.add_engine(replica.url, name=name)

@@ -1,8 +1,10 @@
-"""A rank of the trainer other than 0: it builds the models and makes each call that rank 0 makes.
+"""A rank of the trainer other than 0: builds the models and executes each step that rank 0 sends.
 
-    python -m trainer.cluster.follower CONFIG SEAT
+    python -m trainer.cluster.follower SECTIONS SEAT
 
-Invariant: it says `joining` on standard output when nothing but the others can keep it from it.
+SECTIONS is a JSON file (or a pipe, `/dev/fd/N`) of a `RanksConfig`, SEAT a `Seat` as JSON.
+
+Invariant: it prints `joining` on standard output once it is ready to join the other ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from pathlib import Path
 
 import torch
 
-from trainer.config import TrainerConfig
-from trainer.config_sources import load
-from trainer.policy.learner import follow
+from proxy.secrecy import hide_memory
+from trainer.cluster.ranks import models_of_rank
+from trainer.models import follow
 from trainer.policy.parallel import Seat
-from trainer.run.assembly import build_models
+from trainer.trainer import RanksConfig
 
 
 def main() -> None:
-    config = load(Path(sys.argv[1]))
+    hide_memory()
+    config = RanksConfig.model_validate_json(Path(sys.argv[1]).read_text())
     seat = Seat(**json.loads(sys.argv[2]))
     torch.set_num_threads(max(1, torch.get_num_threads() // seat.size))
     sys.stdout.write("joining\n")
@@ -31,11 +34,11 @@ def main() -> None:
     follow_rank_0(config, seat)
 
 
-def follow_rank_0(config: TrainerConfig, seat: Seat) -> None:
-    """Until rank 0 says that it is done."""
-    learner = build_models(config, seat)
-    follow(learner)
-    learner.policy.ranks.leave()
+def follow_rank_0(config: RanksConfig, seat: Seat) -> None:
+    """Trains with rank 0, until it has finished."""
+    models = models_of_rank(config, seat)
+    follow(models)
+    models.policy.ranks.leave()
 
 
 if __name__ == "__main__":

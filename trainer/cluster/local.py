@@ -1,7 +1,7 @@
-"""The trainer's ranks on this machine: rank 0 in this process, each other one in its own.
+"""The trainer's ranks on this machine: rank 0 in this process, each other rank in its own process.
 
-Invariant: no rank outlives rank 0, however it ends (`proxy/engines/guard.py`), and a rank that ends
-ends the run, with its last words.
+Invariant: no rank outlives rank 0, even if rank 0 is killed (`proxy/engines/guard.py`). If a rank
+ends, the run ends with an error that contains the last line of the rank's log.
 """
 
 from __future__ import annotations
@@ -11,38 +11,41 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
 from proxy.engines import guard
-from trainer.checkpoint import Checkpoints
-from trainer.cluster.lead_rank import LeadRank
-from trainer.cluster.local_engine import LocalReplica, engine_options
-from trainer.cluster.trainer import Trainer
-from trainer.config import TrainerConfig
-from trainer.errors import ConfigError, TrainerError
-from trainer.policy.learner import Learner
+from proxy.secrecy import inherited, pipe_with
+from trainer.cluster.cluster import ProcessesConfig
+from trainer.cluster.local_engine import LocalReplica, replica_options
+from trainer.cluster.proxy_server import ProxyProcess
+from trainer.cluster.rank_zero import RankRequest, RankZero
+from trainer.cluster.ranks import check_seat, models_of_rank, torchrun_seat
+from trainer.errors import TrainerError
+from trainer.models import Models
 from trainer.policy.parallel import Seat
-from trainer.run.assembly import build_models
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
-from trainer.run.proxy_process import ProxyProcess
+from trainer.trainer import RanksConfig, Trainer
+
+T = TypeVar("T")
 
 STOP_GRACE_S = 2.0
-"""A rank has nothing to save."""
+"""Seconds that a rank may take to end; short, because it has nothing to save."""
 LOG_TAIL_BYTES = 2000
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @asynccontextmanager
 async def local_trainer(
-    config: TrainerConfig, folder: RunFolder, control: RunControl, probe: Sequence[int]
-) -> AsyncIterator[Trainer]:
+    config: ProcessesConfig, folder: RunFolder, control: RunControl, probe: Sequence[int]
+) -> AsyncIterator[RankZero]:
     """Starts the ranks and builds the models.
 
     Raises:
@@ -60,72 +63,65 @@ async def local_trainer(
             stack.push_async_callback(others.stop)
             await control.wait_for(others.start())
             control.watch(others.ended)
-        learner = await control.wait_for(asyncio.to_thread(_build, config, seat, others))
-        stack.callback(learner.policy.ranks.leave)
-        checkpoints = Checkpoints(folder.checkpoints, keep_last=config.trainer.keep_last)
-        lead = LeadRank(config, learner, checkpoints, probe)
-        stack.push_async_callback(asyncio.to_thread, lead.close)
-        if others is not None:  # first: what waits for them, fails
+        models = await control.wait_for(asyncio.to_thread(_build, config, seat, others))
+        stack.callback(models.policy.ranks.leave)
+        trainer = Trainer(config, models, probe)
+        thread = stack.enter_context(OneThread(trainer))
+        if others is not None:  # ended first, so that operations that wait for them fail
             stack.push_async_callback(others.stop)
+        yield RankZero(thread.send, others.ended if others is not None else None)
+        await asyncio.to_thread(models.finish)
 
-        async def call(method: str, *args: Any) -> Any:
-            return await asyncio.to_thread(getattr(lead, method), *args)
 
-        yield Trainer(call, others.ended if others is not None else None)
-        await asyncio.to_thread(learner.policy.ranks.tell, None)
+class OneThread:
+    """Serves requests to rank 0 one at a time, in a thread of this process. On exit it closes the
+    trainer's connections."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rank-0")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._trainer.close()
+
+    async def send(self, request: RankRequest[T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, request.on, self._trainer)
 
 
 class LocalCluster:
     """Example: LocalCluster(config, folder, control).replica(0)"""
 
-    def __init__(self, config: TrainerConfig, folder: RunFolder, control: RunControl) -> None:
+    def __init__(self, config: ProcessesConfig, folder: RunFolder, control: RunControl) -> None:
         self._config = config
         self._folder = folder
         self._control = control
 
     def replica(self, number: int) -> LocalReplica:
-        return LocalReplica(engine_options(self._config, self._folder, number))
+        return LocalReplica(replica_options(self._config, self._folder, number))
 
     def proxy(self, settings: dict[str, Any]) -> ProxyProcess:
         return ProxyProcess(self._config.proxy_server, settings, self._folder.logs)
 
-    def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[Trainer]:
+    def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[RankZero]:
         return local_trainer(self._config, self._folder, self._control, probe)
 
 
-def torchrun_seat(environment: Mapping[str, str]) -> Seat | None:
-    """Where torchrun (or what sets the same variables) has started us; None: it has not."""
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return None
-    rank, size, local_rank = (
-        int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    )
-    return Seat(rank, size, "env://", local_rank) if size > 1 else None
-
-
-def check_seat(config: TrainerConfig, seat: Seat) -> None:
-    """
-    Raises:
-        ConfigError: torchrun has started another number of ranks than is configured.
-    """
-    if config.trainer.ranks != seat.size:
-        raise ConfigError(
-            f"trainer.ranks={config.trainer.ranks}: torchrun has started {seat.size}; "
-            "give both the same number"
-        )
-
-
-def _build(config: TrainerConfig, seat: Seat | None, others: _OtherRanks | None) -> Learner:
+def _build(config: ProcessesConfig, seat: Seat | None, others: _OtherRanks | None) -> Models:
     if others is None:
-        return build_models(config, seat)
+        return models_of_rank(config, seat)
     torch.set_num_threads(max(1, torch.get_num_threads() // config.trainer.ranks))
     with _on_loopback():
-        return build_models(config, seat)
+        return models_of_rank(config, seat)
 
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """What is built within it listens on loopback only."""
+    """A context in which new process groups listen on loopback only."""
     before = os.environ.get(INTERFACE)
     os.environ[INTERFACE] = "lo"
     try:
@@ -137,19 +133,20 @@ def _on_loopback() -> Iterator[None]:
 
 
 class _OtherRanks:
-    """All ranks but 0: `python -m trainer.cluster.follower`."""
+    """The processes of all ranks except 0: `python -m trainer.cluster.follower`."""
 
-    def __init__(self, config: TrainerConfig, folder: RunFolder) -> None:
+    def __init__(self, config: ProcessesConfig, folder: RunFolder) -> None:
         size, meeting = config.trainer.ranks, (folder.path / ".ranks").absolute()
         meeting.unlink(missing_ok=True)
         self.seats = [Seat(rank, size, f"file://{meeting}", rank) for rank in range(size)]
         self._folder = folder
+        self._sections = config.model_dump_json(include=set(RanksConfig.model_fields))
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self.ended: asyncio.Task[None]
-        """Ends with a TrainerError when a rank has ended."""
+        """A task that raises a TrainerError when a rank has ended."""
 
     async def start(self) -> None:
-        """Returns when each is about to join."""
+        """Starts the processes, and returns when all are ready to join."""
         for seat in self.seats[1:]:
             self._processes[seat.rank] = await self._start(seat)
         self.ended = asyncio.create_task(self._first_end())
@@ -160,7 +157,7 @@ class _OtherRanks:
             self.ended.result()
 
     async def stop(self) -> None:
-        """Returns when they are gone."""
+        """Ends the processes, and returns when they have ended."""
         if hasattr(self, "ended"):
             self.ended.cancel()
             await asyncio.wait({self.ended})
@@ -171,23 +168,25 @@ class _OtherRanks:
             await process.wait()
 
     async def _start(self, seat: Seat) -> asyncio.subprocess.Process:
-        with self._log(seat.rank).open("ab") as log:
+        # A pipe, because engine.env may hold secrets.
+        with self._log(seat.rank).open("ab") as log, pipe_with(self._sections) as sections_fd:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(STOP_GRACE_S)),
                 *(sys.executable, "-m", "trainer.cluster.follower"),
-                *(str(self._folder.config), json.dumps(asdict(seat))),
+                *(f"/dev/fd/{sections_fd}", json.dumps(asdict(seat))),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=os.environ | {INTERFACE: "lo"},
-                start_new_session=True,  # a Ctrl-C is rank 0's to act on
+                env=inherited() | {INTERFACE: "lo"},
+                pass_fds=(sections_fd,),
+                start_new_session=True,  # only rank 0 handles Ctrl-C
             )
 
     async def _join(self) -> None:
         for process in self._processes.values():
             assert process.stdout is not None
             if not await process.stdout.readline():
-                await asyncio.Event().wait()  # it is ending, and `ended` will say why
+                await asyncio.Event().wait()  # it is ending, and `ended` raises why
 
     async def _first_end(self) -> None:
         await first_to_end(self._end_of(rank) for rank in self._processes)
@@ -196,7 +195,7 @@ class _OtherRanks:
         code = await self._processes[rank].wait()
         raise TrainerError(
             f"rank {rank} of the trainer ended with code {code}: {self._last_words(rank)} (log: "
-            f"{self._log(rank)}); `agentic-train resume` goes on from the last checkpoint"
+            f"{self._log(rank)}); start the run again to continue from the last checkpoint"
         )
 
     def _log(self, rank: int) -> Path:
@@ -204,4 +203,4 @@ class _OtherRanks:
 
     def _last_words(self, rank: int) -> str:
         text = self._log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return text.splitlines()[-1] if text else "it said nothing"
+        return text.splitlines()[-1] if text else "without output"

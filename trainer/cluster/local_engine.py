@@ -1,39 +1,51 @@
-"""A vLLM server of the run on this machine, started anew when it ended."""
+"""A vLLM server of the run on this machine, which can be started again after it has ended."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import contextlib
 from collections.abc import Callable
+from http import HTTPStatus
 
+import aiohttp
+
+from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmOptions, VllmServer
-from trainer.config import TrainerConfig
+from trainer.engine import vllm_options
 from trainer.errors import TrainerError
 from trainer.run.folder import RunFolder
+from trainer.trainer import RanksConfig
+
+HEALTH_INTERVAL_S = 1.0
+"""Seconds between two health checks; a check takes the server less than a millisecond."""
+HEALTH_TIMEOUT_S = 10.0
 
 MakeServer = Callable[[VllmOptions], VllmServer]
 
 
-def engine_options(config: TrainerConfig, folder: RunFolder, number: int) -> VllmOptions:
-    """Of replica `number`; on any free port."""
-    engine = config.engine
-    return VllmOptions(
-        model=config.model.path,
-        log=folder.logs / f"engine-{number}.log",
-        dtype=config.engine_dtype,
-        max_context_tokens=engine.max_context_tokens,
-        max_sequences=engine.max_sequences,
-        kv_cache_gib=engine.kv_cache_gib,
-        gpu_memory_share=engine.gpu_memory_share,
-        weight_transfer=json.dumps({"backend": engine.weight_transfer}),
-        seed=config.trainer.seed + number,
-        extra_args=(*engine.args, *(["--enable-sleep-mode"] if engine.sleep else [])),
-        environment=engine.env,
-        start_timeout_s=engine.start_timeout_s,
-    )
+def replica_options(config: RanksConfig, folder: RunFolder, number: int) -> VllmOptions:
+    """The options to start replica `number`; each replica has its own seed."""
+    seed, log = config.trainer.seed + number, folder.logs / f"engine-{number}.log"
+    return vllm_options(config.engine, config.model, seed=seed, log=log)
+
+
+async def until_engine_is_dead(url: str) -> None:
+    """Returns when the server reports that its engine process is dead (503 at `/health`). A server
+    that does not answer does not count as dead: it may be busy, and if its process ends, this is
+    noticed in another way."""
+    address = EngineAddress.parse(url)
+    timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout, headers=address.headers) as session:
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(f"{address.url}/health") as answer:
+                    if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                        return
 
 
 class LocalReplica:
-    """Example: replica = LocalReplica(engine_options(config, folder, 0))"""
+    """Example: replica = LocalReplica(replica_options(config, folder, 0))"""
 
     def __init__(self, options: VllmOptions, make_server: MakeServer = VllmServer) -> None:
         self._options = options
@@ -49,8 +61,18 @@ class LocalReplica:
     async def wait(self) -> str:
         if self._server is None:
             raise TrainerError("the engine was not started")
-        code = await self._server.wait()
-        return f"exit code {code}: {self._server.last_words()} (log: {self._options.log})"
+        ended = asyncio.create_task(self._server.wait())
+        dead = asyncio.create_task(until_engine_is_dead(self.url))
+        try:
+            await asyncio.wait({ended, dead}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():  # vLLM would wait for calls that its dead engine never answers
+                await self._server.stop()
+            how = "its engine process died, " if dead.done() else ""
+            code, words = await ended, self._server.last_words()
+            return f"{how}exit code {code}: {words} (log: {self._options.log})"
+        finally:
+            for task in (ended, dead):
+                task.cancel()
 
     async def stop(self) -> None:
         if self._server is not None:

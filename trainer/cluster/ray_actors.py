@@ -1,7 +1,7 @@
-"""What runs on the nodes of a Ray cluster: an engine, a rank of the trainer, the proxy.
+"""The actors on the nodes of a Ray cluster: an engine, a rank of the trainer, and the proxy.
 
-Invariant: an actor's processes end with it (`proxy/engines/guard.py`), and Ray ends the actors when
-the driver is gone.
+Invariant: the processes of an actor end with the actor (`proxy/engines/guard.py`), and Ray ends the
+actors when the driver has ended.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from proxy.engines.vllm_server import VllmOptions
-from trainer.checkpoint import Checkpoints
-from trainer.cluster.lead_rank import LeadRank
 from trainer.cluster.local_engine import LocalReplica, MakeServer
-from trainer.config import ProxyServerConfig, TrainerConfig
+from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
+from trainer.cluster.rank_zero import RankRequest
+from trainer.cluster.ranks import models_of_rank
 from trainer.errors import TrainerError
-from trainer.policy.learner import Learner, follow
+from trainer.models import Models, follow
 from trainer.policy.parallel import Seat
-from trainer.run.assembly import build_models
-from trainer.run.folder import RunFolder
-from trainer.run.proxy_process import ProxyProcess
+from trainer.trainer import RanksConfig, Trainer
+
+T = TypeVar("T")
 
 
 class EngineActor:
-    """A vLLM server on the actor's GPUs; its methods are awaited, several at a time."""
+    """A vLLM server on the actor's GPUs. Its methods may run at the same time."""
 
     def __init__(self, options: VllmOptions, make_server: MakeServer) -> None:
         here = replace(options, host=ray.util.get_node_ip_address())
@@ -49,7 +49,7 @@ class EngineActor:
 
 
 class ProxyActor:
-    """The recording proxy beside the engines; its store is in the run's folder."""
+    """The recording proxy on a node of the cluster; its store is in the run's folder."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class ProxyActor:
         admin_key: str,
         port: int,
     ) -> None:
-        """`port`: 0: any, at its first start."""
+        """With `port` 0, the proxy takes any free port at its first start."""
         here = config.model_copy(update={"host": ray.util.get_node_ip_address(), "port": port})
         self._proxy = ProxyProcess(here, settings, logs, admin_key)
 
     async def start(self) -> str:
-        """Its URL, once it answers; the same port each time."""
+        """Its URL, once it answers; the port is the same at each start."""
         await self._proxy.start()
         return self._proxy.url
 
@@ -79,54 +79,51 @@ class ProxyActor:
 
 
 class RankActor:
-    """One rank of the trainer; one call at a time, each of which blocks."""
+    """One rank of the trainer. Calls block, and are served one at a time."""
 
-    def __init__(self, config: TrainerConfig, folder: Path) -> None:
+    def __init__(self, config: RanksConfig) -> None:
         self._config = config
-        self._folder = RunFolder(folder)
-        self._learner: Learner | None = None
-        self._lead: LeadRank | None = None
+        self._models: Models | None = None
+        self._trainer: Trainer | None = None
 
     def meeting(self) -> str:
-        """Of rank 0: where the ranks meet."""
+        """On rank 0: the address at which the ranks meet."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def join(self, seat: Seat | None, probe: Sequence[int]) -> None:
-        """Returns when all have joined and the models are built. None: it is alone."""
+        """Returns when all ranks have joined and the models are built. Without a `seat` the rank
+        trains alone."""
         if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        self._learner = build_models(self._config, seat)
+        self._models = models_of_rank(self._config, seat)
         if seat is None or seat.rank == 0:
-            checkpoints = Checkpoints(
-                self._folder.checkpoints, keep_last=self._config.trainer.keep_last
-            )
-            self._lead = LeadRank(self._config, self._learner, checkpoints, probe)
+            self._trainer = Trainer(self._config, self._models, probe)
 
     def follow(self) -> None:
-        """Of every other rank: until the end."""
-        if self._learner is None:
+        """On every other rank: executes the steps that rank 0 sends, until the end."""
+        if self._models is None:
             raise TrainerError("this rank has not joined")
-        follow(self._learner)
+        follow(self._models)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """A method of rank 0's LeadRank."""
-        if self._lead is None:
+    def ask(self, request: RankRequest[T]) -> T:
+        """On rank 0: the result of the request."""
+        if self._trainer is None:
             raise TrainerError("this rank is not rank 0, or has not joined")
-        return getattr(self._lead, method)(*args)
+        return request.on(self._trainer)
 
 
 class ActorGoneError(TrainerError):
     """An actor, or its node, has ended, or could not be started."""
 
     at_fault = False
-    """Whether its own constructor failed, which another one would do, too."""
+    """Whether the actor's own constructor failed; it would fail again in another actor."""
 
 
 async def awaited(ref: Any, whose: str) -> Any:
-    """The result of an actor's method, or its own error, without Ray's wrapper.
+    """The result of an actor's method. Its own errors are raised without Ray's wrapper.
 
     Raises:
         ActorGoneError: `whose` actor has ended, or did not start.

@@ -1,9 +1,10 @@
-"""A run on a Ray cluster: engines, ranks of the trainer and, if wanted, the proxy as named actors
-in one placement group; the driver awaits them and holds no model.
+"""A run on a Ray cluster: engines, ranks and optionally the proxy are named actors in one placement
+group; the driver awaits them and holds no model.
 
-Bundles: with `share_gpus` one for each engine and its rank, else one for each engine and one for
-each rank. Invariant: what the group asks for is reserved before anything is started, or the run
-ends with one line; leaving `ray_cluster` leaves no actor and no group.
+There is one bundle for each engine and one for each rank; with `share_gpus`, one for each engine
+and its rank together. Invariant: everything is reserved before anything is started; otherwise the
+run ends with an error of one line. After the exit of `ray_cluster` no actor and no placement group
+is left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import ray
@@ -26,32 +27,34 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from proxy.engines.vllm_server import VllmServer
-from trainer.cluster.local_engine import MakeServer, engine_options
-from trainer.cluster.protocol import Proxy
+from trainer.cluster.cluster import ClusterConfig, ProcessesConfig, ProxyService
+from trainer.cluster.local_engine import MakeServer, replica_options
+from trainer.cluster.proxy_server import ProxyProcess
+from trainer.cluster.rank_zero import RankRequest, RankZero, SendRequest
 from trainer.cluster.ray_actors import ActorGoneError, EngineActor, ProxyActor, RankActor, awaited
-from trainer.cluster.trainer import Trainer
-from trainer.config import ClusterConfig, TrainerConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.policy.parallel import Seat
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
-from trainer.run.proxy_process import ProxyProcess
 
 Bundle = dict[str, float]
+T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
+RAY_DOES_NOT_START = (OSError, RuntimeError, ValueError, ray.exceptions.RayError)
+"""What `ray.init` raises where no cluster answers, versions differ, or Ray cannot start here."""
 
 
 @asynccontextmanager
 async def ray_cluster(
-    config: TrainerConfig,
+    config: ProcessesConfig,
     folder: RunFolder,
     control: RunControl,
     make_server: MakeServer = VllmServer,
 ) -> AsyncIterator[RayCluster]:
-    """Connects, and reserves what the run needs.
+    """Connects to the cluster and reserves what the run needs.
 
     Raises:
-        ConfigError: no cluster answers, or it has no room.
+        ConfigError: no cluster answers, or it has not enough free resources.
     """
     with _connected(config):
         wanted = bundles(config, has_gpus="GPU" in ray.cluster_resources())
@@ -63,8 +66,8 @@ async def ray_cluster(
             remove_placement_group(group)
 
 
-def bundles(config: TrainerConfig, *, has_gpus: bool) -> list[Bundle]:
-    """What is reserved: for engines first, then for ranks."""
+def bundles(config: ProcessesConfig, *, has_gpus: bool) -> list[Bundle]:
+    """The bundles to reserve: first those for engines, then those for ranks."""
     cluster, ranks = config.cluster, config.trainer.ranks
     gpus = int(has_gpus) if cluster.engine_gpus is None else cluster.engine_gpus
     if cluster.share_gpus:
@@ -75,16 +78,16 @@ def bundles(config: TrainerConfig, *, has_gpus: bool) -> list[Bundle]:
 
 
 def _bundle(cpus: float, gpus: int) -> Bundle:
-    # Ray refuses a bundle of nothing.
+    # Ray refuses an empty bundle.
     return {"CPU": cpus or 0.01} | ({"GPU": float(gpus)} if gpus else {})
 
 
 class RayCluster:
-    """Made by `ray_cluster`."""
+    """A run's actors on a Ray cluster; created by `ray_cluster`."""
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: ProcessesConfig,
         folder: RunFolder,
         control: RunControl,
         group: Any,
@@ -101,17 +104,17 @@ class RayCluster:
     def replica(self, number: int) -> RayReplica:
         return RayReplica(self, number)
 
-    def proxy(self, settings: dict[str, Any]) -> Proxy:
+    def proxy(self, settings: dict[str, Any]) -> ProxyService:
         if self._config.cluster.proxy == "driver":
             return ProxyProcess(self._config.proxy_server, settings, self._folder.logs)
         return RayProxy(self, settings, secrets.token_urlsafe(32))
 
-    def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[Trainer]:
+    def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[RankZero]:
         return self._trainer(probe)
 
     def start_engine(self, number: int) -> Any:
         """A new actor; its server is not started yet."""
-        options = engine_options(self._config, self._folder, number)
+        options = replica_options(self._config, self._folder, number)
         cpus = self._config.cluster.engine_cpus
         args = options, self._make_server
         return self._actor(EngineActor, f"engine-{number}", number, cpus, *args)
@@ -122,12 +125,12 @@ class RayCluster:
         return self._actor(ProxyActor, "proxy", 0, 0.0, config, settings, logs, admin_key, port)
 
     async def placed(self, make: Callable[[], Any], whose: str) -> Any:
-        """A new actor, once a node runs it. One that was sent to a node which Ray did not know yet
-        to be lost is made again.
+        """A new actor, once it runs on a node. It is created again if Ray sent it to a node that
+        was lost.
 
         Raises:
-            TrainerError: the node of its bundle is gone, and no other has room for it.
-            ActorGoneError: it could not be made.
+            TrainerError: the node of its bundle is lost, and no other has room for the bundle.
+            ActorGoneError: the actor could not be created.
         """
         timeout_s = self._config.cluster.ready_timeout_s
         lost = ""
@@ -146,12 +149,12 @@ class RayCluster:
         except TimeoutError:
             raise TrainerError(
                 f"{lost}{whose} found no node with room for its bundle in {timeout_s:g} s "
-                f"(cluster.ready_timeout_s): {_room()}; `agentic-train resume` goes on from the "
-                "last checkpoint"
+                f"(cluster.ready_timeout_s): {_room()}; start the run again to continue "
+                "from the last checkpoint"
             ) from None
 
     @asynccontextmanager
-    async def _trainer(self, probe: Sequence[int]) -> AsyncIterator[Trainer]:
+    async def _trainer(self, probe: Sequence[int]) -> AsyncIterator[RankZero]:
         actors = [self._start_rank(rank) for rank in range(self._config.trainer.ranks)]
         try:
             await self._control.wait_for(_join(actors, probe))
@@ -160,10 +163,7 @@ class RayCluster:
             )
             self._control.watch(others)
             try:
-                yield Trainer(
-                    lambda method, *args: awaited(actors[0].call.remote(method, *args), _whose(0)),
-                    others,
-                )
+                yield RankZero(_to_actor(actors[0]), others)
             finally:
                 others.cancel()
                 await asyncio.wait({others})
@@ -174,8 +174,8 @@ class RayCluster:
     def _start_rank(self, rank: int) -> Any:
         shared = self._config.cluster.share_gpus
         bundle = rank if shared else len(self._reserved) - self._config.trainer.ranks + rank
-        cpus, folder = self._config.cluster.rank_cpus, self._folder.path.absolute()
-        return self._actor(RankActor, f"rank-{rank}", bundle, cpus, self._config, folder)
+        cpus = self._config.cluster.rank_cpus
+        return self._actor(RankActor, f"rank-{rank}", bundle, cpus, self._config)
 
     def _actor(self, cls: type, name: str, bundle: int, cpus: float, *args: Any) -> Any:
         gpus = self._reserved[bundle].get("GPU", 0.0) if cls is not ProxyActor else 0.0
@@ -196,12 +196,12 @@ class RayCluster:
         except ValueError as error:
             raise ConfigError(
                 f"cluster.namespace={self._config.cluster.namespace!r}: {error}; "
-                "another run is there: give this one another namespace"
+                "another run uses it; choose another namespace"
             ) from error
 
 
 class RayReplica:
-    """An engine's actor, and another one where that has ended."""
+    """An engine's actor, which is replaced by another one after it has ended."""
 
     def __init__(self, cluster: RayCluster, number: int) -> None:
         self._cluster = cluster
@@ -220,7 +220,7 @@ class RayReplica:
             how: str = await awaited(self._actor.wait.remote(), self._whose)
             return how
         except ActorGoneError as error:
-            ray.kill(self._actor)  # it may only be out of reach; and its name is free then
+            ray.kill(self._actor)  # it may still run, out of reach; this frees its name
             self._actor = None
             return str(error)
 
@@ -233,7 +233,8 @@ class RayReplica:
 
 
 class RayProxy:
-    """The proxy's actor, and another one, at the same address, where that has ended."""
+    """The proxy's actor, which is replaced by another one at the same address after it has
+    ended."""
 
     def __init__(self, cluster: RayCluster, settings: dict[str, Any], admin_key: str) -> None:
         self._cluster = cluster
@@ -244,14 +245,17 @@ class RayProxy:
         self.url = ""
 
     async def start(self) -> None:
-        """Raises TrainerError where it could not be placed on the same node again."""
+        """Raises TrainerError if the actor could not be placed on the same node again."""
         if self._actor is None:
             settings = self._settings, self.admin_key, self._port
             make = partial(self._cluster.start_proxy, *settings)
             self._actor = await self._cluster.placed(make, "the proxy's actor")
         url = await awaited(self._actor.start.remote(), "the proxy's actor")
         if self.url not in ("", url):
-            raise TrainerError(f"the proxy was at {self.url} and is at {url}: its node is gone")
+            raise TrainerError(
+                f"the proxy was at {self.url} and is now at {url}, because its node was lost; "
+                "start the run again to continue from the last checkpoint"
+            )
         self.url, self._port = url, urlsplit(url).port or 0
 
     async def wait(self) -> str:
@@ -259,7 +263,7 @@ class RayProxy:
             how: str = await awaited(self._actor.wait.remote(), "the proxy's actor")
             return how
         except ActorGoneError as error:
-            ray.kill(self._actor)  # it may only be out of reach; and its name is free then
+            ray.kill(self._actor)  # it may still run, out of reach; this frees its name
             self._actor = None
             return str(error)
 
@@ -277,6 +281,14 @@ async def _stop(actor: Any, whose: str) -> None:
         with contextlib.suppress(ActorGoneError):
             await awaited(actor.stop.remote(), whose)
         ray.kill(actor)
+
+
+def _to_actor(actor: Any) -> SendRequest:
+    async def send(request: RankRequest[T]) -> T:
+        answer: T = await awaited(actor.ask.remote(request), _whose(0))
+        return answer
+
+    return send
 
 
 def _whose(rank: int) -> str:
@@ -297,20 +309,20 @@ async def _join(actors: Sequence[Any], probe: Sequence[int]) -> None:
 
 
 async def _follow(rank: int, actor: Any) -> NoReturn:
-    why = "it was told to end"
+    why = "it was ended"
     try:
         await awaited(actor.follow.remote(), _whose(rank))
     except ActorGoneError as error:
         why = str(error)
     raise TrainerError(
-        f"{_whose(rank)} ended: {why}; `agentic-train resume` goes on from the last checkpoint"
+        f"{_whose(rank)} ended: {why}; start the run again to continue from the last checkpoint"
     )
 
 
 async def _reserved(group: Any, wanted: Sequence[Bundle], cluster: ClusterConfig) -> None:
     total = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in ("CPU", "GPU")}
     missing = [name for name, n in total.items() if n > ray.cluster_resources().get(name, 0)]
-    # No node joins a cluster of our own.
+    # No node joins a cluster that this run has started.
     timeout_s = 0.0 if missing and cluster.address is None else cluster.ready_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
@@ -330,8 +342,8 @@ def _room() -> str:
 
 
 @contextlib.contextmanager
-def _connected(config: TrainerConfig) -> Iterator[None]:
-    """Within it Ray is connected; a driver that is already stays so."""
+def _connected(config: ProcessesConfig) -> Iterator[None]:
+    """A context in which Ray is connected; an existing connection is used and kept."""
     if ray.is_initialized():
         yield
         return
@@ -341,7 +353,7 @@ def _connected(config: TrainerConfig) -> Iterator[None]:
     try:
         _check_listens(address)
         ray.init(**_where(config))
-    except Exception as error:  # Ray raises what it likes, a bare Exception too
+    except RAY_DOES_NOT_START as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         if address is None:
             raise ConfigError(f"cluster.backend=ray: Ray does not start here ({said})") from error
@@ -350,7 +362,7 @@ def _connected(config: TrainerConfig) -> Iterator[None]:
             "`ray start --head`, or leave it empty for one on this machine"
         ) from error
     finally:
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it
     try:
         yield
     finally:
@@ -358,13 +370,13 @@ def _connected(config: TrainerConfig) -> Iterator[None]:
 
 
 def _check_listens(address: str | None) -> None:
-    """Ray itself would try for minutes. Raises OSError."""
+    """Raises OSError if nothing listens there; Ray itself would retry for minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
-def _where(config: TrainerConfig) -> dict[str, Any]:
+def _where(config: ProcessesConfig) -> dict[str, Any]:
     """Arguments of `ray.init`."""
     common = {"namespace": config.cluster.namespace, "log_to_driver": False}
     if config.cluster.address is not None:

@@ -1,1 +1,2 @@
-"""Forward, backward, step: in one process or sharded, each shared token computed once."""
+"""The models in training: forward pass, backward pass and optimizer step, in one process or
+sharded."""

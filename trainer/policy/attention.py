@@ -1,10 +1,10 @@
 """Attention over packed and prefix-shared sequences.
 
-Invariant: a token sees exactly the tokens before it on its own path. A `Layout` says which those
-are by where each token's path ends. On CPU it is cut into runs of tokens that the same tokens
-follow: each run is one causal call of SDPA's flash kernel for itself and one unmasked call for all
-that follow it, and the parts are merged by their log-sum-exps. On CUDA the same layout is a
-FlexAttention block mask.
+Invariant: a token attends to itself and to the tokens before it on its own path, and to no others.
+A `Layout` holds the end of each token's path. On CPU the layout is cut into runs of tokens that are
+followed by the same tokens. For each run, SDPA's flash kernel is called once with a causal mask for
+the run itself, and once without a mask for all tokens that follow it. The results are merged by
+their log-sum-exps. On CUDA the same layout becomes a block mask of FlexAttention.
 
 Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
 """
@@ -13,60 +13,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 
-ATTENTION = "packed_paths"
-"""The name under which transformers' models find this attention."""
+from trainer.packing import Layout, Run
 
-Run = tuple[int, int, int]
-"""`(start, stop, end)`: the tokens `[start, stop)` are seen by those after them up to `end`."""
+_WITHOUT_EFFECT = frozenset(
+    ("position_ids", "use_cache", "cache_position", "output_attentions", "is_causal")
+)
+"""Arguments that models pass to every attention and that are ignored here, because the layout is
+causal and has no cache."""
 
-# What `scaled_dot_product_attention` runs on CPU. Called by name, as it also gives the log-sum-exp.
+# The kernels of `scaled_dot_product_attention` on CPU. They are called by name because these calls
+# also return the log-sum-exp.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Who sees whom among the `T` tokens of a micro-batch.
-
-    Example: [5 6 7] and [5 6 8 9] with their prefix shared, laid out as 5 6 7 8 9:
-        ends = [5 5 3 5 5]     longest = 4
-        runs = ((0, 2, 5), (2, 3, 3), (3, 5, 5))
-    """
-
-    ends: Tensor
-    """`[T]` int64: token `i` sees token `j` exactly if `j <= i < ends[j]`."""
-    longest: int
-    """Tokens of the longest path."""
-
-    def to(self, device: torch.device) -> Layout:
-        return Layout(self.ends.to(device), self.longest)
-
-    @functools.cached_property
-    def runs(self) -> tuple[Run, ...]:
-        changes = (self.ends[1:] != self.ends[:-1]).nonzero()[:, 0] + 1
-        starts = [0, *changes.tolist(), len(self.ends)]
-        ends = self.ends[starts[:-1]].tolist()
-        return tuple(zip(starts[:-1], starts[1:], ends, strict=True))
-
-    @functools.cached_property
-    def block_mask(self) -> BlockMask:
-        """The layout for FlexAttention."""
-        ends, tokens = self.ends, len(self.ends)
-
-        def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q < ends[k])
-
-        return create_block_mask(sees, None, None, tokens, tokens, ends.device.type)
 
 
 def packed_attention(
@@ -76,18 +43,26 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_unused: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention for transformers' interface: `[1, H, T, D]` → `[1, T, H, D]`.
 
-    Raises ValueError for what the model asks of attention beyond that.
+    Raises ValueError for an argument that changes the result and is not supported here (attention
+    sinks, soft-capping, dropout, …), and if the model does not pass on `layout`.
     """
+    kind = type(module).__name__
+    for name, given in others.items():
+        absent = given is None or (isinstance(given, int | float) and given == 0)
+        if name not in _WITHOUT_EFFECT and not absent:
+            raise ValueError(f"{kind}: packed attention does not compute the argument {name}")
+    if layout is None:
+        raise ValueError(f"{kind} does not pass the layout of the packed row to attention")
     if sliding_window is not None and sliding_window < layout.longest:
         raise ValueError(
-            f"{type(module).__name__}: a sliding window of {sliding_window} tokens is shorter than"
+            f"{kind}: a sliding window of {sliding_window} tokens is shorter than"
             f" a sequence of {layout.longest}; packed attention covers full attention only"
         )
     attend = _flex if query.is_cuda else attend_by_runs
@@ -97,13 +72,13 @@ def packed_attention(
 def attend_by_runs(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None
 ) -> Tensor:
-    """`[1, H, T, D]`, in autocast's type where that is on; values may have another head size."""
+    """`[1, H, T, D]`, in the type of autocast if that is on; values may have another head size."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
     size, value_size = query.shape[-1], value.shape[-1]
     scale = size**-0.5 if scale is None else scale
-    if size != value_size:  # the kernel has one size: zeros add nothing to a product
+    if size != value_size:  # the kernel needs equal sizes; zeros do not change a product
         wide = max(size, value_size)
         query, key, value = (pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
     out: Tensor = _AttendByRuns.apply(  # type: ignore[no-untyped-call]
@@ -113,8 +88,10 @@ def attend_by_runs(
 
 
 class _AttendByRuns(Function):
-    """FlashAttention's backward pass recomputes a part's probabilities from the whole's output and
-    log-sum-exp (Dao et al., arXiv 2205.14135), so the gradients of the parts add up exactly."""
+    """Attention by runs, with its gradient. FlashAttention's backward pass recomputes the
+    probabilities of a part from the output and the log-sum-exp of the whole (Dao et al., arXiv
+    2205.14135), so that the gradient is the sum of the gradients of the parts.
+    """
 
     @staticmethod
     def forward(
@@ -142,7 +119,7 @@ class _AttendByRuns(Function):
                 into, into_lse = out[:, :, queries], logsumexp[:, :, queries]
                 if start < seen:
                     _merge(into, into_lse, part, part_lse)
-                else:  # a path begins here: its tokens have seen nothing yet
+                else:  # the start of a path, whose tokens have no earlier part to merge with
                     into.copy_(part)
                     into_lse.copy_(part_lse)
             seen = max(seen, end)
@@ -176,7 +153,7 @@ class _AttendByRuns(Function):
 
 
 def _parts(run: Run) -> Iterator[tuple[slice, slice, bool]]:
-    """`(keys, queries, causal)` of the flash calls that a run's keys and values take part in."""
+    """`(keys, queries, causal)` of each flash call on the keys and values of a run."""
     start, stop, end = run
     keys = slice(start, stop)
     yield keys, keys, True
@@ -185,7 +162,7 @@ def _parts(run: Run) -> Iterator[tuple[slice, slice, bool]]:
 
 
 def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Attention over two sets of keys, from that over each; in place, into the first."""
+    """Merges the attention over two sets of keys, in place, into the first result."""
     both = torch.logaddexp(logsumexp, part_lse)
     out.mul_((logsumexp - both).exp_()[..., None])
     out.addcmul_(part.to(out.dtype), (part_lse - both).exp_()[..., None])

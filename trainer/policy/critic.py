@@ -1,7 +1,7 @@
-"""The critic: a decoder with a scalar head, which values the state each token was sampled in.
+"""The critic: a decoder with a scalar head that estimates the value of the state before a token.
 
-Invariant: the value of a token is read where the token is predicted, before it is seen. Packing,
-prefix sharing, sharding and the step are the policy's.
+Invariant: the value of a token is read at the position that predicts it, so that it does not depend
+on the token. Packing, prefix sharing, sharding and the optimizer step are the same as the policy's.
 
 Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch, `D` hidden size.
 """
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.algorithms.token_loss import Metrics, ValueLossFunction
 from trainer.batch import Batch
 from trainer.errors import TrainingError
+from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
 from trainer.policy.model import DTYPES, ModelConfig, blocks, last_hidden, load_model
-from trainer.policy.optimizer import OptimizerConfig, Stepper
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for
-from trainer.policy.token_loss import Metrics, ValueLossFunction
 
 
 class ValueModel(nn.Module):
-    """A causal model's decoder and a linear head that starts at 0."""
+    """The decoder of a causal model and a linear head whose weights start at 0."""
 
     def __init__(self, model: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        """`[M]` float32."""
+        """The value of each target of the micro-batch, `[M]` float32."""
         hidden = last_hidden(self.model.get_decoder(), micro, self.compute_dtype)
         values: Tensor = self.head(hidden[micro.predictors].to(self.head.weight.dtype))
-        return values.float().sum(-1)  # of one: a new tensor, as FSDP2 takes no view
+        return values.float().sum(-1)  # a sum over one element, because FSDP2 refuses a view
 
 
 class Critic:
@@ -59,7 +59,7 @@ class Critic:
         ranks: Ranks | None = None,
         total_steps: int | None = None,
     ) -> None:
-        """All of the critic is trained: `config.lora` is the policy's and does not count here."""
+        """`config.lora` is ignored: all weights of the critic are trained."""
         self.config = config.model_copy(update={"lora": None})
         self.ranks = ranks or Ranks()
         self.device = torch.device(device)
@@ -75,7 +75,7 @@ class Critic:
 
     @torch.no_grad()
     def compute_values(self, batch: Batch) -> Tensor:
-        """`[N]` float32: what the critic expects from each trained token on."""
+        """`[N]` float32: the critic's estimate of the return from each trained token on."""
         self.module.eval()
         values = torch.zeros(batch.num_tokens)
         for micro in self.pack(batch):
@@ -83,9 +83,9 @@ class Critic:
         return self.ranks.sum(values)
 
     def forward_backward(self, micro: MicroBatch, batch: Batch, loss: ValueLossFunction) -> Metrics:
-        """Adds the gradient of the micro-batch's losses; its contributions to the metrics.
+        """Adds the gradient of the micro-batch's losses; returns its contributions to the metrics.
 
-        Raises TrainingError, naming rollout and turn, where a loss is not finite.
+        Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
         self.module.train()
         result = loss(self.module(micro.to(self.device)), micro.targets)
@@ -97,7 +97,7 @@ class Critic:
         return {name: float(value.detach()) for name, value in result.metrics.items()}
 
     def step(self) -> Metrics:
-        """As the policy's."""
+        """Executes an optimizer step, as `Policy.step` does."""
         return self.stepper.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,4 +105,5 @@ class Critic:
         return self.stepper.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
         self.stepper.load_state_dict(state)

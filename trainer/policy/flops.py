@@ -1,6 +1,6 @@
-"""Model FLOPs utilisation, where the device's peak is known.
+"""Model FLOPs utilisation on devices whose peak is known.
 
-Invariant: an unknown device gives no figure, rather than one against a guessed peak.
+Invariant: for an unknown device there is no result, because its peak would be a guess.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(
         "A10": 125e12,
     }
 )
-"""Dense bf16 with fp32 accumulation, from NVIDIA's data sheets; the first name that is part of the
-device's name counts."""
+"""Part of a device's name → its peak in FLOP/s for dense bf16 with fp32 accumulation, from NVIDIA's
+data sheets. The first key that is part of the device's name applies."""
 
 
 def training_flops(model: Any, batch: Batch, *, passes: float) -> float:
-    """FLOPs to train on the batch: 6 per weight and token, and attention's 12 · layers · width ·
-    length per token (Chowdhery et al., PaLM, appendix B), `passes` times.
+    """FLOPs to train on the batch: 6 per weight and token, plus 12 · layers · width · length per
+    token for attention (Chowdhery et al., PaLM, appendix B), multiplied by `passes`.
 
-    A forward pass alone is a third of a pass. Shared prefixes are counted as if computed for every
-    sequence, so sharing shows as a higher utilisation.
+    A forward pass alone counts as a third of a pass. Shared prefixes are counted for every
+    sequence, so that sharing them raises the utilisation.
     """
     text = model.config.get_text_config()
     weights = sum(p.numel() for p in model.parameters()) - _embedding_weights(model)
@@ -47,7 +47,7 @@ def training_flops(model: Any, batch: Batch, *, passes: float) -> float:
 
 
 def utilisation(flops: float, seconds: float, device: torch.device, ranks: int) -> float | None:
-    """Share of the devices' peak; None where it is not known."""
+    """Share of the peak of all devices; None if the peak is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -58,7 +58,8 @@ def utilisation(flops: float, seconds: float, device: torch.device, ranks: int) 
 
 
 def _embedding_weights(model: Any) -> int:
-    """Looked up, not multiplied; a tied output layer is multiplied, and so counted."""
+    """Number of weights that are looked up and not multiplied: the embeddings, unless the output
+    layer shares them."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     tied = outputs is not None and outputs.weight is inputs.weight
     return 0 if tied else int(inputs.weight.numel())

@@ -1,13 +1,15 @@
-"""A Hugging Face causal model as the trainer computes with it: packed rows in, token scores out.
+"""Wraps a Hugging Face causal model for the trainer: packed rows in, scores of tokens out.
 
-Invariant: the scores are those of the model's own forward pass over each sequence alone, at the
-temperature it was sampled with. What packed attention or the fused head cannot reproduce (sliding
-windows shorter than a sequence, recurrent layers, logit soft-capping) is refused, never ignored.
+Invariant: the scores are equal to those of the model's own forward pass over each sequence alone,
+at the temperature of sampling. Models with features that packed attention or the fused output layer
+cannot reproduce (sliding windows shorter than a sequence, recurrent layers, logit soft-capping) are
+refused: see `architecture.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +22,14 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from trainer.errors import ConfigError
 from trainer.packing import MicroBatch
-from trainer.policy.attention import ATTENTION, packed_attention
+from trainer.policy.architecture import (
+    ATTENTION,
+    check_model,
+    check_scores,
+    check_settings,
+    without_noise,
+)
+from trainer.policy.attention import packed_attention
 from trainer.policy.token_logprobs import token_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,9 +41,12 @@ class LoraSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(16, ge=1)
+    """Rank of the adapters' two matrices."""
     alpha: float = Field(32.0, gt=0)
+    """Scale of the adapters: their product is multiplied by `alpha / rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the layers that get an adapter; `all-linear` leaves out the output layer."""
+    """Names of the layers that get an adapter; `all-linear`: all linear layers except the output
+    layer."""
 
 
 class ModelConfig(BaseModel):
@@ -45,19 +57,20 @@ class ModelConfig(BaseModel):
     path: Path
     """Folder of a Hugging Face checkpoint of a causal language model."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and matrix products; the weights that train are float32 always."""
+    """Type of activations and matrix products. The trained weights are always float32."""
     max_micro_batch_tokens: int = Field(8192, ge=1)
-    """Input tokens of a forward pass; a longer sequence has a pass for itself. On a CPU only what
-    shares a prefix makes passes of more than 4096."""
+    """Maximum number of input tokens of a forward pass; a longer sequence has a pass of its own. On
+    a CPU, only sequences that share a prefix form passes of more than 4096 tokens."""
     share_prefixes: bool = True
-    """Compute the tokens that a group's sequences start with in common once (tree attention)."""
+    """Compute each common prefix of a group's sequences once (tree attention)."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the rest again."""
+    """Keep only the input of each layer for the backward pass, and recompute the rest, which saves
+    memory."""
     lora: LoraSettings | None = None
 
 
 class CausalScorer(nn.Module):
-    """The model and what is asked of it: log-probabilities of given tokens, and entropies."""
+    """Computes the log-probabilities of given tokens, and the entropies of their distributions."""
 
     def __init__(self, model: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,7 +80,8 @@ class CausalScorer(nn.Module):
     def forward(
         self, micro: MicroBatch, ids: Tensor, temperature: float, *, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`(log-probabilities, entropies)` `[M]` of the tokens `ids` `[M]` at micro's targets."""
+        """`(log-probabilities, entropies)`, both `[M]`, of the tokens `ids` `[M]` as the targets of
+        the micro-batch."""
         hidden = last_hidden(self.model.get_decoder(), micro, self.compute_dtype)
         head: Tensor = self.model.get_output_embeddings().weight
         rows = hidden[micro.predictors].to(self.compute_dtype)
@@ -75,7 +89,7 @@ class CausalScorer(nn.Module):
 
 
 def last_hidden(decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
-    """The decoder's output `[T, D]` for a packed row."""
+    """The output of the decoder, `[T, D]`, for a packed row."""
     device = micro.ids.device.type
     with torch.autocast(device, compute_dtype, enabled=compute_dtype != torch.float32):
         output = decoder(
@@ -89,12 +103,12 @@ def last_hidden(decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtyp
 
 
 def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
-    """The checkpoint at `config.path` in float32, with packed attention, dropout off.
+    """The checkpoint at `config.path` in float32, with packed attention and without dropout.
 
-    Raises ConfigError when the folder holds no checkpoint of a causal model, or one of an
-    architecture whose forward pass could not be reproduced exactly.
+    Raises ConfigError if the folder holds no checkpoint of a causal model, or if the architecture's
+    forward pass cannot be reproduced exactly.
     """
-    settings = load_settings(config.path)
+    settings = without_noise(load_settings(config.path))
     AttentionInterface.register(ATTENTION, packed_attention)
     model = AutoModelForCausalLM.from_pretrained(
         config.path,
@@ -103,9 +117,9 @@ def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
         attn_implementation=ATTENTION,
         local_files_only=True,
     )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    check_model(model, config.path)
+    scorer = CausalScorer(model, DTYPES["float32"])
+    check_scores(model, config.path, lambda micro, ids: scorer(micro, ids, 1.0)[0])
     if config.gradient_checkpointing and trainable:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora is not None and trainable:
@@ -114,24 +128,25 @@ def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
 
 
 def blocks(model: Any) -> list[nn.Module]:
-    """The decoder's layers: the units of sharding."""
+    """The layers of the decoder, which are the units of sharding."""
     return list(model.get_decoder().layers)
 
 
 def context_tokens(model: Any) -> int:
-    """The longest sequence that the model has positions for."""
+    """Maximum number of tokens of a sequence for which the model has positions."""
     return int(model.config.get_text_config().max_position_embeddings)
 
 
 def vocabulary(model: Any) -> int:
-    """How many tokens the model has an embedding for."""
+    """Number of tokens that the model has an embedding for."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def named_hf_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """`(name, tensor)` as in a checkpoint: adapters merged in, shards gathered, tied weights once.
+    """`(name, tensor)` as in a checkpoint: with merged adapters, gathered shards, and tied weights
+    only once.
 
-    Under FSDP every rank must iterate, as each tensor is gathered from all.
+    Under FSDP every rank must iterate, because each tensor is gathered from all ranks.
     """
     adapted = {
         name: module
@@ -149,7 +164,7 @@ def named_hf_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_settings(path: Path, key: str = "model.path") -> Any:
-    """The checkpoint's `config.json`. ConfigError, naming `key`, as `load_model`."""
+    """The checkpoint's `config.json`. Raises ConfigError, which names `key`, like `load_model`."""
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{key}: {path} holds no config.json; give the folder of a Hugging Face checkpoint"
@@ -158,37 +173,26 @@ def load_settings(path: Path, key: str = "model.path") -> Any:
         settings = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{key}: {path}: {_one_line(error)}") from error
-    text = settings.get_text_config()
-    _check_tokenizer(path, key, text.vocab_size)
-    kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
-    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if strange:
-        raise ConfigError(
-            f"{key}: {path}: layers of type {strange} cannot be packed exactly; "
-            "use a model whose layers are attention"
-        )
-    scaled = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
-    for name in scaled:
-        if getattr(text, name, None) not in (None, 1, 1.0):
-            raise ConfigError(f"{key}: {path}: {name} is not supported; use another model")
+    check_settings(settings, path, key)
+    _check_tokenizer(path, key, settings.get_text_config().vocab_size)
     return settings
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Gathered from all ranks, if it is sharded."""
+    """The whole tensor, gathered from all ranks if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_tokenizer(path: Path, key: str, vocabulary: int) -> None:
-    """A model may have more embeddings than its tokenizer has tokens, never fewer."""
+    """Checks that the tokenizer has no more tokens than the model has embeddings."""
     file = path / "tokenizer.json"
     if file.is_file():
         tokens = Tokenizer.from_file(str(file)).get_vocab_size()
         if tokens > vocabulary:
             raise ConfigError(
-                f"{key}: {path}: its tokenizer has {tokens} tokens, its model only"
-                f" {vocabulary}; the two are not of one checkpoint"
+                f"{key}: {path}: its tokenizer has {tokens} tokens, but its model only"
+                f" {vocabulary}; use a model and a tokenizer of the same checkpoint"
             )
 
 
@@ -199,6 +203,7 @@ def _one_line(error: Exception) -> str:
 def _add_lora(model: Any, lora: LoraSettings) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    _check_targets(model, lora)
     targets = lora.target_modules
     return get_peft_model(
         model,
@@ -210,3 +215,23 @@ def _add_lora(model: Any, lora: LoraSettings) -> Any:
             task_type="CAUSAL_LM",
         ),
     )
+
+
+def _check_targets(model: Any, lora: LoraSettings) -> None:
+    """Checks that there is no adapter on the output layer or on embeddings that
+    share its weights."""
+    targets, head = lora.target_modules, model.get_output_embeddings()
+    if targets == "all-linear":  # leaves out the output layer
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "weight", None) is not head.weight:
+            continue
+        if isinstance(targets, str):
+            adapted = re.fullmatch(targets, name) is not None
+        else:
+            adapted = any(name == each or name.endswith(f".{each}") for each in targets)
+        if adapted:
+            raise ConfigError(
+                f"model.lora.target_modules={targets!r}: an adapter on the output layer ({name}) is"
+                " not computed in training; remove this layer"
+            )

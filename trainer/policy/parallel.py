@@ -1,9 +1,9 @@
-"""Data-parallel ranks: who trains which micro-batch, and what is summed over all of them.
+"""Data-parallel ranks: which rank trains which micro-batch, and what is summed over all ranks.
 
-Invariant: several ranks compute what one would, to rounding. Each has the whole batch's columns,
-computes its share of the micro-batches, and the gradient is the sum over ranks (FSDP2 takes the
-mean, so losses are multiplied by the number of ranks). Rank 0 leads: it tells the others each call
-that all of them make (`trainer.policy.learner`), over a process group of its own.
+Invariant: several ranks compute the same as one rank, up to rounding. Each rank has the columns of
+the whole batch and computes its share of the micro-batches. The gradient is the sum over ranks
+(FSDP2 computes the mean, so losses are multiplied by the number of ranks). Rank 0 leads: it sends
+each step to the other ranks over a separate process group.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device; what is on the CPU (scores, calls, metrics) travels over gloo also between GPUs."""
+"""Type of device → backends of torch.distributed. Tensors on the CPU (scores, messages, metrics)
+always travel over gloo."""
 SILENCE = timedelta(days=30)
-"""How long a rank waits for the next call: agents may take their time. One that died is known at
-once, by its closed connections."""
+"""Maximum time that a rank waits for the next message; agents may take long. The end of a rank is
+noticed at once, because its connections close."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A process's place among those that train together.
+    """The place of a process among those that train together.
 
     Example: Seat(rank=1, size=2, rendezvous="file:///runs/a/ranks", local_rank=1)
     """
@@ -37,23 +38,23 @@ class Seat:
     rank: int
     size: int
     rendezvous: str
-    """Where they meet: an `init_method` of torch.distributed."""
+    """Address at which the processes meet: an `init_method` of torch.distributed."""
     local_rank: int
-    """Which of its machine's GPUs it trains on."""
+    """Index of the process's GPU on its machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train together; `Ranks()` is one process alone."""
+    """The processes that train together; `Ranks()` is a single process."""
 
     mesh: DeviceMesh | None = None
-    """One dimension, over which weights are sharded and micro-batches dealt."""
+    """Mesh of one dimension, over which weights are sharded and micro-batches are divided."""
     calls: dist.ProcessGroup | None = None
-    """Over which rank 0 tells the others what to do."""
+    """The group over which rank 0 sends messages to the others."""
 
     @classmethod
     def join(cls, seat: Seat, device: torch.device) -> Ranks:
-        """Returns when all have joined."""
+        """Joins the process group. Returns when all processes have joined."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -66,22 +67,23 @@ class Ranks:
 
     @classmethod
     def of_process_group(cls, device_type: str) -> Ranks:
-        """All ranks of the default process group, which is there already."""
+        """All ranks of the default process group, which must already exist."""
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
         return cls(mesh, dist.new_group(backend="gloo", timeout=SILENCE))
 
     def leave(self) -> None:
-        """Ends the process group; what waits in it fails."""
+        """Ends the process group; pending operations of the group fail."""
         if self.mesh is not None:
             dist.destroy_process_group()
 
     def tell(self, message: Any) -> None:
-        """From rank 0 to the others, which `hear` it; nothing on these, and where it is alone."""
+        """Sends a message from rank 0 to the other ranks, which receive it with `hear`. Does
+        nothing on other ranks."""
         if self.size > 1 and self.rank == 0:
             dist.broadcast_object_list([message], src=0, group=self.calls)
 
     def hear(self) -> Any:
-        """What rank 0 tells next."""
+        """The next message from rank 0."""
         received: list[Any] = [None]
         dist.broadcast_object_list(received, src=0, group=self.calls)
         return received[0]
@@ -95,17 +97,17 @@ class Ranks:
         return 0 if self.mesh is None else int(self.mesh.get_local_rank())
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """This rank's part of what all have: every `size`-th item."""
+        """The items of this rank: every `size`-th item."""
         return list(items[self.rank :: self.size])
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """The sum over all ranks, in place."""
         if self.mesh is not None:
             dist.all_reduce(values, group=self.mesh.get_group())
         return values
 
     def sum_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics that add up over micro-batches, over all ranks; every rank has the same keys."""
+        """The sum of each metric over all ranks; every rank must have the same keys."""
         names = sorted(metrics)
         total = self.sum(torch.tensor([metrics[name] for name in names], dtype=torch.float64))
         return dict(zip(names, total.tolist(), strict=True))
@@ -113,7 +115,7 @@ class Ranks:
     def shard(
         self, root: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype
     ) -> None:
-        """FSDP2 over `root`, each of its `blocks` gathered only while it computes."""
+        """Applies FSDP2 to `root`; each of its `blocks` is gathered only while it computes."""
         if self.mesh is None:
             return
         low = None if compute_dtype == torch.float32 else compute_dtype

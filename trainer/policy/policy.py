@@ -1,8 +1,8 @@
-"""The policy in training: scores of recorded tokens, gradients of a loss over them, the step.
+"""The policy in training: scores of recorded tokens, gradients of a loss, and the optimizer step.
 
-Invariant: a step's gradient is that of the sum of the per-token losses over all its micro-batches.
-The loss function weighs each token by a denominator of the whole batch, so how it was cut into
-micro-batches (or ranks) changes nothing but rounding.
+Invariant: the gradient of a step is the gradient of the sum of the losses of all its tokens. The
+weights of tokens have denominators for the whole batch, so that cutting the batch into
+micro-batches, or dividing it among ranks, changes only the rounding.
 
 Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch.
 """
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch
 from trainer.errors import TrainingError
+from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, pack
 from trainer.policy.model import (
     DTYPES,
@@ -30,18 +32,17 @@ from trainer.policy.model import (
     named_hf_parameters,
     vocabulary,
 )
-from trainer.policy.optimizer import OptimizerConfig, Stepper
 from trainer.policy.parallel import Ranks
-from trainer.policy.token_loss import LossFunction, Metrics
 
 CPU_FILL_TOKENS = 4096
-"""A CPU computes what is in its cache faster: a matrix product of 4,096 rows of 128 ran at 83
-GFLOP/s, one of 22,725 at 59, and memory goes with the size of a pass."""
+"""Number of tokens up to which a CPU combines sequences into a pass. Products that fit into the
+cache are faster: a matrix product of 4,096 rows of 128 ran at 83 GFLOP/s, one of 22,725 rows at 59.
+A small pass also needs less memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the policy says of each trained token: `[N]` float32 each, on the CPU.
+    """Scores of every trained token: `[N]` float32 each, on the CPU.
 
     Example: Scores(logprobs=[-0.1 -2.3 -0.7], entropy=[0.4 1.9 0.8])
     """
@@ -70,7 +71,7 @@ class Policy:
         ranks: Ranks | None = None,
         total_steps: int | None = None,
     ) -> None:
-        """Without an `optimizer` the policy is frozen: a reference or a teacher."""
+        """Without an `optimizer` the policy is frozen, like a reference or a teacher."""
         self.config = config
         self.ranks = ranks or Ranks()
         self.device = torch.device(device)
@@ -81,9 +82,9 @@ class Policy:
 
     @property
     def stepper(self) -> Stepper:
-        """The optimizer and its schedule; TrainingError for a frozen policy, which has none."""
+        """The optimizer and its schedule. Raises TrainingError for a frozen policy."""
         if self._stepper is None:
-            raise TrainingError("this policy is frozen: it was made without an optimizer")
+            raise TrainingError("this policy is frozen: it was created without an optimizer")
         return self._stepper
 
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
@@ -112,9 +113,9 @@ class Policy:
         temperature: float,
         entropy_grad: bool = False,
     ) -> Metrics:
-        """Adds the gradient of the micro-batch's losses; its contributions to the metrics.
+        """Adds the gradient of the micro-batch's losses; returns its contributions to the metrics.
 
-        Raises TrainingError, naming rollout and turn, where a loss is not finite.
+        Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
         self.scorer.train()
         logprobs, entropy = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
@@ -125,17 +126,19 @@ class Policy:
         return {name: float(value.detach()) for name, value in result.metrics.items()}
 
     def step(self) -> Metrics:
-        """Clips the gradient, updates the weights, clears the gradient.
+        """Clips the gradient, updates the weights, and clears the gradient.
 
-        Raises GradientError, leaving the weights as they are, where the gradient is not finite.
+        Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
         """
         return self.stepper.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and schedule, for torch's DCP; TrainingError if it is frozen."""
+        """Weights, optimizer and schedule, for torch's DCP. Raises TrainingError for a frozen
+        policy."""
         return self.stepper.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
         self.stepper.load_state_dict(state)
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -143,12 +146,12 @@ class Policy:
         return named_hf_parameters(self.model)
 
     def adapters_off(self) -> AbstractContextManager[Any]:
-        """Within it the policy is its own reference: LoRA's adapters do not count.
+        """A context in which the LoRA adapters are off, so that the policy has its initial weights.
 
         Raises TrainingError for a policy without adapters.
         """
         if self.config.lora is None:
-            raise TrainingError("this policy has no adapters to switch off: set model.lora")
+            raise TrainingError("this policy has no adapters to switch off; set model.lora")
         manager: AbstractContextManager[Any] = self.model.disable_adapter()
         return manager
 
@@ -171,8 +174,8 @@ def pack_for(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the batch, within the model's context and the memory budget.
 
-    Raises TrainingError for a rollout longer than the model's context, or with a token outside
-    its vocabulary.
+    Raises TrainingError for a rollout that is longer than the model's context or has a token
+    outside the model's vocabulary.
     """
     limit, size = context_tokens(model), vocabulary(model)
     for index, ids in enumerate(batch.sequences):
@@ -180,13 +183,13 @@ def pack_for(
             trial = batch.trial_ids[int(batch.sequence_rollout[index])]
             raise TrainingError(
                 f"rollout {trial}: token {int(ids.max())} is outside the model's vocabulary of"
-                f" {size}; the engine serves a model with another one"
+                f" {size} tokens; the engine must serve the model that is trained"
             )
         if len(ids) > limit:
             trial = batch.trial_ids[int(batch.sequence_rollout[index])]
             raise TrainingError(
                 f"rollout {trial}: a sequence of {len(ids)} tokens is longer than the model's"
-                f" context of {limit}; lower the engine's context length to it"
+                f" context of {limit}; lower the context length of the engine to {limit}"
             )
     micros = pack(
         batch,

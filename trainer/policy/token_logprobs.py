@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies of given tokens from hidden states, a piece of `V` at a time.
+"""Log-probabilities and entropies of given tokens from hidden states, a few rows at a time.
 
-Invariant: equal, value and gradient, to `log_softmax(hidden @ weight.T / temperature)` gathered at
-the tokens, while no more than a chunk of `M × V` ever exists: logits are computed for so many rows
-at a time, and once more in the backward pass, unless one chunk holds them all (the idea of Liger's
-and Unsloth's fused linear losses).
+Invariant: values and gradients are equal to those of `log_softmax(hidden @ weight.T / temperature)`
+gathered at the tokens, but only a chunk of the `M × V` logits is in memory at any time. Logits are
+computed for `C` rows at a time, and again in the backward pass unless one chunk holds all rows, as
+in the fused linear losses of Liger and Unsloth.
 
 Shapes: `M` tokens, `D` hidden size, `V` vocabulary, `C` rows of a chunk.
 """
@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 1 << 24
-"""Logits held at once: 64 MiB of float32, large enough to keep a matrix product efficient."""
+"""Number of logits in memory at a time: 64 MiB in float32, enough for efficient matrix products."""
 
 
 def token_logprobs(
@@ -27,7 +27,7 @@ def token_logprobs(
     """`(log-probabilities, entropies)`, both `[M]` float32, of the tempered distribution.
 
     `hidden` `[M, D]` in the compute type, `weight` `[V, D]`, `ids` `[M]`. The entropy has a
-    gradient only with `entropy_grad` (an entropy bonus); without it, a backward pass is cheaper.
+    gradient only with `entropy_grad` (an entropy bonus); without it the backward pass is cheaper.
     """
     scores = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, ids, temperature, entropy_grad

@@ -1,6 +1,6 @@
-"""One update from one batch, of the policy or of its critic: epochs, mini-batches, micro-batches.
+"""Updates the policy or its critic from one batch: epochs, mini-batches and micro-batches.
 
-Invariant: each mini-batch trains each of its tokens once, over all ranks together.
+Invariant: each mini-batch trains each of its tokens exactly once, on one of the ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms import Algorithm
+from trainer.algorithms.token_loss import Metrics
 from trainer.algorithms.value_losses import explained_variance
 from trainer.batch import Batch
 from trainer.errors import TrainingError
+from trainer.optimizer import GradientError
 from trainer.packing import MicroBatch
 from trainer.policy.critic import Critic
-from trainer.policy.optimizer import GradientError
 from trainer.policy.policy import Policy
-from trainer.policy.token_loss import Metrics
 
 ForwardBackward = Callable[[MicroBatch], Metrics]
 
@@ -34,11 +34,11 @@ def update_policy(
     version: int,
     generator: torch.Generator,
 ) -> Metrics:
-    """Trains on the batch, whose advantages are computed; metrics are means over optimizer steps.
+    """Trains on a batch that has advantages; returns metrics, which are means over optimizer steps.
 
-    `version` is that of the weights before the update, `generator` draws the mini-batches. When
-    no group has a signal (and only such train) no step is made: `update_steps` is 0.
-    Raises TrainingError where a token of a mini-batch was not trained exactly once.
+    `version` is the version of the weights before the update; `generator` draws the mini-batches.
+    If the algorithm trains on none of the groups, no step is executed and `update_steps` is 0.
+    Raises TrainingError if a token of a mini-batch was not trained exactly once.
     """
     entropy_grad = algorithm.config.entropy_coefficient > 0
 
@@ -59,7 +59,7 @@ def update_critic(
 ) -> Metrics:
     """Trains the critic towards the batch's value targets, in the algorithm's mini-batches.
 
-    Raises TrainingError as `update_policy` does, and when there are no values or targets.
+    Raises TrainingError like `update_policy`, and if there are no values or targets.
     """
 
     def start(sequences: Tensor) -> ForwardBackward:
@@ -100,7 +100,7 @@ def _mini_batch(
     expected = int(torch.isin(batch.sequence, sequences).sum())
     if metrics["trained_tokens"] != expected:
         trained = metrics["trained_tokens"]
-        raise TrainingError(f"{trained:.0f} tokens were trained of the mini-batch's {expected}")
+        raise TrainingError(f"{trained:.0f} of the mini-batch's {expected} tokens were trained")
     try:
         return metrics | model.step()
     except GradientError as error:
@@ -112,9 +112,9 @@ def _mini_batch(
 def _culprit(
     model: Policy | Critic, batch: Batch, sequences: Tensor, forward_backward: ForwardBackward
 ) -> str:
-    """The rollout and turn whose tokens alone have a gradient that is not finite."""
+    """The first rollout and turn whose own gradient is not finite."""
     if model.ranks.size > 1:
-        return "some rollout (train in one process to learn which)"
+        return "one of the rollouts (train with trainer.ranks=1 to see which one)"
     for sequence in sequences.tolist():
         (micro,) = model.pack(batch, [sequence])
         turns = batch.turns[micro.targets]
@@ -126,4 +126,4 @@ def _culprit(
             model.stepper.clear()
             if not finite:
                 return batch.name(int(part.targets[0]))
-    return "no rollout alone, but all together"
+    return "all rollouts together, although none of them alone"

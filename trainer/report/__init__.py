@@ -1,4 +1,5 @@
-"""`report.html` of a run, made from its folder alone, at any time."""
+"""Writes a run's `report.html`, which needs only the run's folder and can be written at any
+time."""
 
 from trainer.report.page import write_report
 

@@ -12,7 +12,7 @@ import yaml
 
 from proxy.store import open_store
 from trainer.report.plot import histogram, line_plot
-from trainer.report.transcript import Piece, transcript
+from trainer.report.transcript import TextPiece, transcript
 from trainer.run.folder import RunFolder, read_jsonl, replace_file
 
 STYLE = """
@@ -51,14 +51,16 @@ PLOTS: tuple[tuple[str, dict[str, str]], ...] = (
             "weights": "time/sync_s",
         },
     ),
+    ("Steps in a row without a signal", {"": "signal/steps_without"}),
     ("Turns per trial", {"": "rollout/turns"}),
     ("Share of rollouts", {"failed": "rollout/failed", "truncated": "rollout/truncated"}),
 )
-"""Title and, per line, its name and metric. A plot without any point is left out."""
+"""Each plot's title, and for each of its lines the name and the metric. A plot without points is
+left out."""
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Writes `report.html` and returns its path. Reads only the folder (and the tokenizer)."""
+    """Writes `report.html` and returns its path. Reads only the run's folder and the tokenizer."""
     config = yaml.safe_load(folder.config.read_text())
     steps = list(read_jsonl(folder.metrics))
     trials = list(read_jsonl(folder.trials_log))
@@ -68,6 +70,7 @@ def write_report(folder: RunFolder) -> Path:
     body = [
         f"<h1>{escape(folder.path.name)}</h1>",
         _summary_table(summary),
+        _signal(steps),
         "<h2>Evaluation on held-out tasks</h2>",
         _evaluation(summary),
         "<h2>Curves</h2>",
@@ -90,13 +93,25 @@ def _summary_table(summary: Mapping[str, Any]) -> str:
     return _table(("", ""), [(name, _shown(value)) for name, value in rows]) if rows else ""
 
 
+def _signal(steps: Sequence[Mapping[str, Any]]) -> str:
+    """A warning if steps had nothing to learn from."""
+    trained = [line for line in steps if "signal/steps_without" in line]
+    without = sum(line["signal/steps_without"] > 0 for line in trained)
+    if not without:
+        return ""
+    return (
+        f"<p><b>{without} of {len(trained)} steps had no signal</b>: the rewards that are compared "
+        "were equal, so every advantage was 0 and nothing was learnt.</p>"
+    )
+
+
 def _evaluation(summary: Mapping[str, Any]) -> str:
     rows = []
     for when, result in summary.get("eval", {}).items():
         numbers = [_shown(result.get(name)) for name in ("reward", "trials", "failed")]
         rows.append((when, _shown(result.get("success")), _interval(result), *numbers))
     if not rows:
-        return "<p>None was made.</p>"
+        return "<p>There was no evaluation.</p>"
     return _table(("", "success", "95 %", "mean reward", "trials", "failed"), rows)
 
 
@@ -119,7 +134,7 @@ def _points(steps: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[float
 
 
 def _staleness(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Tokens per staleness, over all steps."""
+    """Staleness → number of trained tokens, over all steps."""
     counts: dict[str, float] = {}
     for line in steps:
         for name, value in line.items():
@@ -130,7 +145,8 @@ def _staleness(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _chosen(trials: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """The first and the last evaluation's worst and best, then the latest: a before and after."""
+    """The worst and the best trial of the first and of the last evaluation, for comparison; then
+    the latest trials."""
     scored = [trial for trial in trials if trial.get("reward") is not None and trial["turns"]]
     held_out = [trial for trial in scored if trial["kind"] == "eval"]
     wanted: list[Mapping[str, Any]] = []
@@ -151,7 +167,7 @@ def _chosen(trials: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str
 
 async def _transcripts(
     folder: RunFolder, trials: Sequence[Mapping[str, Any]], model: Path
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TextPiece]]:
     if not folder.sessions.is_file():
         return {trial["trial_id"]: [] for trial in trials}
     store = await open_store(f"sqlite:///{folder.sessions}")
@@ -164,7 +180,7 @@ async def _transcripts(
         await store.close()
 
 
-def _trial(trial: Mapping[str, Any], pieces: Sequence[Piece]) -> str:
+def _trial(trial: Mapping[str, Any], pieces: Sequence[TextPiece]) -> str:
     facts = (
         f"{trial['task_id']} · {trial['kind']} at step {trial['step']} · reward "
         f"{_shown(trial['reward'])} · {trial['turns']} turns · {trial['sampled_tokens']} tokens "
@@ -173,7 +189,7 @@ def _trial(trial: Mapping[str, Any], pieces: Sequence[Piece]) -> str:
     text = "".join(
         f"<span class=s>{escape(p.text)}</span>" if p.sampled else escape(p.text) for p in pieces
     )
-    text = text or "The session is not in sessions.db any more."
+    text = text or "The session is no longer in sessions.db."
     return f"<details open><summary>{escape(facts)}</summary><pre>{text}</pre></details>"
 
 

@@ -1,4 +1,4 @@
-"""Line plots and histograms as inline SVG: no script, no network, readable when printed."""
+"""Line plots and histograms as inline SVG, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def line_plot(title: str, series: Mapping[str, Points], *, markers: bool = False) -> str:
-    """One line per series over the step. Points that are not finite are left out."""
+    """A plot with one line per series over the steps. Points that are not finite are left out."""
     shown = {
         name: [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
         for name, points in series.items()
@@ -40,7 +40,7 @@ def line_plot(title: str, series: Mapping[str, Points], *, markers: bool = False
 
 
 def histogram(title: str, counts: Mapping[str, float]) -> str:
-    """One bar per label, in the order given."""
+    """A plot with one bar per label, in the given order."""
     if not counts:
         return ""
     top = max([*counts.values(), 1e-9])
@@ -83,12 +83,12 @@ def _axis_labels(x0: float | None, x1: float | None, y0: float, y1: float) -> st
 
 
 def _legend(names: Sequence[str]) -> str:
-    """In the row below the frame, between the first and the last step's labels."""
+    """The legend, in the row below the frame, between the labels of the first and the last step."""
     parts, x = [], LEFT + 24.0
     for name, colour in zip(names, COLOURS, strict=False):
         parts.append(f'<rect x="{x}" y="{HEIGHT - 15}" width="10" height="3" fill="{colour}"/>')
         parts.append(_text(x + 14, HEIGHT - 10, name, "start"))
-        x += 24 + 6.2 * len(name)  # 6.2: a character of 11 px, on average
+        x += 24 + 6.2 * len(name)  # 6.2: average width of a character of 11 px
     return "".join(parts)
 
 
@@ -97,7 +97,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """From 0, where all are equal."""
+    """The range of the values; it includes 0 if all values are equal."""
     low, high = min(values), max(values)
     if high > low:
         return low, high
@@ -113,7 +113,7 @@ def _y(value: float, low: float, high: float) -> float:
 
 
 def _number(value: float, other: float) -> str:
-    """Short, but never the same for both ends of an axis."""
+    """The value in a short form that differs from that of `other`, the other end of the axis."""
     if abs(value) >= 10_000:
         return f"{value / 1000:,.0f}k"
     short = f"{value:.3g}"

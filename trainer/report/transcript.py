@@ -1,7 +1,7 @@
-"""A recorded session as text to read: exactly the tokens that the engine saw, sampled ones marked.
+"""A recorded session as text: exactly the tokens that the engine saw, with sampled ones marked.
 
-Invariant: the pieces of a branch, concatenated, are the decoded path of its last turn; nothing is
-taken from what the agent said that it had sent.
+Invariant: the concatenated pieces of a branch are the decoded path of its last turn. The text is
+decoded from the engine's tokens only, never copied from the agent's requests.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from proxy.records import Ids, Turn
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Example: Piece("The answer is 42.", sampled=True)"""
+class TextPiece:
+    """Example: TextPiece("The answer is 42.", sampled=True)"""
 
     text: str
     sampled: bool
 
 
 def longest_branch(turns: Sequence[Turn]) -> list[tuple[Ids, bool]]:
-    """Runs of token ids of the path that ends in the turn with the longest one."""
+    """The longest path of the session, as runs of token ids with a flag for sampled ones."""
     if not turns:
         return []
     by_index = {turn.index: turn for turn in turns}
@@ -44,13 +44,13 @@ def longest_branch(turns: Sequence[Turn]) -> list[tuple[Ids, bool]]:
     return [(ids[start:end], bool(sampled[start])) for start, end in pairwise(edges) if end > start]
 
 
-def transcript(turns: Sequence[Turn], model: Path) -> list[Piece]:
-    """The longest branch, decoded with the checkpoint's tokenizer; empty without one."""
+def transcript(turns: Sequence[Turn], model: Path) -> list[TextPiece]:
+    """The longest branch, decoded with the checkpoint's tokenizer; empty without a tokenizer."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return []
     tokenizer = Tokenizer.from_file(str(file))
     return [
-        Piece(tokenizer.decode(run.tolist(), skip_special_tokens=False), sampled)
+        TextPiece(tokenizer.decode(run.tolist(), skip_special_tokens=False), sampled)
         for run, sampled in longest_branch(turns)
     ]

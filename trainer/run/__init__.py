@@ -1,1 +1,1 @@
-"""A run: its services, folder, log, metrics and the ways that it ends."""
+"""A run's folder, log, metrics and progress, and the events that end it."""

@@ -1,8 +1,8 @@
-"""Ends of a run that come from outside: Ctrl-C, SIGTERM, a process of the run that died.
+"""External events that end a run: Ctrl-C, SIGTERM, the end of one of its processes.
 
-Invariant: whatever a run waits for, it stops waiting when it is told to stop or when an engine, the
-proxy or a rank of the trainer has ended for good; what it waited for is cancelled and has cleaned
-up before the wait ends.
+Invariant: a run stops waiting when it is asked to stop, or when an engine, the proxy or a rank of
+the trainer has ended and is not restarted. The work that it waited for is cancelled, and has
+cleaned up before the wait ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 async def first_to_end(works: Iterable[Coroutine[Any, Any, T]]) -> T:
-    """The result, or the error, of the first that ends; the others are cancelled. None: never."""
+    """The result or the error of the work that ends first; the rest is cancelled. Never returns if
+    there is no work."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         if not tasks:
@@ -31,10 +32,15 @@ async def first_to_end(works: Iterable[Coroutine[Any, Any, T]]) -> T:
 
 
 class StopRequested(Exception):
-    """The run was asked to stop: it saves and ends."""
+    """The run was asked to stop; it saves and ends."""
 
 
 class RunControl:
+    """Example:
+    with control.signals():
+        groups = await control.wait_for(producer.next_batch(version))
+    """
+
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self._watched: set[asyncio.Task[None]] = set()
@@ -45,9 +51,8 @@ class RunControl:
         return self._stop.is_set()
 
     def watch(self, needed: asyncio.Task[None]) -> None:
-        """From now on the end of `needed`, which raises why, is an error of whatever is waited for.
-
-        It is its owner who cancels it.
+        """After `needed` has ended, `wait_for` and `finish` raise its error. Its owner cancels it
+        when it is no longer needed.
         """
         self._watched.add(needed)
 
@@ -65,7 +70,7 @@ class RunControl:
         """The result of `work`, unless the run has to end first.
 
         Raises:
-            StopRequested, or the TrainerError of what ended.
+            StopRequested, or the TrainerError of the process that ended.
         """
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -74,10 +79,10 @@ class RunControl:
             stop.cancel()
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, also when the run was asked to stop.
+        """The result of `work`, even if the run was asked to stop.
 
         Raises:
-            The TrainerError of what ended.
+            The TrainerError of the process that ended.
         """
         return await self._first(work)
 
@@ -99,7 +104,8 @@ class RunControl:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask to stop; a second one ends us at once, and our guards the rest."""
+        """A context in which SIGINT and SIGTERM request a stop. A second signal ends this process
+        at once; the guards then end the other processes."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM)
 

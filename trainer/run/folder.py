@@ -1,24 +1,26 @@
-"""What a run leaves behind, and where: one folder, one layout.
+"""The folder of a run, which holds everything that the run writes.
 
     config.yaml        the resolved configuration, every key
     metrics.jsonl      one line per step: {"step": …, "time": …, "reward/mean": …, …}
     tensorboard/       the same for TensorBoard
-    summary.json       eval.before.success, eval.after.success, wall_s, steps, …
-    report.html        curves, evaluations, trials to read (also: agentic-train report RUN)
+    summary.json       status, pid, eval.before.success, eval.after.success, wall_s, steps, …
+    report.html        curves, evaluations, trials (also: agentic-train report RUN)
     checkpoints/       step-000010/, …
-    buffer.sqlite      groups that wait to be trained on (mode `separate`)
+    buffer.sqlite      groups that wait to be trained (mode `separate`)
     sessions.db        the recorded sessions (agentic-proxy sessions …)
     trials/            one folder per trial: the agent's log and working directory
     trials.jsonl       one line per finished trial
     logs/              the engines' and the proxy's output
 
-Invariant: one run writes to a folder at a time (`run.lock`, released by the kernel when the process
-dies), and every file but the logs is replaced whole or only appended to.
+Invariant: one process at a time writes to the folder (`run.lock`, which the kernel releases when
+the process dies). Every file except the logs is either replaced atomically or appended to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,8 @@ from trainer.errors import ConfigError
 
 
 class RunFolder:
+    """Example: RunFolder.create(Path("runs/quickstart")).metrics"""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
@@ -46,22 +50,21 @@ class RunFolder:
 
     @classmethod
     def create(cls, wanted: Path) -> RunFolder:
-        """A new folder, locked: `wanted`, or where that is used, `wanted-2`, `wanted-3`, …"""
-        number = 1
-        path = wanted
+        """Creates and locks a new folder: `wanted`, or `wanted-2`, `wanted-3`, … if it exists.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
         try:
             wanted.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                try:
+            for path in _candidates(wanted):
+                with contextlib.suppress(FileExistsError):
                     path.mkdir()
                     break
-                except FileExistsError:
-                    number += 1
-                    path = wanted.with_name(f"{wanted.name}-{number}")
         except OSError as error:
             raise ConfigError(
-                f"trainer.run_dir={str(wanted)!r}: cannot be made ({error.strerror}); "
-                "choose a folder that can be written"
+                f"trainer.run_dir={str(wanted)!r}: cannot be created ({error.strerror}); "
+                "choose a folder that is writable"
             ) from error
         folder = cls(path)
         folder.lock()
@@ -70,29 +73,58 @@ class RunFolder:
         return folder
 
     @classmethod
+    def latest(cls, wanted: Path) -> RunFolder | None:
+        """The newest run among `wanted`, `wanted-2`, …; None if there is none."""
+        existing = list(itertools.takewhile(Path.exists, _candidates(wanted)))
+        runs = [cls(path) for path in existing if (path / "config.yaml").is_file()]
+        return runs[-1] if runs else None
+
+    @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """A run that exists, not locked.
+        """The folder of an existing run; it is not locked.
 
         Raises:
             ConfigError: it is not the folder of a run.
         """
         folder = cls(path)
         if not folder.config.is_file():
-            raise ConfigError(f"{path}: is not a run's folder (it has no config.yaml)")
+            raise ConfigError(f"{path}: is not a run's folder: it has no config.yaml")
         return folder
 
     def lock(self) -> None:
-        """
+        """Locks the run for this process, until the process ends or calls `unlock`.
+
         Raises:
-            ConfigError: another process is running here.
+            ConfigError: another process holds the lock.
         """
-        self._lock = os.open(self.path / "run.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        file = os.open(self.path / "run.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            os.close(file)
             raise ConfigError(
-                f"{self.path}: another process is running this run; end it"
+                f"{self.path}: another process is running this run; end it, or choose another "
+                "trainer.run_dir"
             ) from error
+        self._lock = file
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process, this one or another, holds the lock; the kernel releases it when the
+        process dies."""
+        if self._lock is not None:
+            return True
+        try:
+            file = os.open(self.path / "run.lock", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -100,17 +132,26 @@ class RunFolder:
             self._lock = None
 
     def read_summary(self) -> dict[str, Any]:
+        """`summary.json`, with the status `killed` for a run that wrote `running` and has died."""
         if not self.summary.is_file():
             return {}
         summary: dict[str, Any] = json.loads(self.summary.read_text())
+        if summary.get("status") == "running" and not self.is_running:
+            summary["status"] = "killed"
         return summary
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         replace_file(self.summary, json.dumps(values, indent=2) + "\n")
 
 
+def _candidates(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    for number in itertools.count(2):
+        yield wanted.with_name(f"{wanted.name}-{number}")
+
+
 def replace_file(path: Path, text: str) -> None:
-    """Whole or not at all, also if the machine stops in between."""
+    """Writes the file atomically, even if the machine stops meanwhile."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w") as file:
         file.write(text)
@@ -120,7 +161,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Each whole line; a last one that a kill cut short is not a line."""
+    """Every complete line; an incomplete last line, left by a killed process, is skipped."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -130,6 +171,6 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def truncate_jsonl(path: Path, last_step: int) -> None:
-    """Drops lines of later steps than `last_step`: a resumed run makes those steps again."""
+    """Deletes the lines of steps after `last_step`, which a resumed run repeats."""
     kept = [line for line in read_jsonl(path) if line.get("step", 0) <= last_step]
     replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -1,45 +1,81 @@
-"""What a run tells: metrics, finished trials, progress, the summary; one object that knows where.
+"""What a run reports: metrics, finished trials, progress and the summary.
 
-Invariant: `summary.json` is true at any time: it is replaced after every step and evaluation.
+Invariant: `summary.json` is up to date: it is replaced after every step and every evaluation.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field
 
 from agent_loop.evaluator import EvalReport
 from agent_loop.records import Rollout
-from trainer.config import TrainerConfig
+from proxy.section import Section
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
 from trainer.run.progress import Progress
 
 
+class LoggingConfig(Section):
+    """Section `logging`. Example: LoggingConfig(wandb_project="agents")"""
+
+    tensorboard: bool = True
+    """Write `tensorboard/` in addition to `metrics.jsonl`."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to log to in addition (package `wandb`). A resumed run continues
+    its run there. None: no logging to Weights & Biases."""
+    mlflow_experiment: str | None = None
+    """Experiment of MLflow to log to in addition (package `mlflow`). A resumed run continues its
+    run there. None: no logging to MLflow."""
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """What the terminal shows. `auto`: a live display in a terminal, plain lines elsewhere."""
+    report_trials: int = Field(3, ge=0)
+    """Number of trials that the report shows in full."""
+
+
 class RunLog:
-    def __init__(self, config: TrainerConfig, folder: RunFolder, *, saved_step: int = 0) -> None:
-        """`saved_step`: of the checkpoint that the run goes on from."""
-        self._folder = folder
+    """Example:
+    log = RunLog(config.logging, folder, steps=100)
+    log.step(1, {"reward/mean": 0.4}, rollouts)
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        *,
+        steps: int,
+        resolved: Mapping[str, Any] = MappingProxyType({}),
+        saved_step: int = 0,
+    ) -> None:
+        """`steps` is the number of steps of the run. `resolved` is its whole configuration, for the
+        services that it is logged to. `saved_step` is the step of the checkpoint that the run
+        continues."""
+        self.folder = folder
         self.saved_step = saved_step
         self.summary: dict[str, Any] = folder.read_summary()
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
-        self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked))
+        self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked, dict(resolved)))
         self._trials = folder.trials_log.open("a", buffering=1)
         self._started = time.monotonic()
-        self.progress = Progress(config.logging.progress, config.trainer.steps)
+        self.progress = Progress(config.progress, steps)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
-        self._summarise(status="running")
+        self._summarise(status="running", pid=os.getpid())
 
     @property
     def wall_s(self) -> float:
-        """Of the whole run, the parts before a resume included."""
+        """Seconds that the run has taken, including the time before it was resumed."""
         return self._wall_before_s + time.monotonic() - self._started
 
     @property
     def evaluations(self) -> dict[str, Any]:
-        """Those made so far, by name."""
+        """The evaluations made so far, by name."""
         made: dict[str, Any] = self.summary.get("eval", {})
         return made
 
@@ -50,7 +86,7 @@ class RunLog:
         self._summarise(steps=step)
 
     def evaluation(self, step: int, name: str, report: EvalReport) -> None:
-        """`name`: before, after, or the step of one on schedule."""
+        """`name` is `before`, `after`, or the step of a scheduled evaluation."""
         values = report.as_dict()
         values["reward"] = values.pop("mean_reward")
         values["trials"] = values.pop("rollouts")
@@ -67,7 +103,7 @@ class RunLog:
         self._summarise(eval=self.evaluations | {name: {"step": step} | values})
 
     def finish(self, status: str, **values: Any) -> None:
-        """`status`: done, stopped, or failed."""
+        """`status` is `done`, `stopped` or `failed`."""
         self._summarise(status=status, **values)
 
     def close(self) -> None:
@@ -77,7 +113,7 @@ class RunLog:
 
     def _summarise(self, **values: Any) -> None:
         self.summary |= values | {"wall_s": round(self.wall_s, 1)}
-        self._folder.write_summary(self.summary)
+        self.folder.write_summary(self.summary)
 
     def _log_trials(self, step: int, kind: str, rollouts: Iterable[Rollout]) -> None:
         for rollout in rollouts:
@@ -98,19 +134,22 @@ class RunLog:
 
 
 def _sinks(
-    config: TrainerConfig, folder: RunFolder, first_step: int, tracked: dict[str, str]
+    config: LoggingConfig,
+    folder: RunFolder,
+    first_step: int,
+    tracked: dict[str, str],
+    resolved: dict[str, Any],
 ) -> list[Sink]:
-    """`tracked`: the run's ids at the services that it is logged to; new ones are added."""
-    resolved = config.model_dump(mode="json")
+    """The places to log to. `tracked` holds the run's ids at the services; new ids are added."""
     name = folder.path.name
     sinks: list[Sink] = [JsonlSink(folder.metrics)]
-    if config.logging.tensorboard:
+    if config.tensorboard:
         sinks.append(TensorBoardSink(folder.tensorboard, purge_step=first_step))
-    if project := config.logging.wandb_project:
+    if project := config.wandb_project:
         wandb = WandbSink(project, name, resolved, tracked.get("wandb"))
         tracked["wandb"] = wandb.run_id
         sinks.append(wandb)
-    if experiment := config.logging.mlflow_experiment:
+    if experiment := config.mlflow_experiment:
         mlflow = MlflowSink(experiment, name, resolved, tracked.get("mlflow"))
         tracked["mlflow"] = mlflow.run_id
         sinks.append(mlflow)

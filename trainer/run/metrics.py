@@ -1,7 +1,7 @@
-"""Metrics out: JSONL and TensorBoard always, Weights & Biases and MLflow when asked.
+"""Where metrics are written: JSONL, TensorBoard, and Weights & Biases or MLflow if configured.
 
-Invariant: a step's metrics are one JSONL line, written whole and flushed when `log` returns; the
-other places get the same numbers.
+Invariant: the metrics of a step are one JSONL line, which is complete and flushed when `log`
+returns; the other sinks receive the same numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from trainer.errors import ConfigError
 
 
 class Sink(Protocol):
+    """One place where metrics are written."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
@@ -40,6 +42,8 @@ class MetricsLog:
 
 
 class JsonlSink:
+    """One line per step in `metrics.jsonl`."""
+
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
@@ -53,7 +57,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """`purge_step`: points from this step on, of a run that was cut, are hidden."""
+    """Writes for TensorBoard. Points of an interrupted run from `purge_step` on are hidden."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -71,8 +75,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """`run_id`: of the run that goes on, of whose steps Weights & Biases keeps the first it was
-    told; None: a new one."""
+    """Logs to Weights & Biases, which keeps the first values that it receives for a step. `run_id`
+    is the id of the run to continue; None: a new run."""
 
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], run_id: str | None = None
@@ -91,7 +95,7 @@ class WandbSink:
 
 
 class MlflowSink:
-    """`run_id`: of the run that goes on; None: a new one."""
+    """Logs to MLflow. `run_id` is the id of the run to continue; None: a new run."""
 
     def __init__(
         self, experiment: str, name: str, config: Mapping[str, Any], run_id: str | None = None
@@ -128,5 +132,5 @@ def _import(package: str, key: str) -> Any:
 
 
 def _plain(value: float) -> float | int | None:
-    """JSON has no NaN."""
+    """The value for JSON, in which null replaces NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What a person sees of a running run: a live line in a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a live line in a terminal, or plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
     ("time/step_s", "s/step", "{:.1f}"),
 )
-"""Metric, its short name, its format: the columns of a step's line."""
+"""The columns of a step's line: metric, short name, format."""
 
 
 class Progress:
-    """`mode` as in `logging.progress`."""
+    """`mode` is `logging.progress`, `steps` the number of steps of the run."""
 
     def __init__(self, mode: Literal["auto", "rich", "plain", "none"], steps: int) -> None:
         self._steps = steps
@@ -37,7 +37,7 @@ class Progress:
             self._status.start()
 
     def phase(self, step: int, phase: str) -> None:
-        """What is being done now; a live display shows it, plain lines leave it to `step`."""
+        """Shows what the run is doing in the live display; plain lines show whole steps only."""
         if self._status:
             self._status.update(f"{self._place(step)} {phase} …")
 

@@ -1,6 +1,6 @@
-"""What a batch of groups and its scores say, by the field's names. Pure functions.
+"""Pure functions that compute the metrics of a batch of groups and of its scores.
 
-Invariant: a rollout that failed is counted in `rollout/failed` and in no mean of rewards.
+Invariant: a failed rollout counts in `rollout/failed` and is not part of any mean of rewards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Metrics = dict[str, float]
 
 
 def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
-    """Rewards, ends and sizes of the trials of a step; nothing where there is none."""
+    """Rewards, ends and sizes of the trials of a step; empty without trials."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
@@ -30,7 +30,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
         "rollout/truncated": ends[RolloutStatus.TRUNCATED] / len(rollouts),
         "rollout/aborted": ends[RolloutStatus.ABORTED] / len(rollouts),
         "rollout/untrainable": 1 - len(usable) / len(rollouts),
-        "rollout/uniform_groups": _mean([float(_uniform(group)) for group in groups]),
+        "rollout/uniform_groups": _mean([float(group.uniform) for group in groups]),
     }
     if usable:
         metrics |= _rewards(usable, success_at) | _sizes(usable)
@@ -50,12 +50,12 @@ def staleness_metrics(batch: Batch, version: int) -> Metrics:
 
 
 def mismatch_metrics(batch: Batch, logprobs: torch.Tensor, version: int) -> Metrics:
-    """Trainer against engine. Δ = log p_trainer − log p_engine of each trained token.
+    """The difference of trainer and engine: Δ = log p_trainer − log p_engine of each trained token.
 
-    `logp_abs_mean`: mean |Δ| over tokens that the present weights sampled: on the same weights
-    it is the numerical noise of two implementations, so anything more is a bug. `k3` = mean of
-    e^Δ − 1 − Δ (Schulman, "Approximating KL Divergence") and `ess` = (Σ e^Δ)² / (N Σ e^2Δ), the
-    effective sample size as a share, are over all tokens, stale ones too.
+    `logp_abs_mean` is the mean of |Δ| over tokens that the current weights sampled. On the same
+    weights it is the numerical noise between two implementations; a larger value is a bug. `k3` is
+    the mean of e^Δ − 1 − Δ (Schulman, "Approximating KL Divergence"), and `ess` = (Σ e^Δ)² /
+    (N Σ e^2Δ) is the effective sample size as a share. Both include stale tokens.
     """
     delta = (logprobs - batch.logprobs).double()
     weights = delta.clamp(-20, 20).exp()
@@ -106,10 +106,6 @@ def _sizes(usable: Sequence[Rollout]) -> Metrics:
 
 def _leaves(rollout: Rollout) -> int:
     return len(rollout.segments) - len({s.parent for s in rollout.segments if s.parent >= 0})
-
-
-def _uniform(group: Group) -> bool:
-    return len({rollout.reward for rollout in group.rollouts if rollout.trainable}) <= 1
 
 
 def _mean(values: Sequence[float]) -> float:

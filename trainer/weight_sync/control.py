@@ -3,36 +3,54 @@
 vLLM serves them with `VLLM_SERVER_DEV_MODE=1` (and `/inference/v1/generate` with
 `--enable-scale-out`). The four `*_weight_*` methods are vLLM's own `VLLMWeightSyncClient`
 protocol, so its trainer-side transfer backends drive these servers through this class.
+
+Invariant: an engine that dies while a request to it waits ends the wait within seconds, also where
+its server runs on without its engine process and never answers.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+import select
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
+from proxy.engines.address import EngineAddress
 from trainer.errors import WeightSyncError
+
+HEALTH_INTERVAL_S = 1.0
+"""How often a waiting request asks whether its engine is alive."""
+HEALTH_TIMEOUT_S = 10.0
+"""An engine that does not answer within this time may be busy; it is not taken for dead."""
 
 
 class EngineControl:
-    """Blocking; its callers run it in a thread beside their event loop."""
+    """Calls the control routes of all replicas. Its methods block: call them in a thread if an
+    event loop is running."""
 
     def __init__(self, urls: Sequence[str], *, timeout_s: float = 300.0) -> None:
+        """`urls` may carry the engines' keys, see `proxy.engines.address`."""
         if not urls:
             raise WeightSyncError("no engine to send weights to: engine.replicas is 0")
-        self.urls = [url.rstrip("/") for url in urls]
+        addresses = [EngineAddress.parse(url) for url in urls]
+        self.urls = [address.url for address in addresses]
+        self._keys = {address.url: address.headers for address in addresses}
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="engine-control")
         self.next_version = 0
-        """What `finish_weight_update` tells the engines that their weights now are."""
+        """The version that `finish_weight_update` sends to the engines."""
 
     def check(self) -> None:
-        """
+        """Checks that every engine answers and accepts weights.
+
         Raises:
-            WeightSyncError: an engine does not answer, or does not take weights.
+            WeightSyncError: an engine does not.
         """
         try:
             self.weight_versions()
@@ -43,15 +61,15 @@ class EngineControl:
             ) from error
 
     def pause(self) -> None:
-        """Freezes running requests where they are; they go on after `resume`."""
+        """Freezes running requests; they continue after `resume`."""
         self._post_all("/pause?mode=keep")
 
     def resume(self) -> None:
         self._post_all("/resume")
 
     def sleep(self) -> None:
-        """Frees the GPU: weights go to the host's memory, keys and values are dropped. Nothing is
-        in flight. Needs vLLM's `--enable-sleep-mode`, on a GPU."""
+        """Frees the GPU: weights move to the host's memory, and keys and values are deleted. No
+        request may be in flight. Needs a GPU and vLLM's `--enable-sleep-mode`."""
         self._post_all("/sleep?level=1")
 
     def wake_up(self) -> None:
@@ -59,12 +77,13 @@ class EngineControl:
         self._post_all("/wake_up")
 
     def reset_prefix_cache(self) -> None:
-        """Also running requests' keys and values are computed anew, under the new weights."""
+        """Deletes all keys and values; those of running requests are computed again."""
         answers = self._post_all("/reset_prefix_cache?reset_running_requests=true")
         for url, answer in zip(self.urls, answers, strict=True):
             if not answer.get("success"):
                 raise WeightSyncError(
-                    f"{url} kept its prefix cache: it would serve the old weights' keys and values"
+                    f"{url} did not reset its prefix cache: it would use keys and values of the "
+                    "old weights; restart this engine"
                 )
 
     def weight_versions(self) -> list[str]:
@@ -74,7 +93,7 @@ class EngineControl:
         return [int(answer["world_size"]) for answer in self._all("GET", "/get_world_size", None)]
 
     def prompt_logprobs(self, ids: Sequence[int]) -> list[list[float]]:
-        """Per engine: log p(ids[t] | ids[:t]) at temperature 1, for t = 1 … T-1."""
+        """For each engine, log p(ids[t] | ids[:t]) at temperature 1, for t = 1 … T-1."""
         body = {
             "token_ids": list(ids),
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
@@ -92,8 +111,8 @@ class EngineControl:
         self._post_all("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """An update that a killed trainer left open is ended first: its engine has been paused ever
-        since, and gets all of its weights now."""
+        """Starts an update. If a killed trainer left an update open, ends that one first: its
+        engine is still paused, and now receives all of its weights."""
         list(self._pool.map(self._start_update, self.urls))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -108,29 +127,74 @@ class EngineControl:
 
     def _start_update(self, url: str) -> None:
         try:
-            self._call("POST", url + "/start_weight_update", None)
+            self._call("POST", url, "/start_weight_update", None)
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            self._call("POST", url + "/finish_weight_update", {"weight_version": "interrupted"})
-            self._call("POST", url + "/start_weight_update", None)
+            self._call("POST", url, "/finish_weight_update", {"weight_version": "interrupted"})
+            self._call("POST", url, "/start_weight_update", None)
 
     def _post_all(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         return self._all("POST", path, body)
 
     def _all(self, method: str, path: str, body: dict[str, Any] | None) -> list[dict[str, Any]]:
-        return list(self._pool.map(lambda url: self._call(method, url + path, body), self.urls))
+        return list(self._pool.map(lambda url: self._call(method, url, path, body), self.urls))
 
-    def _call(self, method: str, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _call(
+        self, method: str, engine: str, path: str, body: dict[str, Any] | None
+    ) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(url, data=data, headers=headers, method=method)
+        headers = {"Content-Type": "application/json", **self._keys[engine]}
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                answer: dict[str, Any] = json.loads(response.read() or b"{}")
-                return answer
-        except urllib.error.HTTPError as error:
-            said = error.read()[:500].decode(errors="replace")
-            raise WeightSyncError(f"{method} {url} answered {error.code}: {said}") from error
-        except OSError as error:
-            raise WeightSyncError(f"{method} {url} failed: {error}; is the engine up?") from error
+            with closing(_connection(engine, self._timeout_s)) as connection:
+                connection.request(method, urlsplit(engine).path + path, data, headers)
+                self._await_answer(connection, method, engine, path)
+                response = connection.getresponse()
+                said = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise WeightSyncError(
+                f"{method} {engine}{path} failed: {error}; is the engine up?"
+            ) from error
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            words = said[:500].decode(errors="replace")
+            raise WeightSyncError(f"{method} {engine}{path} answered {response.status}: {words}")
+        answer: dict[str, Any] = json.loads(said or b"{}")
+        return answer
+
+    def _await_answer(
+        self, connection: http.client.HTTPConnection, method: str, engine: str, path: str
+    ) -> None:
+        """Returns when the answer begins.
+
+        Raises:
+            WeightSyncError: the engine has died, or has not answered in time.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while not select.select([connection.sock], [], [], HEALTH_INTERVAL_S)[0]:
+            if (why := _death(engine, self._keys[engine])) is not None:
+                raise WeightSyncError(
+                    f"{engine}: the engine died while {method} {path} waited for it ({why}); start "
+                    "it again, and then the run, which continues from its last checkpoint"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {self._timeout_s:g} s")
+
+
+def _connection(engine: str, timeout_s: float) -> http.client.HTTPConnection:
+    parts = urlsplit(engine)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname or "", parts.port, timeout=timeout_s)
+
+
+def _death(engine: str, headers: Mapping[str, str]) -> str | None:
+    """How it is known that the engine is dead; None: it is alive, or too busy to answer."""
+    try:
+        with closing(_connection(engine, HEALTH_TIMEOUT_S)) as connection:
+            connection.request("GET", urlsplit(engine).path + "/health", headers=dict(headers))
+            status = connection.getresponse().status
+    except TimeoutError:
+        return None
+    except (OSError, http.client.HTTPException) as error:
+        return f"GET /health failed: {error}"
+    dead = status == HTTPStatus.SERVICE_UNAVAILABLE
+    return f"GET /health answered {status}" if dead else None

@@ -1,14 +1,16 @@
-"""Tensors in one piece of shared memory that has no name and cannot outlive the trainer.
+"""Stores tensors in a segment of shared memory that has no name and cannot outlive the trainer.
 
-The memory is a Linux memfd. A reader on the same machine opens it as `/proc/PID/fd/FD`, so nothing
-is written to disk, nothing has to be unlinked, and a killed trainer leaks nothing.
+The memory is a Linux memfd. A reader on the same machine opens it as `/proc/PID/fd/FD`, where PID
+is a small process that holds it, because other processes cannot access the trainer's own
+descriptors (`proxy/secrecy.py`). The holder ends with the trainer. Nothing is written to disk or
+has to be deleted, and the memory is freed even if the trainer is killed.
 
-Layout: where the index is and how long (8 bytes each, little-endian), each tensor at its
-64-byte-aligned offset, then the index (JSON: one `{name, dtype, shape, offset}` per tensor). The
-index comes last because tensors that are gathered from several ranks come one by one.
+Layout: the offset and the length of the index (8 bytes each, little-endian), then each tensor at an
+offset aligned to 64 bytes, then the index (JSON: one `{name, dtype, shape, offset}` per tensor).
+The index is last because tensors that are gathered from several ranks arrive one by one.
 
-Invariant: `digest` covers every byte of every tensor in its place, its name, dtype and shape; a
-reader that computes the same digest holds exactly what was written.
+Invariant: `digest` covers every byte of every tensor, its position, name, dtype and shape. A reader
+that computes the same digest holds exactly what was written.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +29,17 @@ import xxhash
 
 ALIGN_BYTES = 64  # a cache line; also enough for any dtype's own alignment
 _HEAD_BYTES = 16
-_PIECE_BYTES = 1 << 20  # what was copied is hashed while it is still in the cache
+_PIECE_BYTES = 1 << 20  # small enough that a copied piece is hashed while it is in the cache
+
+HOLDER = ("cat",)
+"""Ends when its standard input closes, which is when the writer ends, `kill -9` included."""
 
 Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a reader needs to know of one write."""
+    """What a reader needs to know about one write."""
 
     path: str
     size_bytes: int
@@ -41,15 +47,17 @@ class Written:
 
 
 class SegmentWriter:
-    """One writer's segment; it grows to what is written and is reused from write to write."""
+    """The segment of one writer. It grows as needed and is reused by every write."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("agentic-rl-weights")
+        self._holder = subprocess.Popen(HOLDER, stdin=subprocess.PIPE, pass_fds=(self._fd,))
         self._size_bytes = 0
         self._map: mmap.mmap | None = None
 
     def write(self, tensors: Iterable[Named]) -> Written:
-        """Copies the tensors in, one by one (from any device). Readers must not read meanwhile."""
+        """Copies the tensors into the segment one by one, from any device. Readers must not read at
+        the same time."""
         entries: list[dict[str, Any]] = []
         end, total = _HEAD_BYTES, xxhash.xxh3_128()
         for name, tensor in tensors:
@@ -64,16 +72,17 @@ class SegmentWriter:
         whole = self._reserve(end + len(index))
         whole[end : end + len(index)] = index
         whole[:_HEAD_BYTES] = end.to_bytes(8, "little") + len(index).to_bytes(8, "little")
-        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        path = f"/proc/{self._holder.pid}/fd/{self._fd}"
         return Written(path, end + len(index), total.hexdigest())
 
     def close(self) -> None:
         self._map = None
         os.close(self._fd)
+        self._holder.communicate()  # closes its standard input
 
     def _reserve(self, size_bytes: int) -> mmap.mmap:
         if self._map is None or size_bytes > self._size_bytes:
-            # Doubling: memory is taken when it is written to, and what was written stays.
+            # The size doubles. Only written pages use memory, and earlier contents are kept.
             self._size_bytes = max(size_bytes, 2 * self._size_bytes)
             os.ftruncate(self._fd, self._size_bytes)
             self._map = mmap.mmap(self._fd, self._size_bytes)
@@ -81,8 +90,9 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Reads one writer's segment again and again. It stays mapped from read to read, as to map it
-    costs as much as to copy it; so a dead writer's memory is held until its successor's is read.
+    """Reads one writer's segment repeatedly. The segment stays mapped between reads, because
+    mapping it takes as long as copying it. The memory of a writer that has ended is therefore held
+    until the segment of the next writer is read.
     """
 
     def __init__(self) -> None:
@@ -90,17 +100,17 @@ class SegmentReader:
         self._file = (-1, -1)
 
     def receive(self, written: Written) -> list[Named]:
-        """The tensors, as views of the shared memory, once their digest shows that they are whole.
+        """The tensors as views of the shared memory, after their digest was checked.
 
         Raises:
             FileNotFoundError: as `open_segment`.
-            ValueError: the memory was written to since.
+            ValueError: the memory was changed after the write.
         """
         tensors = read(self._mapped(written))
         found = digest(tensors)
         if found != written.digest:
             raise ValueError(
-                f"weights received have digest {found}, the trainer sent {written.digest}: "
+                f"the received weights have digest {found}, but the trainer sent {written.digest}: "
                 "the shared memory was written to during the update"
             )
         return tensors
@@ -121,7 +131,7 @@ def open_segment(path: str, size_bytes: int) -> mmap.mmap:
     """Maps a segment that another process has written.
 
     Raises:
-        FileNotFoundError: its writer is gone, or runs on another machine or in another container.
+        FileNotFoundError: its writer has ended, or runs on another machine or in another container.
     """
     fd = os.open(Path(path), os.O_RDWR)
     try:
@@ -145,8 +155,8 @@ def read(view: mmap.mmap) -> list[Named]:
 def digest(tensors: Iterable[Named]) -> str:
     """XXH3 (128 bit) over each tensor's name, dtype, shape and bytes, in order.
 
-    Against faults, not against an attacker: it runs at the speed of reading memory, where a
-    cryptographic hash would cost several times the copy.
+    It detects faults and does not protect against an attacker. It is as fast as reading memory; a
+    cryptographic hash would take several times as long as the copy.
     """
     total = xxhash.xxh3_128()
     for name, tensor in tensors:
@@ -164,7 +174,7 @@ def _bytes(flat: torch.Tensor) -> memoryview:
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Copies, and yields the flat target piece by piece as it is filled."""
+    """Copies the source, and yields each piece of the flat target after it is copied."""
     if source.device.type != "cpu" or not source.is_contiguous():
         target.copy_(source)
         yield target.view(-1)

@@ -1,8 +1,8 @@
-"""New weights into running engines, with a version, without a restart.
+"""Sends new weights and their version to running engines.
 
-Invariant: when `push` returns, every engine serves exactly the weights given, says so in the
-version of each token that it samples from then on, and holds no key or value of older weights.
-Requests in flight are kept: tokens sampled before carry the old version, those after the new one.
+Invariant: when `push` returns, every engine serves exactly the given weights, reports their version
+with each token that it samples from then on, and holds no keys or values of older weights. Requests
+in flight continue: tokens sampled before the update carry the old version, later ones the new one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ class SyncReport:
 
     version: int
     paused_s: float
-    """How long the engines sampled nothing."""
+    """Seconds during which the engines did not sample."""
     total_s: float
 
 
 class WeightSync:
-    """Blocking: run it in a thread beside an event loop. One `push` at a time."""
+    """Sends weights to engines, one `push` at a time. Its methods block: call them in a thread if
+    an event loop is running."""
 
     def __init__(self, control: EngineControl, backend: Backend = "shm") -> None:
         self.control = control
         self.transport: Transport = open_transport(backend, control)
 
     def push(self, weights: Iterable[Named], version: int) -> SyncReport:
-        """
+        """Sends the weights to every engine and resumes sampling.
+
         Raises:
-            WeightSyncError: an engine refused, or does not report the new version. The engines
-                stay paused then: they hold no complete set of weights.
+            WeightSyncError: an engine refused, or does not report the new version. The engines then
+                stay paused, because they have no complete set of weights.
         """
         started = time.perf_counter()
         self.control.next_version = version
@@ -53,13 +55,14 @@ class WeightSync:
         return SyncReport(version, paused_s=now - paused, total_s=now - started)
 
     def verify(self, ids: Sequence[int], logprobs: Sequence[float], tolerance: float) -> float:
-        """Largest mean |Δ log p| of any engine against the trainer's `logprobs` of `ids[1:]`.
+        """Compares every engine with the trainer's `logprobs` of `ids[1:]`. Returns the largest
+        mean |Δ log p| of an engine.
 
-        The engine keeps weights fused and packed for its kernels, so that no checksum of its
-        memory equals one of the trainer's; what it computes from them is what is compared.
+        Log-probabilities are compared because the engine stores its weights fused and packed, so
+        that checksums of the engine's and the trainer's memory would always differ.
 
         Raises:
-            WeightSyncError: it exceeds `tolerance`.
+            WeightSyncError: the mean |Δ log p| of an engine exceeds `tolerance`.
         """
         worst = 0.0
         for url, served in zip(self.control.urls, self.control.prompt_logprobs(ids), strict=True):
@@ -68,7 +71,7 @@ class WeightSync:
             if not mean <= tolerance:
                 raise WeightSyncError(
                     f"{url} does not serve the trainer's weights: mean |Δ log p| is {mean:.2e} on "
-                    f"{len(gaps)} probe tokens, at most {tolerance:.0e} is expected "
+                    f"{len(gaps)} probe tokens, but at most {tolerance:.0e} is expected "
                     "(engine.verify_tolerance); check that engine.dtype equals model.compute_dtype"
                 )
             worst = max(worst, mean)

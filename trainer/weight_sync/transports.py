@@ -1,10 +1,10 @@
-"""How weights travel to the engines: one small protocol, one class per backend of vLLM.
+"""The transports of weights to the engines: one protocol, and one class per kind of client.
 
-`shm`   shared memory, any device, engines on this machine (the default; ours)
-`ipc`   CUDA IPC handles, engines on this machine's GPUs (vLLM's own client)
-`nccl`  broadcast over NCCL, engines anywhere (vLLM's own client)
+`shm`   shared memory, any device, engines on this machine (the default; this project's client)
+`ipc`   CUDA IPC handles, engines on this machine's GPUs (vLLM's client)
+`nccl`  broadcast over NCCL, engines on any machine (vLLM's client)
 
-`ipc` and `nccl` follow vLLM's documented trainer-side API and were not run here: no GPU.
+`ipc` and `nccl` follow vLLM's documented trainer-side API. They need a GPU and are not tested.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ Backend = Literal["shm", "ipc", "nccl"]
 
 
 class Transport(Protocol):
+    """How new weights reach the engines. `stage` comes before `send` in every update."""
+
     def stage(self, weights: Iterable[Named]) -> None:
-        """What can be done while the engines still sample."""
+        """Prepares the weights while the engines still sample."""
         ...
 
     def send(self) -> None:
-        """Start, update and finish, on every engine, with what was staged."""
+        """Starts, executes and finishes the update of every engine with the staged weights."""
         ...
 
     def close(self) -> None: ...
 
 
 class SharedMemoryTransport:
-    """Every engine maps the same memory: one copy out of the trainer, however many engines."""
+    """Shares one copy of the weights in memory, which every engine maps."""
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
@@ -58,7 +60,7 @@ class SharedMemoryTransport:
 
 
 class VllmTransport:
-    """vLLM's own trainer-side engine for `ipc` or `nccl`, fed with our named weights."""
+    """vLLM's own trainer-side client for `ipc` or `nccl`."""
 
     def __init__(self, control: EngineControl, backend: Literal["ipc", "nccl"]) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -79,7 +81,7 @@ class VllmTransport:
 
 
 def address_towards(url: str) -> str:
-    """The address of this machine that the URL's host is reached from, and so reaches us by."""
+    """The address at which the host of the URL can reach this machine."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram that is not sent
         probe.connect((parts.hostname or "", parts.port or 80))
@@ -93,7 +95,7 @@ def open_transport(backend: Backend, control: EngineControl) -> Transport:
 
 
 class _Source:
-    """vLLM's `WeightSource`, over weights that are gathered already."""
+    """Gathered weights as vLLM's `WeightSource`."""
 
     def __init__(self) -> None:
         self.named: list[Named] = []

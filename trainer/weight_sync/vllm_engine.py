@@ -1,9 +1,8 @@
 """vLLM's side of the `shm` backend: loads the trainer's weights from shared memory.
 
-Runs inside vLLM's worker processes. Invariant: an update is applied whole or fails: bytes whose
-digest differs from the trainer's, and an update that leaves one of the model's weights untouched,
-or a part of one (of a fused weight, one of `gate_proj` and `up_proj`) are errors, and the update's
-caller is told.
+Runs inside vLLM's worker processes. Invariant: an update is applied completely, or fails with an
+error that its caller receives. It fails if the digest differs from the trainer's, or if a weight of
+the model, or a part of a fused weight such as `gate_proj`, was not updated.
 """
 
 from __future__ import annotations
@@ -28,11 +27,13 @@ from trainer.weight_sync.segment import SegmentReader, Written
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on: each update says where its memory is."""
+    """Empty: each update says where its memory is."""
 
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the new weights are: the file, its size, and the digest of its content."""
+
     path: str
     size_bytes: int
     digest: str
@@ -41,6 +42,8 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 class SharedMemoryEngine(
     WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]  # type: ignore[misc]
 ):
+    """vLLM's side of the `shm` backend: loads new weights from shared memory."""
+
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
 
@@ -54,7 +57,7 @@ class SharedMemoryEngine(
         try:
             self._load(update_info)
         except BaseException:
-            # Ends the reload, so that the next update starts from layers that are whole.
+            # Ends the reload, so that the next update starts with complete layers.
             self.finish_weight_update()
             raise
 
@@ -69,9 +72,9 @@ class SharedMemoryEngine(
         loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         missing = self._expected() - set(loaded or self._expected())
         if missing:
-            raise ValueError(f"the update left these weights as they were: {sorted(missing)[:5]}")
+            raise ValueError(f"the update did not contain these weights: {sorted(missing)[:5]}")
         if partial := self._partly_loaded():
-            raise ValueError(f"the update has only a part of these layers: {partial[:5]}")
+            raise ValueError(f"the update contained only a part of these layers: {partial[:5]}")
 
     def _expected(self) -> set[str]:
         names = {name for name, _ in self.model.named_parameters()}
@@ -79,8 +82,8 @@ class SharedMemoryEngine(
         return names - {"lm_head.weight"} if tied else names
 
     def _partly_loaded(self) -> list[str]:
-        """Layers that still wait for some elements of their weights. An embedding's padding never
-        comes, and it is one weight, which is missing by name if it is."""
+        """Layers that received only some elements of their weights. Embeddings are not included:
+        their padding is never sent, and a missing embedding is found by its name."""
         return [
             name
             for name, layer in self.model.named_modules()
@@ -94,9 +97,10 @@ class SharedMemoryEngine(
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
-    """On CPU vLLM keeps each linear weight a second time, packed for oneDNN. A tied `lm_head` is
-    not reloaded by its own name, so its packed copy would stay the old one, without any error:
-    the server would sample from a mixture of old and new weights.
+    """Packs tied output layers again. On CPU, vLLM keeps a second copy of each linear weight,
+    packed for oneDNN. A tied `lm_head` is not reloaded under its own name, so that its packed copy
+    would keep the old weights without any error: the server would sample from a mixture of old and
+    new weights.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

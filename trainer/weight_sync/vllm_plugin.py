@@ -1,4 +1,5 @@
-"""Gives every vLLM process the `shm` weight-transfer backend (entry point `vllm.general_plugins`).
+"""Registers the `shm` weight-transfer backend in every vLLM process (entry point
+`vllm.general_plugins`).
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: the engine is loaded when it is used.

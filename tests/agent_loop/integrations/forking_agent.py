@@ -1,4 +1,5 @@
-"""An agent that knows nothing of verl: a question, a follow-up, and a sub-agent beside them."""
+"""An agent that knows nothing about verl: it asks a question and a follow-up question, and starts a
+sub-agent."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The verl plug-in inside verl's own worker classes; only its rollout servers are scripted."""
+"""The verl plug-in inside verl's own worker classes; only verl's rollout servers are scripted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AGENT = Path(__file__).parent / "forking_agent.py"
 
 
 class ScriptedClient(LLMServerClient):  # type: ignore[misc]
-    """Without servers: sessions, prompts and answers are kept, and the step is what verl says."""
+    """A client without servers: keeps sessions and prompts, and gives scripted answers."""
 
     def __init__(self, answer: list[int], step: int = 7) -> None:
         self.answer = answer
@@ -143,13 +143,13 @@ async def test_v0_gets_one_padded_row_per_trial(
         assert (logprobs < 0).all()
     prompts = [ids for _, ids, _ in client.calls]
     first = [i for i in rows.batch["prompts"][0].tolist() if i != _padding(worker)]
-    assert first in prompts, "the ids that verl trains on are those its server was given"
+    assert first in prompts, "verl must train on the ids that its server received"
     assert list(rows.non_tensor_batch["branches_left_out"]) == [0, 1]
     assert list(rows.non_tensor_batch["min_global_steps"]) == [7, 7]
     assert all(params["temperature"] == 0.7 for _, _, params in client.calls)
 
 
-async def test_a_worker_has_one_proxy_and_a_session_one_server(
+async def test_worker_has_one_proxy_and_a_session_one_server(
     model: Path, client: ScriptedClient, tmp_path: Path
 ) -> None:
     worker = AgentLoopWorker(verl_config(model, settings(tmp_path)), client)
@@ -161,7 +161,7 @@ async def test_a_worker_has_one_proxy_and_a_session_one_server(
     assert len(list((tmp_path / "trials").glob("proxy-*.db"))) == 1
 
 
-async def test_a_failed_trial_trains_nothing_in_v0(
+async def test_failed_trial_trains_nothing_in_v0(
     model: Path, client: ScriptedClient, tmp_path: Path
 ) -> None:
     client.log_probs = False
@@ -197,7 +197,7 @@ async def test_v1_drops_a_trial_without_a_reward(
     assert put == []
 
 
-async def test_it_is_registered_by_yaml_with_its_own_settings(
+async def test_loop_can_be_registered_by_yaml_with_its_own_settings(
     model: Path, client: ScriptedClient, tmp_path: Path
 ) -> None:
     loops = tmp_path / "loops.yaml"
@@ -222,7 +222,7 @@ async def test_it_is_registered_by_yaml_with_its_own_settings(
         ({"trials_dir": "t", "timeout": 3}, "remote_agent.timeout: Extra inputs"),
     ],
 )
-async def test_wrong_settings_are_one_line(
+async def test_wrong_settings_are_reported_in_one_line(
     model: Path, client: ScriptedClient, given: dict[str, Any] | None, says: str
 ) -> None:
     worker = AgentLoopWorker(verl_config(model, given), client)
@@ -231,7 +231,7 @@ async def test_wrong_settings_are_one_line(
     assert isinstance(raised.value.__cause__ or raised.value, ConfigurationError)
 
 
-def test_a_row_is_a_task_without_what_json_cannot_hold() -> None:
+def test_row_becomes_a_task_with_the_columns_that_json_can_hold() -> None:
     row = {"index": np.int64(3), "raw_prompt": [{"role": "user", "content": "Hi."}], "x": object()}
     task = task_of(row)
     assert (task.task_id, task.data["prompt"]) == ("3", "Hi.")
@@ -241,7 +241,7 @@ def test_a_row_is_a_task_without_what_json_cannot_hold() -> None:
 def v1_worker(
     config: Any, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """v1's worker without its Ray actor, and what it writes to the transfer queue."""
+    """v1's worker without its Ray actor, and the list of what it writes to the transfer queue."""
     put: list[dict[str, Any]] = []
 
     async def batch_put(**written: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command launcher against agents that misbehave: each ends, and leaves nothing behind."""
+"""The command launcher with agents that misbehave: each is ended and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -8,39 +8,54 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers.command import CommandLauncher, CommandSettings
-from agent_loop.launchers.processes import Limits
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.records import Task
+from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.processes.host import Limits
+from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from proxy.errors import ConfigurationError
+from proxy.wall import Wall
 from tests.agent_loop.conftest import MakeTrial
 
 
 async def run_python(trial: Trial, code: str, **settings: object) -> AgentResult:
     argv = (sys.executable, "-I", "-S", "-c", code)
-    launcher = CommandLauncher(CommandSettings(argv=argv, **settings))  # type: ignore[arg-type]
+    launcher = CommandLauncher(CommandConfig(argv=argv, **settings))  # type: ignore[arg-type]
     try:
         return await launcher.run(trial)
     finally:
         await launcher.close()
 
 
+@pytest.fixture(params=["light", "off"])
+def make_trial(make_trial: MakeTrial, tmp_path: Path, request: pytest.FixtureRequest) -> MakeTrial:
+    """Trials with and without a wall: an agent behaves the same in both."""
+    wall = Wall(hide=(str(tmp_path),)) if request.param == "light" else None
+
+    def make(timeout_s: float = 120.0, **data: object) -> Trial:
+        return replace(make_trial(timeout_s, **data), wall=wall)
+
+    return make
+
+
 def alive(pid_file: Path) -> bool:
-    pid = int(pid_file.read_text())
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    """Whether any process has the file's folder as its working directory. The process id in the
+    file cannot be used, because a process behind a wall has another id outside."""
+    assert pid_file.exists()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if Path(os.readlink(process / "cwd")) == pid_file.parent:
+                return True
+    return False
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (another process's doing: there is no event to await)
+    while not condition():  # noqa: ASYNC110 (depends on another process: there is no event to await)
         await asyncio.sleep(0.01)
 
 
@@ -67,12 +82,51 @@ while not os.path.exists("daemon.pid"):
 """
 
 
-async def test_agent_gets_every_familys_environment_and_no_secret(
+SECRETS = (
+    *("AGENTIC_PROXY_ADMIN_KEY", "AGENTIC_PROXY_STORE", "GEMINI_API_KEY", "HF_TOKEN"),
+    *("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key", "PGPASSWORD", "MYAPIKEY", "GITHUB_PAT"),
+)
+URLS = ("DATABASE_URL", "HTTPS_PROXY", "http_proxy")
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, "hunter2")
+    for name in URLS:
+        monkeypatch.setenv(name, "https://me:hunter2@host/")
+
+
+@pytest.mark.usefixtures("secrets")
+async def test_agent_inherits_no_secret_whatever_its_name(make_trial: MakeTrial) -> None:
+    trial = make_trial()
+    await run_python(trial, "import os; print(sorted(os.environ), dict(os.environ))")
+    assert "PATH" in log_of(trial)
+    assert "hunter2" not in log_of(trial)
+    assert not [name for name in (*SECRETS, *URLS) if f"'{name}'" in log_of(trial)]
+
+
+@pytest.mark.usefixtures("secrets")
+async def test_agent_finds_no_secret_in_the_environment_of_its_supervisor(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial()
+    await run_python(trial, "import os; print(open(f'/proc/{os.getppid()}/environ').read())")
+    assert ("PATH=" if trial.wall is None else "PermissionError") in log_of(trial)
+    assert "hunter2" not in log_of(trial)
+
+
+@pytest.mark.usefixtures("secrets")
+async def test_agent_gets_the_variables_that_are_passed_by_name(make_trial: MakeTrial) -> None:
+    trial = make_trial()
+    code = "import os; print(os.environ.get('PGPASSWORD'), os.environ.get('MYAPIKEY'))"
+    await run_python(trial, code, pass_env=("PGPASSWORD", "NOT_SET"))
+    assert log_of(trial) == "hunter2 None\n"
+
+
+async def test_agent_gets_the_environment_variables_of_every_sdk(
     make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "hunter2")
-    for name in ("AGENTIC_PROXY_STORE", "GEMINI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     trial = make_trial()
     code = "import os, json; print(json.dumps({**os.environ, 'cwd': os.getcwd()}))"
@@ -88,7 +142,6 @@ async def test_agent_gets_every_familys_environment_and_no_secret(
     assert json.loads(Path(seen["TASK_FILE"]).read_text()) == {"prompt": "do it"}
     assert seen["cwd"] == str(trial.workspace)
     assert seen["EXTRA"] == "policy/do it/{unknown}"
-    assert "hunter2" not in log_of(trial)
 
 
 async def test_working_directory_is_a_copy_of_the_tasks_template(
@@ -127,19 +180,17 @@ async def test_working_directory_is_a_checkout_of_the_tasks_revision(
     assert log_of(trial) == "first\n"
 
 
-async def test_revision_that_does_not_exist_is_our_failure(
-    make_trial: MakeTrial, tmp_path: Path
-) -> None:
+async def test_missing_revision_is_a_launch_error(make_trial: MakeTrial, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"cannot check out .*nowhere"):
         await run_python(make_trial(), "pass", template=f"git+{tmp_path}/nowhere#main")
 
 
-async def test_agent_that_exits_at_once_is_a_crash_with_its_code(make_trial: MakeTrial) -> None:
+async def test_nonzero_exit_code_is_a_crash_with_this_code(make_trial: MakeTrial) -> None:
     result = await run_python(make_trial(), "raise SystemExit(3)")
     assert (result.end, result.error) == (AgentEnd.CRASHED, "exit code 3")
 
 
-async def test_gigabytes_of_output_are_bounded_keeping_first_and_last(
+async def test_log_of_gigabytes_of_output_keeps_the_first_and_last_bytes(
     make_trial: MakeTrial,
 ) -> None:
     trial = make_trial(timeout_s=60)
@@ -157,7 +208,7 @@ async def test_gigabytes_of_output_are_bounded_keeping_first_and_last(
     assert result.metrics["agent_output_bytes"] == (1 << 31) + 9
 
 
-async def test_daemon_in_a_session_of_its_own_is_ended_with_the_agent(
+async def test_daemon_in_its_own_session_is_ended_with_the_agent(
     make_trial: MakeTrial,
 ) -> None:
     trial = make_trial()
@@ -167,7 +218,7 @@ async def test_daemon_in_a_session_of_its_own_is_ended_with_the_agent(
     assert not alive(trial.workspace / "daemon.pid")
 
 
-async def test_agent_that_ignores_sigterm_is_killed_after_its_grace(
+async def test_agent_that_ignores_sigterm_is_killed_after_grace_s(
     make_trial: MakeTrial,
 ) -> None:
     code = (
@@ -181,7 +232,7 @@ async def test_agent_that_ignores_sigterm_is_killed_after_its_grace(
     assert not alive(trial.workspace / "agent.pid")
 
 
-async def test_agent_may_finish_its_work_within_the_grace(make_trial: MakeTrial) -> None:
+async def test_agent_can_finish_its_work_within_grace_s(make_trial: MakeTrial) -> None:
     code = (
         "import signal, time, sys\n"
         "def stop(*_):\n    open('saved', 'w').write('yes')\n    sys.exit(0)\n"
@@ -205,7 +256,7 @@ async def test_cancelling_ends_the_agent_and_its_daemons_before_it_raises(
     assert not alive(trial.workspace / "daemon.pid")
 
 
-async def test_killed_supervisor_is_our_failure_and_takes_the_agent_along(
+async def test_killed_supervisor_is_a_launch_error_and_ends_the_agent(
     make_trial: MakeTrial,
 ) -> None:
     trial = make_trial()
@@ -213,12 +264,16 @@ async def test_killed_supervisor_is_our_failure_and_takes_the_agent_along(
         "import os, signal, time\nopen('agent.pid', 'w').write(str(os.getpid()))\n"
         "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(600)"
     )
+    if trial.wall is not None:  # an agent behind a wall can kill only its own processes
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run_python(trial, code), 5)
+        return
     with pytest.raises(LaunchError, match="supervisor"):
         await run_python(trial, code)
     await until(lambda: not alive(trial.workspace / "agent.pid"))
 
 
-async def test_memory_limit_reaches_the_agent(make_trial: MakeTrial) -> None:
+async def test_memory_limit_applies_to_the_agent(make_trial: MakeTrial) -> None:
     trial = make_trial()
     limits = Limits(memory_bytes=200 << 20)
     result = await run_python(trial, "x = b'x' * (1 << 30)", limits=limits)
@@ -226,22 +281,22 @@ async def test_memory_limit_reaches_the_agent(make_trial: MakeTrial) -> None:
     assert "MemoryError" in log_of(trial)
 
 
-def test_command_that_does_not_exist_is_told_before_anything_starts() -> None:
+def test_missing_command_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match="'no-such-agent' is not"):
-        CommandLauncher(CommandSettings(argv=("no-such-agent",)))
+        CommandLauncher(CommandConfig(argv=("no-such-agent",)))
 
 
-async def test_program_named_by_the_task_that_does_not_exist_is_our_failure(
+async def test_missing_program_named_by_a_task_is_a_launch_error(
     make_trial: MakeTrial,
 ) -> None:
-    launcher = CommandLauncher(CommandSettings(argv=("{task.program}",)))
+    launcher = CommandLauncher(CommandConfig(argv=("{task.program}",)))
     with pytest.raises(LaunchError, match="No such file"):
         await launcher.run(make_trial(program="no-such-agent"))
     await launcher.close()
 
 
-async def test_repeated_trials_leave_no_descriptor_open(tmp_path: Path) -> None:
-    launcher = CommandLauncher(CommandSettings(argv=("true",)))
+async def test_repeated_trials_leak_no_descriptors(tmp_path: Path) -> None:
+    launcher = CommandLauncher(CommandConfig(argv=("true",)))
 
     async def once(number: int) -> None:
         directory = tmp_path / str(number)

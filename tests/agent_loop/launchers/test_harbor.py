@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import LaunchError, RewardError
-from agent_loop.launchers.harbor import RUN_FILE, HarborLauncher, HarborSettings
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
+from agent_loop.launchers.harbor import RUN_FILE, HarborConfig, HarborLauncher
+from agent_loop.records import AgentEnd, AgentResult, Trial
 from harbor_sdk import AgentRun, RunStatus
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
@@ -28,14 +28,16 @@ async def launch(
 ) -> AgentResult:
     async with serving(tmp_path, trials) as url:
         given = {"agent_name": "terminus-2", "harbor_server_url": url, **settings}
-        launcher = HarborLauncher(HarborSettings.model_validate(given))
+        launcher = HarborLauncher(HarborConfig.model_validate(given))
         try:
             return await launcher.run(trial)
         finally:
             await launcher.close()
 
 
-async def test_the_run_has_the_trials_session_agent_and_time(tmp_path: Path, trial: Trial) -> None:
+async def test_harbor_run_gets_the_trials_session_agent_and_time(
+    tmp_path: Path, trial: Trial
+) -> None:
     trials = ScriptedTrials(times_s={"agent_execution": 2.5}, rewards={"reward": 0.5, "style": 1})
     result = await launch(tmp_path, trial, trials, agent_kwargs={"max_turns": 3})
     (request,) = trials.requests
@@ -51,7 +53,9 @@ async def test_the_run_has_the_trials_session_agent_and_time(tmp_path: Path, tri
     assert record.status is RunStatus.COMPLETED
 
 
-async def test_the_reward_is_the_key_and_never_the_sum(tmp_path: Path, trial: Trial) -> None:
+async def test_reward_is_the_entry_of_reward_key_and_never_a_sum(
+    tmp_path: Path, trial: Trial
+) -> None:
     trials = ScriptedTrials(rewards={"correct": 1.0, "style": 1.0})
     result = await launch(tmp_path, trial, trials, reward_key="style")
     assert result.reward == 1.0
@@ -66,27 +70,27 @@ async def test_the_reward_is_the_key_and_never_the_sum(tmp_path: Path, trial: Tr
         ({"error_type": "NonZeroAgentExitCodeError", "error": "exit 2"}, AgentEnd.CRASHED),
     ],
 )
-async def test_a_verified_time_out_or_crash_keeps_its_reward(
+async def test_verified_timeout_or_crash_keeps_its_reward(
     tmp_path: Path, trial: Trial, outcome: dict[str, object], end: AgentEnd
 ) -> None:
     result = await launch(tmp_path, trial, ScriptedTrials(**outcome))
     assert (result.end, result.reward) == (end, 1.0)
 
 
-async def test_no_verifier_is_no_reward(tmp_path: Path, trial: Trial) -> None:
+async def test_run_without_a_verifier_has_no_reward(tmp_path: Path, trial: Trial) -> None:
     assert (await launch(tmp_path, trial, ScriptedTrials(rewards=None))).reward is None
 
 
-async def test_a_failure_of_the_sandbox_is_no_result(tmp_path: Path, trial: Trial) -> None:
+async def test_sandbox_failure_is_a_launch_error(tmp_path: Path, trial: Trial) -> None:
     trials = ScriptedTrials(status="failed", rewards=None, error="DockerError: no daemon")
     with pytest.raises(LaunchError, match="failed: DockerError: no daemon"):
         await launch(tmp_path, trial, trials)
 
 
-async def test_a_cancelled_trial_ends_its_run(tmp_path: Path, trial: Trial) -> None:
+async def test_cancelled_trial_ends_its_run(tmp_path: Path, trial: Trial) -> None:
     trials = ScriptedTrials()
     async with serving(tmp_path, trials) as url:
-        launcher = HarborLauncher(HarborSettings(agent_name="waits", harbor_server_url=url))
+        launcher = HarborLauncher(HarborConfig(agent_name="waits", harbor_server_url=url))
         running = asyncio.create_task(launcher.run(trial))
         await trials.began.wait()
         running.cancel()
@@ -97,14 +101,14 @@ async def test_a_cancelled_trial_ends_its_run(tmp_path: Path, trial: Trial) -> N
         await launcher.close()
 
 
-async def test_past_the_servers_time_the_run_is_ended(tmp_path: Path, trial: Trial) -> None:
+async def test_run_is_ended_after_harbor_server_timeout(tmp_path: Path, trial: Trial) -> None:
     trials = ScriptedTrials()
-    with pytest.raises(LaunchError, match=r"not final after 0\.3 s"):
+    with pytest.raises(LaunchError, match=r"has not ended after 0\.3 s"):
         await launch(tmp_path, trial, trials, agent_name="waits", harbor_server_timeout=0.3)
     assert trials.ended_by_cancel == trials.started
 
 
-async def test_a_task_without_a_folder_or_name_is_named(
+async def test_task_without_a_folder_or_name_is_refused_with_its_id(
     tmp_path: Path, make_trial: MakeTrial
 ) -> None:
     with pytest.raises(LaunchError, match="'task': no Harbor task folder"):
@@ -112,11 +116,65 @@ async def test_a_task_without_a_folder_or_name_is_named(
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_local_trial": True, "harbor_server_url": "u"}])
-def test_neither_or_both_of_server_and_local_is_refused(settings: dict[str, object]) -> None:
+def test_configuring_neither_or_both_of_server_and_local_harbor_is_refused(
+    settings: dict[str, object],
+) -> None:
     with pytest.raises(ConfigurationError, match="give one of them"):
-        HarborLauncher(HarborSettings.model_validate(settings))
+        HarborLauncher(HarborConfig.model_validate(settings))
 
 
-def test_a_local_trial_without_harbor_says_what_to_do() -> None:
+def test_local_trial_without_the_harbor_package_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigurationError, match="make harbor"):
-        HarborLauncher(HarborSettings(use_local_trial=True))
+        HarborLauncher(HarborConfig(use_local_trial=True))
+
+
+async def test_environment_agent_and_verifier_settings_reach_the_server(
+    tmp_path: Path, trial: Trial
+) -> None:
+    trials = ScriptedTrials()
+    await launch(
+        tmp_path,
+        trial,
+        trials,
+        agent_env={"MODE": "fast"},
+        environment_type="docker",
+        environment_kwargs={"region": "eu"},
+        environment_overrides={"override_cpus": 2},
+        verifier_kwargs={"override_timeout_sec": 9},
+    )
+    (request,) = trials.requests
+    assert request.agent.env == {"MODE": "fast"}
+    assert (request.environment.type, request.environment.kwargs) == ("docker", {"region": "eu"})
+    assert request.environment_overrides == {"override_cpus": 2}
+    assert request.verifier.override_timeout_sec == 9
+
+
+async def test_environment_of_ones_own_is_named_by_its_import_path(
+    tmp_path: Path, trial: Trial
+) -> None:
+    trials = ScriptedTrials()
+    await launch(tmp_path, trial, trials, environment_import_path="my.sandbox:Sandbox")
+    assert trials.requests[0].environment.import_path == "my.sandbox:Sandbox"
+
+
+async def test_task_without_a_path_is_found_by_the_template_and_uploaded(
+    tmp_path: Path, make_trial: MakeTrial
+) -> None:
+    write_task(tmp_path / "more", "x-task")
+    trials = ScriptedTrials()
+    template = f"{tmp_path}/more/x-{{task_id}}"
+    result = await launch(tmp_path, make_trial(), trials, task_path_template=template)
+    assert result.reward == 1.0
+    assert trials.requests[0].task_path is None
+
+
+async def test_without_upload_the_server_is_given_the_path_of_the_task(
+    tmp_path: Path, trial: Trial
+) -> None:
+    trials = ScriptedTrials()
+    settings = HarborConfig(agent_name="terminus-2", upload_tasks=False)
+    async with serving(tmp_path, trials, task_roots=[tmp_path / "tasks"]) as url:
+        launcher = HarborLauncher(settings.model_copy(update={"harbor_server_url": url}))
+        await launcher.run(trial)
+        await launcher.close()
+    assert trials.requests[0].task_path == trial.task.data["local_task_path"]

@@ -1,4 +1,4 @@
-"""The http launcher against a service that polls, calls back, fails, vanishes and hangs."""
+"""The http launcher with a service that is polled, calls back, fails, disappears and hangs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from aiohttp import web
 
 from agent_loop.errors import LaunchError, RewardError
-from agent_loop.launchers.http import CallbackSettings, HttpLauncher, HttpSettings
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
+from agent_loop.launchers.http import CallbackConfig, HttpConfig, HttpLauncher
+from agent_loop.records import AgentEnd, AgentResult, Trial
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
 
 
 class Service:
-    """Answers each GET with the next of `statuses`, the last one for ever; a number is a status
-    code."""
+    """Answers each GET with the next of `statuses`, and repeats the last one. A number is an HTTP
+    status code."""
 
     def __init__(self) -> None:
         self.statuses: list[dict[str, Any] | int] = []
@@ -67,14 +67,14 @@ async def service() -> AsyncIterator[Service]:
 
 
 async def run(service: Service, trial: Trial, **settings: Any) -> AgentResult:
-    launcher = HttpLauncher(HttpSettings(**{"url": service.url, "poll_s": 0.01, **settings}))
+    launcher = HttpLauncher(HttpConfig(**{"url": service.url, "poll_s": 0.01, **settings}))
     try:
         return await launcher.run(trial)
     finally:
         await launcher.close()
 
 
-async def test_run_is_submitted_polled_and_its_reward_and_logs_kept(
+async def test_run_is_submitted_and_polled_and_its_reward_and_logs_are_kept(
     service: Service, make_trial: MakeTrial
 ) -> None:
     done = {"status": "done", "reward": {"reward": 0.5, "speed": 2}, "logs": "I ran."}
@@ -101,7 +101,7 @@ async def test_failed_run_is_a_crash_with_its_error(
     assert (result.end, result.error) == (AgentEnd.CRASHED, "out of cheese")
 
 
-async def test_agent_is_told_to_end_at_its_deadline(
+async def test_agent_is_ended_through_the_service_at_its_deadline(
     service: Service, make_trial: MakeTrial
 ) -> None:
     service.statuses = [RUNNING]
@@ -110,7 +110,9 @@ async def test_agent_is_told_to_end_at_its_deadline(
     assert service.deleted == ["t-1"]
 
 
-async def test_cancelling_tells_the_agent_to_end(service: Service, make_trial: MakeTrial) -> None:
+async def test_cancelling_ends_the_agent_through_the_service(
+    service: Service, make_trial: MakeTrial
+) -> None:
     service.statuses = [RUNNING]
     running = asyncio.ensure_future(run(service, make_trial(timeout_s=600)))
     await service.polled.wait()
@@ -120,14 +122,14 @@ async def test_cancelling_tells_the_agent_to_end(service: Service, make_trial: M
     assert service.deleted == ["t-1"]
 
 
-async def test_refused_submission_is_our_failure_with_the_services_words(
+async def test_refused_submission_is_a_launch_error_with_the_services_message(
     service: Service, make_trial: MakeTrial
 ) -> None:
     with pytest.raises(LaunchError, match=r"400 .*no room"):
         await run(service, make_trial())
 
 
-async def test_service_that_stays_away_is_our_failure(
+async def test_service_that_stays_unreachable_is_a_launch_error(
     service: Service, make_trial: MakeTrial
 ) -> None:
     service.statuses = [503]
@@ -135,21 +137,26 @@ async def test_service_that_stays_away_is_our_failure(
         await run(service, make_trial(), patience_s=0.2)
 
 
-async def test_reward_that_is_no_number_is_refused(service: Service, make_trial: MakeTrial) -> None:
+async def test_reward_that_is_not_a_number_is_refused(
+    service: Service, make_trial: MakeTrial
+) -> None:
     service.statuses = [{"status": "done", "reward": "good"}]
     with pytest.raises(RewardError, match="'good' is not a number"):
         await run(service, make_trial())
 
 
-async def test_callback_ends_the_run_and_only_its_secret_is_heard(
+async def test_callback_ends_the_run_only_with_the_runs_secret(
     service: Service, make_trial: MakeTrial
 ) -> None:
     service.statuses = [RUNNING]
-    running = asyncio.ensure_future(run(service, make_trial(), callback=CallbackSettings()))
+    running = asyncio.ensure_future(
+        run(service, make_trial(), callback=CallbackConfig(host="127.0.0.2"))
+    )
     async with aiohttp.ClientSession() as http, asyncio.timeout(10):
         while not service.submitted:  # noqa: ASYNC110 (the service has no event for it)
             await asyncio.sleep(0.01)
         url = service.submitted[0]["callback_url"]
+        assert url.startswith("http://127.0.0.2:")
         guess = url.rsplit("/", 1)[0] + "/guess"
         final = {"status": "done", "reward": 1}
         async with http.post(guess, json={"status": "done", "reward": 9}) as response:
@@ -161,6 +168,22 @@ async def test_callback_ends_the_run_and_only_its_secret_is_heard(
     assert service.polls == 0
 
 
-def test_missing_token_is_told_before_anything_starts() -> None:
+def test_missing_token_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match="NO_SUCH_TOKEN"):
-        HttpLauncher(HttpSettings(url="http://x/runs", api_key_env="NO_SUCH_TOKEN"))
+        HttpLauncher(HttpConfig(url="http://x/runs", api_key_env="NO_SUCH_TOKEN"))
+
+
+async def test_service_reaches_the_callback_by_its_public_url(
+    service: Service, make_trial: MakeTrial
+) -> None:
+    service.statuses = [RUNNING]
+    callback = CallbackConfig(public_url="http://agents.internal:8900/")
+    running = asyncio.ensure_future(run(service, make_trial(), callback=callback))
+    async with asyncio.timeout(10):
+        while not service.submitted:  # noqa: ASYNC110 (the service has no event for it)
+            await asyncio.sleep(0.01)
+    url = service.submitted[0]["callback_url"]
+    assert url.startswith("http://agents.internal:8900/")
+    assert len(url.rpartition("/")[2]) > 20
+    running.cancel()
+    await asyncio.wait([running])

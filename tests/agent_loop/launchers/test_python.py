@@ -1,4 +1,4 @@
-"""The python launcher: a function in a process that can be killed, isolated from the next."""
+"""The python launcher: each call of the function has a process of its own, which can be killed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import LaunchError, RewardError
-from agent_loop.launchers.protocol import AgentEnd, AgentResult, Trial
-from agent_loop.launchers.python import PythonLauncher, PythonSettings
-from agent_loop.records import Task
+from agent_loop.launchers.python import PythonConfig, PythonLauncher
+from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.test_command import alive, log_of, until
@@ -19,7 +18,7 @@ from tests.agent_loop.launchers.test_command import alive, log_of, until
 
 def launcher(function: str, **settings: float) -> PythonLauncher:
     target = f"tests.agent_loop.functions:{function}"
-    return PythonLauncher(PythonSettings(target=target, **settings))  # type: ignore[arg-type]
+    return PythonLauncher(PythonConfig(target=target, **settings))  # type: ignore[arg-type]
 
 
 async def run(trial: Trial, function: str, **settings: float) -> AgentResult:
@@ -30,7 +29,7 @@ async def run(trial: Trial, function: str, **settings: float) -> AgentResult:
         await started.close()
 
 
-async def test_function_gets_its_call_and_environment_and_returns_the_reward(
+async def test_function_gets_its_call_and_environment_and_its_return_value_is_the_reward(
     make_trial: MakeTrial,
 ) -> None:
     trial = make_trial()
@@ -52,14 +51,14 @@ async def test_exception_is_a_crash_with_its_traceback_in_the_log(make_trial: Ma
     assert "KeyError: 'no such thing'" in log_of(trial)
 
 
-async def test_nothing_that_one_trial_did_is_seen_by_the_next(tmp_path: Path) -> None:
+async def test_trial_does_not_see_the_effects_of_earlier_trials(tmp_path: Path) -> None:
     trials = launcher("leaves_state")
     for number in range(2):
         assert (await trials.run(_trial(tmp_path, number))).reward == 1.0
     await trials.close()
 
 
-async def test_trials_draw_by_their_seed(tmp_path: Path) -> None:
+async def test_random_numbers_depend_on_the_trials_seed(tmp_path: Path) -> None:
     trials = launcher("draws")
     drawn = [
         (await trials.run(_trial(tmp_path, number, seed=seed))).reward
@@ -93,16 +92,16 @@ async def test_nan_is_refused_as_a_reward(make_trial: MakeTrial) -> None:
         await run(make_trial(), "returns_nan")
 
 
-async def test_function_that_does_not_exist_is_our_failure_and_says_so(
+async def test_missing_function_is_a_launch_error_with_its_name(
     make_trial: MakeTrial,
 ) -> None:
     with pytest.raises(LaunchError, match="no attribute 'missing'"):
         await run(make_trial(), "missing")
 
 
-def test_module_that_does_not_exist_is_told_before_anything_starts() -> None:
+def test_missing_module_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match=r"no module 'no_such_package\.agent'"):
-        PythonLauncher(PythonSettings(target="no_such_package.agent:run"))
+        PythonLauncher(PythonConfig(target="no_such_package.agent:run"))
 
 
 def _trial(root: Path, number: int, seed: int = 0) -> Trial:
@@ -110,3 +109,17 @@ def _trial(root: Path, number: int, seed: int = 0) -> Trial:
     directory.mkdir()
     made = Trial(str(number), Task("t", {}), "http://x/v1", "k", "m", directory, 120.0)
     return dataclasses.replace(made, seed=seed)
+
+
+async def test_passed_variables_reach_the_function_and_a_long_log_is_cut(
+    make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REGION", "eu")
+    trial = make_trial()
+    settings = PythonConfig(
+        target="tests.agent_loop.functions:prints_its_region", pass_env=("REGION",), log_bytes=1024
+    )
+    started = PythonLauncher(settings)
+    assert (await started.run(trial)).reward == 1.0
+    await started.close()
+    assert len(log_of(trial)) < 2048

@@ -1,9 +1,10 @@
-"""The asynchronous producer's policies, in virtual time: each test is milliseconds."""
+"""The asynchronous producer's policies, in virtual time: each test takes milliseconds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
+from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
-from agent_loop.producers.groups import BatchSettings, ProductionError, rollout_seed
+from agent_loop.producers.groups import ProductionError, rollout_seed
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, RolloutStatus, Task
 from agent_loop.rollout_format import encode_group
@@ -36,7 +38,7 @@ def long_tailed(seed: int) -> float:
 async def train(
     producer: AsyncProducer | SyncProducer, steps: int, first: int = 0
 ) -> list[list[Group]]:
-    """What a trainer does: take a batch, train on it for a while, update the weights."""
+    """A trainer's loop: takes a batch, trains on it for a while, and updates the weights."""
     batches = []
     for version in range(first, first + steps):
         batches.append(await producer.next_batch(version))
@@ -57,7 +59,7 @@ def produce(
 ) -> list[list[Group]]:
     async def main() -> list[list[Group]]:
         producer = AsyncProducer(
-            loop, stream(tasks), AsyncSettings(**policy), seed=3, buffer=ReplayBuffer(":memory:")
+            loop, stream(tasks), RolloutConfig(**policy), seed=3, buffer=ReplayBuffer(":memory:")
         )
         if follow_version:
             loop.version_now = lambda: producer.version
@@ -78,30 +80,31 @@ def staleness(batches: list[list[Group]]) -> int:
 
 
 def content(batches: list[list[Group]]) -> list[list[bytes]]:
-    """All of every group but the trials' ids, which say in which order they were started."""
-    for groups in batches:
-        for group in groups:
-            for rollout in group.rollouts:
-                rollout.trial_id = ""
-    return [[encode_group(group) for group in groups] for groups in batches]
+    """The groups, encoded without the trials' ids, which depend on the order of the starts."""
+    return [[encode_group(without_ids(group)) for group in groups] for groups in batches]
+
+
+def without_ids(group: Group) -> Group:
+    rollouts = tuple(replace(rollout, trial_id="") for rollout in group.rollouts)
+    return replace(group, rollouts=rollouts)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    groups=st.integers(1, 4),
+    groups_per_step=st.integers(1, 4),
     group_size=st.integers(1, 4),
-    max_concurrent=st.integers(1, 20),
-    drop_uniform=st.booleans(),
+    concurrency=st.integers(1, 20),
+    drop_uniform_groups=st.booleans(),
     failing=st.sampled_from([0, 5]),
 )
-def test_without_staleness_the_batches_are_the_synchronous_producers(
-    groups: int, group_size: int, max_concurrent: int, drop_uniform: bool, failing: int
+def test_batches_without_staleness_equal_those_of_the_synchronous_producer(
+    groups_per_step: int, group_size: int, concurrency: int, drop_uniform_groups: bool, failing: int
 ) -> None:
     batch = {
-        "groups": groups,
+        "groups_per_step": groups_per_step,
         "group_size": group_size,
-        "max_concurrent": max_concurrent,
-        "drop_uniform": drop_uniform and group_size > 1,
+        "concurrency": concurrency,
+        "drop_uniform_groups": drop_uniform_groups and group_size > 1,
         "max_resamples": 1000,
     }
 
@@ -111,7 +114,7 @@ def test_without_staleness_the_batches_are_the_synchronous_producers(
         )
 
     async def synchronous() -> list[list[Group]]:
-        return await train(SyncProducer(loop(), stream(), BatchSettings(**batch), seed=3), 4)
+        return await train(SyncProducer(loop(), stream(), RolloutConfig(**batch), seed=3), 4)
 
     try:
         expected = content(run_in_virtual_time(synchronous()))
@@ -129,7 +132,7 @@ def test_without_staleness_the_batches_are_the_synchronous_producers(
     tail_groups=st.sampled_from([0, 2]),
     spread=st.floats(0.1, 3.0),
 )
-def test_no_batch_is_staler_than_the_bound_and_no_rollout_comes_twice(
+def test_no_batch_exceeds_max_staleness_and_no_rollout_is_returned_twice(
     max_staleness: int,
     stale: str,
     over_sample: float,
@@ -140,9 +143,9 @@ def test_no_batch_is_staler_than_the_bound_and_no_rollout_comes_twice(
     loop = ScriptedLoop(duration=lambda seed: long_tailed(seed) ** spread)
     batches = produce(
         loop,
-        groups=3,
+        groups_per_step=3,
         group_size=2,
-        max_concurrent=30,
+        concurrency=30,
         max_staleness=max_staleness,
         stale=stale,
         over_sample=over_sample,
@@ -155,7 +158,7 @@ def test_no_batch_is_staler_than_the_bound_and_no_rollout_comes_twice(
     assert len(ids) == len(set(ids))
 
 
-def test_straggler_is_dropped_at_its_age_while_the_others_go_on() -> None:
+def test_straggler_that_is_too_old_is_dropped_while_other_groups_continue() -> None:
     slow = [True]
 
     def duration(seed: int) -> float:
@@ -166,13 +169,13 @@ def test_straggler_is_dropped_at_its_age_while_the_others_go_on() -> None:
     def check(producer: AsyncProducer) -> None:
         assert producer.counts["cancelled"] == 1
 
-    batches = produce(loop, groups=2, group_size=1, max_staleness=2, check=check)
+    batches = produce(loop, groups_per_step=2, group_size=1, max_staleness=2, check=check)
     assert "g0" not in [g.group_id for groups in batches for g in groups]
     assert staleness(batches) <= 2
 
 
-def test_cancelled_tasks_come_back_in_a_tail_batch_and_are_then_waited_for() -> None:
-    """a0 needs ten updates. Without the tail it would never be learnt."""
+def test_cancelled_tasks_are_run_again_as_tail_groups_that_the_batch_waits_for() -> None:
+    """Task a0 takes as long as ten updates. Without tail groups it would never be trained."""
     loop = ScriptedLoop()
     tasks = stream(4)
     slow_task = tasks.draw().task_id
@@ -180,7 +183,7 @@ def test_cancelled_tasks_come_back_in_a_tail_batch_and_are_then_waited_for() -> 
 
     def trained(tail_groups: int) -> bool:
         batches = produce(
-            loop, 12, tasks=4, groups=2, group_size=2, over_sample=0.5, max_staleness=1,
+            loop, 12, tasks=4, groups_per_step=2, group_size=2, over_sample=0.5, max_staleness=1,
             tail_groups=tail_groups,
         )  # fmt: skip
         return any(group.task.task_id == slow_task for groups in batches for group in groups)
@@ -189,13 +192,15 @@ def test_cancelled_tasks_come_back_in_a_tail_batch_and_are_then_waited_for() -> 
     assert not trained(tail_groups=0)
 
 
-def test_over_sampling_takes_the_first_to_finish() -> None:
+def test_over_sampling_forms_the_batch_from_the_groups_that_finish_first() -> None:
     def wall_s(over_sample: float) -> float:
         async def main() -> float:
             producer = AsyncProducer(
                 ScriptedLoop(duration=long_tailed),
                 stream(),
-                AsyncSettings(groups=4, group_size=2, max_staleness=0, over_sample=over_sample),
+                RolloutConfig(
+                    groups_per_step=4, group_size=2, max_staleness=0, over_sample=over_sample
+                ),
                 seed=3,
                 buffer=ReplayBuffer(":memory:"),
             )
@@ -209,7 +214,7 @@ def test_over_sampling_takes_the_first_to_finish() -> None:
     assert wall_s(1.0) < wall_s(0.5) < wall_s(0.0)
 
 
-def test_partial_rollouts_go_on_across_an_update_with_both_versions() -> None:
+def test_partial_rollouts_continue_across_an_update_with_both_versions() -> None:
     def run(partial_rollout: bool) -> tuple[int, set[tuple[int, int]]]:
         loop = ScriptedLoop(duration=lambda seed: 1.5 * TRAIN_S)
         cancelled = []
@@ -219,7 +224,7 @@ def test_partial_rollouts_go_on_across_an_update_with_both_versions() -> None:
 
         batches = produce(
             loop, check=check, follow_version=True,
-            groups=2, group_size=1, max_staleness=3, partial_rollout=partial_rollout,
+            groups_per_step=2, group_size=1, max_staleness=3, partial_rollout=partial_rollout,
         )  # fmt: skip
         spans = {(g.oldest_version, g.rollouts[0].newest_version) for b in batches for g in b}
         return cancelled[0], spans
@@ -232,7 +237,7 @@ def test_partial_rollouts_go_on_across_an_update_with_both_versions() -> None:
     assert all(oldest == newest for oldest, newest in spans)
 
 
-def test_masking_keeps_a_stragglers_fresh_tokens_where_dropping_loses_it() -> None:
+def test_masking_keeps_the_fresh_tokens_of_a_straggler_and_dropping_does_not() -> None:
     def trained_in_g0(stale: str) -> list[list[int]]:
         slow = [True]
 
@@ -241,7 +246,7 @@ def test_masking_keeps_a_stragglers_fresh_tokens_where_dropping_loses_it() -> No
 
         batches = produce(
             ScriptedLoop(duration=duration), follow_version=True,
-            groups=2, group_size=1, max_staleness=2, stale=stale,
+            groups_per_step=2, group_size=1, max_staleness=2, stale=stale,
         )  # fmt: skip
         assert staleness(batches) <= 2
         return [
@@ -264,22 +269,32 @@ def test_uniform_groups_are_replaced_and_counted() -> None:
         assert producer.counts["tokens_dropped"] >= 8 * producer.counts["uniform"]
 
     batches = produce(
-        loop, check=check, groups=2, group_size=4, drop_uniform=True, max_resamples=99
+        loop,
+        check=check,
+        groups_per_step=2,
+        group_size=4,
+        drop_uniform_groups=True,
+        max_resamples=99,
     )
     for groups in batches:
         for group in groups:
             assert len({rollout.reward for rollout in group.rollouts}) == 2
 
 
-def test_batch_is_filled_up_when_no_group_has_signal() -> None:
+def test_batch_is_filled_with_uniform_groups_if_no_group_has_signal() -> None:
     loop = ScriptedLoop(reward=lambda task, seed: 0.0)
-    policy = {"groups": 2, "group_size": 2, "drop_uniform": True, "max_resamples": 3}
+    policy = {
+        "groups_per_step": 2,
+        "group_size": 2,
+        "drop_uniform_groups": True,
+        "max_resamples": 3,
+    }
     batches = produce(loop, 3, max_staleness=0, **policy)
     assert [len(groups) for groups in batches] == [2, 2, 2]
     assert loop.started == 3 * 2 * 2 * 3
 
 
-def test_straggling_trial_is_aborted_and_its_group_goes_on() -> None:
+def test_straggling_trial_is_aborted_and_its_group_continues() -> None:
     slow = [True]
 
     def duration(seed: int) -> float:
@@ -287,7 +302,7 @@ def test_straggling_trial_is_aborted_and_its_group_goes_on() -> None:
 
     batches = produce(
         ScriptedLoop(duration=duration), 1,
-        groups=1, group_size=4, max_staleness=0, straggler_factor=3.0,
+        groups_per_step=1, group_size=4, max_staleness=0, straggler_factor=3.0,
     )  # fmt: skip
     ((group,),) = batches
     assert [rollout.status for rollout in group.rollouts] == [
@@ -297,25 +312,27 @@ def test_straggling_trial_is_aborted_and_its_group_goes_on() -> None:
     assert "6.0 s is 3.0 times" in (group.rollouts[0].error or "")
 
 
-def test_trials_that_fail_at_once_make_no_straggler_of_the_others() -> None:
+def test_trials_that_fail_at_once_do_not_make_other_trials_stragglers() -> None:
     quick = {rollout_seed(3, 0, place) for place in range(3)}
     loop = ScriptedLoop(
         duration=lambda seed: 0.01 if seed in quick else 30.0,
         fails=lambda task, seed: seed in quick,
     )
-    ((group,),) = produce(loop, 1, groups=1, group_size=5, max_staleness=0, straggler_factor=2.0)
+    ((group,),) = produce(
+        loop, 1, groups_per_step=1, group_size=5, max_staleness=0, straggler_factor=2.0
+    )
     statuses = [rollout.status for rollout in group.rollouts]
     assert statuses == [RolloutStatus.FAILED] * 3 + [RolloutStatus.DONE] * 2
 
 
-def test_group_of_one_is_a_group() -> None:
-    batches = produce(ScriptedLoop(), groups=3, group_size=1)
+def test_group_can_consist_of_one_rollout() -> None:
+    batches = produce(ScriptedLoop(), groups_per_step=3, group_size=1)
     assert all(len(group.rollouts) == 1 for groups in batches for group in groups)
 
 
 def test_group_with_too_few_rollouts_is_replaced() -> None:
     loop = ScriptedLoop(fails=lambda task, seed: seed % 3 == 0)
-    batches = produce(loop, groups=2, group_size=4, min_group_size=3, max_staleness=0)
+    batches = produce(loop, groups_per_step=2, group_size=4, min_group_size=3, max_staleness=0)
     for groups in batches:
         for group in groups:
             assert sum(rollout.trainable for rollout in group.rollouts) >= 3
@@ -323,22 +340,22 @@ def test_group_with_too_few_rollouts_is_replaced() -> None:
 
 def test_production_stops_when_everything_fails() -> None:
     with pytest.raises(ProductionError, match="scripted failure"):
-        produce(ScriptedLoop(fails=lambda *_: True), groups=2, group_size=2)
+        produce(ScriptedLoop(fails=lambda *_: True), groups_per_step=2, group_size=2)
 
 
 def test_production_stops_when_every_group_has_too_few_rollouts() -> None:
     bad = {rollout_seed(3, number, place) for number in range(99) for place in range(1, 4)}
     loop = ScriptedLoop(fails=lambda task, seed: seed in bad)
     with pytest.raises(ProductionError, match="8 groups in a row have fewer than 2 usable"):
-        produce(loop, groups=2, group_size=4, min_group_size=2)
+        produce(loop, groups_per_step=2, group_size=4, min_group_size=2)
 
 
-def test_fault_of_our_own_ends_the_training() -> None:
+def test_bug_in_the_loop_ends_the_training() -> None:
     def broken(seed: int) -> float:
         raise ZeroDivisionError("a bug")
 
     with pytest.raises(ExceptionGroup) as error:
-        produce(ScriptedLoop(duration=broken), groups=2, group_size=2)
+        produce(ScriptedLoop(duration=broken), groups_per_step=2, group_size=2)
     assert error.group_contains(ZeroDivisionError)
 
 
@@ -349,7 +366,7 @@ def test_nothing_starts_while_training_without_staleness() -> None:
         producer = AsyncProducer(
             loop,
             stream(),
-            AsyncSettings(groups=2, group_size=2, max_staleness=0),
+            RolloutConfig(groups_per_step=2, group_size=2, max_staleness=0),
             seed=0,
             buffer=ReplayBuffer(":memory:"),
         )
@@ -365,10 +382,11 @@ def test_nothing_starts_while_training_without_staleness() -> None:
     run_in_virtual_time(main())
 
 
-def test_resume_neither_loses_nor_repeats(tmp_path: Path) -> None:
-    """Killed after two batches of which a checkpoint has one: the second comes back, what was
-    sampled by lost weights is run again, and every drawn task is trained once."""
-    policy = AsyncSettings(groups=3, group_size=2, max_staleness=2)
+def test_resumed_run_neither_loses_nor_repeats_a_group(tmp_path: Path) -> None:
+    """The run is killed after two batches, one of which is in a checkpoint. The second batch is
+    returned again, groups that were sampled by lost weights are run again, and every drawn task is
+    trained once."""
+    policy = RolloutConfig(groups_per_step=3, group_size=2, max_staleness=2)
 
     async def killed() -> tuple[list[Group], dict[str, Any], list[Group]]:
         producer = AsyncProducer(

@@ -1,5 +1,5 @@
-"""`kill -9` at a random instant of production and consumption, again and again: over all lives
-of the run every group is consumed once, by the last life that a checkpoint remembers."""
+"""A run that is killed by `kill -9` at random instants and resumed each time. Over all of its
+processes, every group is consumed once, as far as checkpoints contain it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from agent_loop.producers.asynchronous import AsyncProducer, AsyncSettings
-from agent_loop.producers.buffer import ReplayBuffer
+from agent_loop.producers.asynchronous import AsyncProducer
+from agent_loop.producers.buffer import ReplayBuffer, Written
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Task
 from agent_loop.tasks import Source, TaskStream
 from tests.agent_loop.scripted_loop import ScriptedLoop
@@ -20,25 +21,28 @@ STEPS = 60
 
 
 class DropsAreWritten(ReplayBuffer):
-    """On a busy machine a group may become too old, and is dropped: then it need not be trained."""
+    """Writes down which groups are dropped: on a busy machine a group may become too old, and is
+    then not trained."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "buffer.sqlite")
         self._dropped = folder / "dropped"
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop(self, numbers: Iterable[int]) -> Written:
+        numbers = list(numbers)
         with self._dropped.open("a") as file:
             file.write("".join(f"{number}\n" for number in numbers))
-        super().drop(numbers)
+        return super().drop(numbers)
 
 
 async def live(folder: Path) -> None:
-    """One life: resumes from the last checkpoint, trains, is killed or comes to the end."""
+    """One process of the run: resumes from the last checkpoint, and trains until the end or until
+    it is killed."""
     checkpoint = folder / "checkpoint.json"
     state = json.loads(checkpoint.read_text()) if checkpoint.exists() else None
     stream = TaskStream([Source("a", [Task(f"a{i}", {}, "a") for i in range(1000)])], seed=0)
     loop = ScriptedLoop(duration=lambda seed: seed % 7 / 2000)
-    settings = AsyncSettings(groups=3, group_size=2, max_staleness=2)
+    settings = RolloutConfig(groups_per_step=3, group_size=2, max_staleness=2)
     buffer = DropsAreWritten(folder)
     trained = list(state["trained"]) if state else []
     async with AsyncProducer(loop, stream, settings, seed=0, buffer=buffer) as producer:
@@ -64,7 +68,7 @@ asyncio.run(live(Path(sys.argv[1])))
 """
 
 
-def test_killed_again_and_again_every_group_is_trained_once(tmp_path: Path) -> None:
+def test_every_group_is_trained_once_in_a_run_that_is_killed_repeatedly(tmp_path: Path) -> None:
     for life in range(5):
         process = subprocess.Popen(
             [sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -83,4 +87,4 @@ def test_killed_again_and_again_every_group_is_trained_once(tmp_path: Path) -> N
     assert len(numbers) == len(set(numbers)) == 3 * STEPS
     dropped = {int(line) for line in (tmp_path / "dropped").read_text().split()}
     missing = set(range(max(numbers))) - set(numbers) - dropped
-    assert len(missing) <= 3 * 3  # drawn ahead of the end: at most max_staleness + 1 batches
+    assert len(missing) <= 3 * 3  # drawn but not trained: at most max_staleness + 1 batches

@@ -1,13 +1,12 @@
-"""Reported rewards, and sums in which a missing part is not a zero."""
+"""Reported rewards, and weighted sums in which a missing part does not count as 0."""
 
 from __future__ import annotations
 
 import pytest
 
 from agent_loop.errors import RewardError
-from agent_loop.launchers.protocol import AgentEnd, AgentResult
+from agent_loop.records import NO_OPINION, AgentEnd, AgentResult, FinishedTrial, Graded
 from agent_loop.rewards.combined import CombinedReward, Weighted
-from agent_loop.rewards.protocol import NO_OPINION, Finished, Graded
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from proxy.records import Reward
 from tests.agent_loop.conftest import MakeTrial
@@ -19,7 +18,7 @@ class Fixed:
         self.result = result
         self.closed = False
 
-    async def grade(self, finished: Finished) -> Graded:
+    async def grade(self, finished: FinishedTrial) -> Graded:
         if isinstance(self.result, RewardError):
             raise self.result
         return self.result
@@ -28,7 +27,7 @@ class Fixed:
         self.closed = True
 
 
-async def test_posted_rewards_of_the_trial_are_summed_and_those_of_turns_left(
+async def test_posted_rewards_of_the_trial_are_summed_without_those_of_turns(
     make_trial: MakeTrial,
 ) -> None:
     rewards = [Reward("a", 1.0, {"x": 0.5}), Reward("b", -0.25), Reward("step", 9.0, turn=0)]
@@ -36,17 +35,17 @@ async def test_posted_rewards_of_the_trial_are_summed_and_those_of_turns_left(
     assert result == Graded(0.75, {"a": 1.0, "a.x": 0.5, "b": -0.25})
 
 
-async def test_nothing_posted_is_no_opinion(make_trial: MakeTrial) -> None:
+async def test_trial_without_posted_rewards_gets_no_opinion(make_trial: MakeTrial) -> None:
     assert await PostedReward().grade(finished(make_trial())) == NO_OPINION
 
 
-async def test_launchers_own_reward(make_trial: MakeTrial) -> None:
+async def test_launcher_reward_is_the_reward_in_the_agents_result(make_trial: MakeTrial) -> None:
     agent = AgentResult(AgentEnd.EXITED, reward=0.0, reward_parts={"a": 1.0})
     result = await LauncherReward().grade(finished(make_trial(), agent=agent))
     assert result == Graded(0.0, {"a": 1.0})
 
 
-async def test_sum_is_weighted_and_keeps_the_parts_under_their_source(
+async def test_sum_is_weighted_and_keeps_its_parts_by_source(
     make_trial: MakeTrial,
 ) -> None:
     sources = {
@@ -63,13 +62,13 @@ async def test_sum_is_weighted_and_keeps_the_parts_under_their_source(
     assert all(weighted.source.closed for weighted in sources.values())  # type: ignore[attr-defined]
 
 
-async def test_part_without_an_opinion_leaves_the_sum_without_one(make_trial: MakeTrial) -> None:
+async def test_sum_with_a_part_without_an_opinion_has_no_opinion(make_trial: MakeTrial) -> None:
     sources = {"a": Weighted(Fixed(Graded(1.0))), "b": Weighted(Fixed(NO_OPINION))}
     result = await CombinedReward(sources).grade(finished(make_trial()))
     assert result == Graded(None, {"a": 1.0})
 
 
-async def test_part_that_fails_fails_the_sum(make_trial: MakeTrial) -> None:
+async def test_sum_with_a_part_that_raises_raises(make_trial: MakeTrial) -> None:
     sources = {"a": Weighted(Fixed(Graded(1.0))), "b": Weighted(Fixed(RewardError("broken")))}
     with pytest.raises(RewardError, match="broken"):
         await CombinedReward(sources).grade(finished(make_trial()))

@@ -1,4 +1,4 @@
-"""A swarm server in this process, over a real proxy and a scripted engine."""
+"""A swarm server in this process, with a real proxy and a scripted engine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-import yaml
 from aiohttp.test_utils import TestServer
 
 from agent_loop.swarm import AsyncSwarmClient, Claimed, EngineState
-from agent_loop.swarm.batching import SwarmSettings
 from agent_loop.swarm.server import SwarmServer
 from agent_loop.swarm.swarm import Swarm
 from agent_loop.swarm.table import EpisodeTable
 from agent_loop.swarm.wire import BatchView
+from proxy.web_guard import Hosts
 from tests.proxy.conftest import (  # noqa: F401 (fixtures)
     ADMIN_KEY,
     RunningProxy,
@@ -32,7 +31,7 @@ TOKEN = "token-of-the-swarm"
 
 
 class ScriptedTrainer:
-    """The engine that clients start: says hello, and takes batches when it is told to."""
+    """A trainer without a model: says hello, and takes batches when a test tells it to."""
 
     def __init__(self, swarm: Swarm, url: str) -> None:
         self.swarm = swarm
@@ -40,20 +39,21 @@ class ScriptedTrainer:
         self.server_url = ""
         self.key = ""
         self.version = 0
+        self.sections: dict[str, Any] = {}
+        """The sections of the configuration that its hello reports."""
         self.at_start: BatchView | None = None
         self.run_dirs: list[str] = []
-        """What each start was told to go on from."""
+        """The run folder to resume, for each start."""
 
     async def start(self, run_dir: str) -> None:
         self.run_dirs.append(run_dir)
-        self.swarm.set_state(EngineState.BOOTING)
         await self.post(
             "hello",
             {
                 "proxy_url": self.proxy_url,
                 "proxy_admin_key": ADMIN_KEY,
-                "sampling": {"temperature": 1.0},
                 "run_dir": "runs/scripted",
+                **self.sections,
             },
         )
         self.at_start = await self.next_batch(wait_s=0)
@@ -86,12 +86,13 @@ class ScriptedTrainer:
 class RunningSwarm:
     url: str
     swarm: Swarm
+    table: EpisodeTable
     trainer: ScriptedTrainer
     client: AsyncSwarmClient
     http: aiohttp.ClientSession
 
     async def call(self, episode: Claimed, key: str | None = None) -> int:
-        """One model call of an agent; the HTTP status."""
+        """The HTTP status of one model call of an agent."""
         body = {"model": "m", "messages": [{"role": "user", "content": "Hi."}]}
         headers = {"Authorization": f"Bearer {key or episode.api_key}"}
         url = f"{episode.base_url}/chat/completions"
@@ -100,11 +101,20 @@ class RunningSwarm:
             return response.status
 
     async def play(self, task_id: str, reward: float, **claim: Any) -> Claimed:
-        """A whole episode."""
+        """Plays an episode from claim to end."""
         episode = await self.client.begin_episode(task_id=task_id, timeout_s=5, **claim)
         assert await self.call(episode) == 200
         await self.client.end_episode(episode, reward=reward)
         return episode
+
+    def expire(self, episode: Claimed) -> None:
+        """Its client sends no more heartbeats, and its lease runs out at once."""
+        self.client._release(episode)
+        one = self.swarm.episodes._open.get(episode.episode_id)
+        if one is not None:
+            one.lease_until = 0.0
+            self.swarm.episodes.watch(one)
+        self.swarm.set_state(self.swarm.state)  # a change: the swarm looks at its leases
 
 
 StartSwarm = Callable[..., Awaitable[RunningSwarm]]
@@ -112,19 +122,29 @@ StartSwarm = Callable[..., Awaitable[RunningSwarm]]
 
 @pytest.fixture
 async def start_swarm(proxy: RunningProxy, tmp_path: Path) -> AsyncIterator[StartSwarm]:  # noqa: F811
-    """`start_swarm(**settings)`: rolling; again in the same test: the next server of that disk, or,
-    with another `name`, of another."""
+    """`start_swarm(groups=…, group_size=…, **swarm)` returns a swarm that is rolling. A second call
+    starts the next server on the same disk or, with another `name`, on another disk."""
     async with AsyncExitStack() as stack:
 
         async def start(
-            *, rolling: bool = True, name: str = "swarm", **settings: Any
+            *,
+            rolling: bool = True,
+            name: str = "swarm",
+            groups: int = 8,
+            group_size: int = 8,
+            **settings: Any,
         ) -> RunningSwarm:
-            records = tmp_path / f"{name}-records"
-            records.mkdir(exist_ok=True)
-            table = EpisodeTable(tmp_path / f"{name}.sqlite")
-            swarm = Swarm(SwarmSettings.model_validate(settings), table, records)
+            table = EpisodeTable(tmp_path / name)
+            swarm = Swarm(table)
             trainer = ScriptedTrainer(swarm, proxy.url)
-            server = SwarmServer(swarm, trainer, TOKEN, tmp_path / f"{name}.yaml")
+            trainer.sections = {
+                "swarm": settings,
+                "rollout": {"groups_per_step": groups, "group_size": group_size},
+            }
+            hosts = Hosts("127.0.0.1")
+            server = SwarmServer(
+                swarm, trainer, table, TOKEN, tmp_path / name / "trainer.yaml", hosts
+            )
             http_server = TestServer(server.build_app())
             await http_server.start_server()
             stack.push_async_callback(http_server.close)
@@ -133,7 +153,7 @@ async def start_swarm(proxy: RunningProxy, tmp_path: Path) -> AsyncIterator[Star
             client = await stack.enter_async_context(AsyncSwarmClient(url, TOKEN, patience_s=1.0))
             http = await stack.enter_async_context(aiohttp.ClientSession())
             if rolling:
-                await client.auto_start(yaml.safe_dump({"swarm": settings}))
-            return RunningSwarm(url, swarm, trainer, client, http)
+                await client.auto_start("model: {path: m}")
+            return RunningSwarm(url, swarm, table, trainer, client, http)
 
         yield start

@@ -1,4 +1,4 @@
-"""A trainer without a model, started by a swarm server: `scripted_trainer.py CHECKPOINT BATCHES`.
+"""A trainer without a model that a swarm server starts: `scripted_trainer.py CHECKPOINT BATCHES`.
 
 Starts a proxy over a scripted engine, takes batch after batch, and writes each as a line.
 """
@@ -13,8 +13,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.swarm.config import SwarmConfig
 from agent_loop.swarm.producer import SwarmProducer
-from agent_loop.swarm.serve import TRAINER_KEY_VARIABLE, URL_VARIABLE
+from agent_loop.swarm.trainer_process import server_of_trainer
 from agent_loop.swarm.wire import TrainerHello
 from proxy.app import build_app
 from proxy.config import load_config
@@ -39,9 +41,12 @@ async def main(checkpoint: Path, batches: Path) -> None:
         hello = TrainerHello(
             proxy_url=f"http://127.0.0.1:{runner.addresses[0][1]}",
             proxy_admin_key=ADMIN_KEY,
-            sampling={"max_tokens": 4},
+            rollout=RolloutConfig(groups_per_step=1, group_size=2, max_tokens=4),
+            swarm=SwarmConfig(stop_rule="episodes"),
         )
-        producer = SwarmProducer(os.environ[URL_VARIABLE], os.environ[TRAINER_KEY_VARIABLE], hello)
+        server = server_of_trainer()
+        assert server is not None
+        producer = SwarmProducer(*server, hello)
         version = 0
         while True:
             groups = await producer.next_batch(version)

@@ -1,49 +1,64 @@
-"""When a batch is full and what it holds, for any order of ends."""
+"""When a batch is full and what it holds, for any order in which episodes end."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.swarm.batching import SwarmSettings, refusal, select
+from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.swarm.batching import Collected, select
+from agent_loop.swarm.config import BatchPlan, SwarmConfig
+from agent_loop.swarm.episode import Episode
 from agent_loop.swarm.wire import EpisodeState, EpisodeView
 
 Ends = list[tuple[str, float]]
 ENDS = st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from([0.0, 1.0])), max_size=40)
+COUNTING = st.sampled_from(["episodes", "tasks", "tasks_with_signal"])
 RULES = st.sampled_from(["episodes", "tasks", "tasks_with_signal", "any_client", "all_clients"])
+LEFT_OVER = st.sampled_from(["carry", "drop", "train"])
 SMALL = st.integers(1, 4)
 
 
-def ended(ends: Ends) -> list[EpisodeView]:
+def plan_of(*, groups: int = 8, group_size: int = 8, **swarm: Any) -> BatchPlan:
+    rollout = RolloutConfig(groups_per_step=groups, group_size=group_size)
+    return BatchPlan(SwarmConfig.model_validate(swarm), rollout)
+
+
+def ended(ends: Ends) -> list[Episode]:
     return [
-        EpisodeView(
-            episode_id=f"e{i}",
-            client_id="c",
-            kind="train",
-            state=EpisodeState.ENDED,
-            task_id=task,
-            reward=reward,
+        Episode(
+            EpisodeView(
+                episode_id=f"e{i}",
+                client_id="c",
+                kind="train",
+                state=EpisodeState.ENDED,
+                task_id=task,
+                reward=reward,
+            ),
+            b"",
         )
         for i, (task, reward) in enumerate(ends)
     ]
 
 
-@given(ENDS, RULES, SMALL, SMALL, st.sampled_from(["carry", "drop", "train"]))
+@given(ENDS, RULES, SMALL, SMALL, LEFT_OVER)
 @settings(max_examples=300, deadline=None)
-def test_each_episode_is_in_the_batch_or_left_over_and_groups_are_of_one_task(
+def test_each_episode_is_in_the_batch_or_left_over_and_each_group_has_one_task(
     ends: Ends, rule: str, groups: int, size: int, left_over: str
 ) -> None:
     episodes = ended(ends)
-    config = SwarmSettings.model_validate(
-        {"stop_rule": rule, "groups": groups, "group_size": size, "left_over": left_over}
-    )
-    selection = select(episodes, config, clients={"c"}, agreed={"c"})
+    plan = plan_of(stop_rule=rule, groups=groups, group_size=size, left_over=left_over)
+    collected = Collected(plan, episodes)
+    collected.is_agreed = True
+    selection = collected.select()
     if selection is None:
         return
     batch = [episode.episode_id for group in selection.groups for episode in group]
     left = [episode.episode_id for episode in selection.left]
     assert sorted(batch + left) == sorted(episode.episode_id for episode in episodes)
-    assert all(len({episode.task_id for episode in group}) == 1 for group in selection.groups)
+    assert all(len({e.view.task_id for e in group}) == 1 for group in selection.groups)
     if left_over == "train":
         assert left == []
     elif rule == "episodes":
@@ -51,42 +66,59 @@ def test_each_episode_is_in_the_batch_or_left_over_and_groups_are_of_one_task(
     elif rule.startswith("tasks"):
         assert [len(group) for group in selection.groups] == [size] * groups
     if rule == "tasks_with_signal" and left_over != "train" and size > 1:
-        assert all(len({episode.reward for episode in group}) > 1 for group in selection.groups)
+        assert all(len({e.view.reward for e in group}) > 1 for group in selection.groups)
 
 
-@given(ENDS, st.sampled_from(["episodes", "tasks", "tasks_with_signal"]), SMALL, SMALL)
+@given(ENDS, COUNTING, SMALL, SMALL)
 @settings(max_examples=200, deadline=None)
-def test_what_is_full_stays_full_as_more_end(ends: Ends, rule: str, groups: int, size: int) -> None:
-    config = SwarmSettings.model_validate({"stop_rule": rule, "groups": groups, "group_size": size})
-    full = [select(ended(ends[:n]), config) is not None for n in range(len(ends) + 1)]
+def test_full_batch_stays_full_while_more_episodes_end(
+    ends: Ends, rule: str, groups: int, size: int
+) -> None:
+    plan = plan_of(stop_rule=rule, groups=groups, group_size=size)
+    collected, full = Collected(plan), []
+    for episode in ended(ends):
+        collected.add(episode)
+        full.append(collected.is_full)
     assert full == sorted(full)
 
 
-def test_clients_agree() -> None:
-    episodes = ended([("a", 1.0), ("b", 0.0)])
-    anyone = SwarmSettings(stop_rule="any_client")
-    everyone = SwarmSettings(stop_rule="all_clients")
-    clients = {"c1", "c2"}
-    assert select(episodes, anyone, clients=clients, agreed=set()) is None
-    assert select(episodes, anyone, clients=clients, agreed={"c1"}) is not None
-    assert select(episodes, everyone, clients=clients, agreed={"c1"}) is None
-    assert select(episodes, everyone, clients=clients, agreed=clients | {"gone"}) is not None
-    assert select([], anyone, clients=clients, agreed={"c1"}) is None
+@given(ENDS, COUNTING, SMALL, SMALL, LEFT_OVER, st.data())
+@settings(max_examples=300, deadline=None)
+def test_index_agrees_with_a_count_from_the_start_after_any_additions_and_removals(
+    ends: Ends, rule: str, groups: int, size: int, left_over: str, data: st.DataObject
+) -> None:
+    plan = plan_of(stop_rule=rule, groups=groups, group_size=size, left_over=left_over)
+    episodes = ended(ends)
+    collected = Collected(plan, episodes)
+    gone = data.draw(st.sets(st.sampled_from(episodes))) if episodes else set()
+    collected.remove(gone)
+    kept = [episode for episode in episodes if episode not in gone]
+    again = Collected(plan, kept)
+    assert list(collected) == kept
+    assert (collected.is_full, collected.groups_ready) == (again.is_full, again.groups_ready)
+    assert sorted(e.episode_id for e in collected.without_signal()) == sorted(
+        e.episode_id for e in again.without_signal()
+    )
+    if rule != "episodes" and left_over != "train":
+        wanted = plan_of(stop_rule=rule, groups=100, group_size=size)
+        assert len(select(kept, wanted).groups) == collected.groups_ready
 
 
-def test_tasks_and_sources_get_no_more_than_their_share() -> None:
-    config = SwarmSettings(groups=2, group_size=2, mix={"easy": 3, "hard": 1}, max_open=3)
-    one = ended([("a", 1.0)])
+def test_client_rules_take_everything_once_the_clients_agree() -> None:
+    collected = Collected(plan_of(stop_rule="all_clients"), ended([("a", 1.0), ("b", 0.0)]))
+    assert collected.select() is None
+    collected.is_agreed = True
+    selection = collected.select()
+    assert selection is not None
+    assert [len(group) for group in selection.groups] == [1, 1]
+    nothing = Collected(plan_of(stop_rule="any_client"))
+    nothing.is_agreed = True
+    assert nothing.select() is None
 
-    def why(task: str | None, source: str, open_: list[EpisodeView]) -> str | None:
-        return refusal(task_id=task, source=source, open_=open_, ended=one, settings=config)
 
-    for episode in one:
-        episode.source = "hard"
-    assert why("b", "easy", []) is None
-    assert "its share of a batch is 1" in str(why("b", "hard", []))
-    assert "its share of a batch is 0" in str(why("b", "other", []))
-    same = ended([("a", 0.0)])
-    same[0].source = "easy"
-    assert "its group takes 2" in str(why("a", "easy", same))
-    assert "max_open is 3" in str(why("b", "easy", ended([("x", 0), ("y", 0), ("z", 0)])))
+def test_full_groups_of_equal_rewards_are_found() -> None:
+    plan = plan_of(stop_rule="tasks_with_signal", groups=1, group_size=2)
+    collected = Collected(plan, ended([("a", 0.0), ("b", 0.0), ("a", 0.0), ("b", 1.0)]))
+    assert {episode.view.task_id for episode in collected.without_signal()} == {"a"}
+    trains_all = plan_of(stop_rule="tasks_with_signal", groups=1, group_size=2, left_over="train")
+    assert Collected(trains_all, list(collected)).without_signal() == []

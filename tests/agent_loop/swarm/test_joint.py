@@ -1,4 +1,4 @@
-"""Episodes of two swarms that count together or not at all, whoever is killed in between."""
+"""Episodes of two swarms that count together or not at all, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -44,13 +44,11 @@ class Pair:
             assert view.state is EpisodeState.PREPARED
 
     async def is_killed(self, episodes: Episodes) -> None:
-        """No more heartbeats, and so the leases run out: first on `a`, then on `b`."""
+        """The client sends no more heartbeats, so that its leases run out: first on `a`, then on
+        `b`."""
         for name, episode in episodes.items():
             swarm = self.swarms[name]
-            swarm.client._release(episode)
-            if one := swarm.swarm.episodes._open.get(episode.episode_id):
-                one.lease_until = 0.0
-            swarm.swarm.set_state(swarm.swarm.state)  # a change: it looks at its leases
+            swarm.expire(episode)
             await _until_not(swarm, episode, EpisodeState.PREPARED)
 
 
@@ -71,7 +69,7 @@ async def _state(swarm: RunningSwarm, episode: Claimed) -> EpisodeState:
     return await swarm.swarm.episodes.outcome(episode.episode_id, episode.key)
 
 
-async def test_both_count_with_their_own_rewards(pair: Pair) -> None:
+async def test_both_episodes_count_with_their_own_rewards(pair: Pair) -> None:
     async with pair.joint.episode(task_id="one", timeout_s=5) as episodes:
         for name, episode in episodes.items():
             assert await pair.swarms[name].call(episode) == 200
@@ -86,7 +84,7 @@ async def test_both_count_with_their_own_rewards(pair: Pair) -> None:
     assert await pair.counts() == [{"ended": 1}, {"ended": 1}]
 
 
-async def test_left_without_an_end_both_are_aborted(pair: Pair) -> None:
+async def test_both_episodes_are_aborted_if_their_block_does_not_end_them(pair: Pair) -> None:
     with pytest.raises(RuntimeError):
         async with pair.joint.episode(timeout_s=5):
             raise RuntimeError
@@ -94,7 +92,7 @@ async def test_left_without_an_end_both_are_aborted(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("gone", ["a", "b"])
-async def test_where_one_was_reclaimed_the_other_does_not_count(pair: Pair, gone: str) -> None:
+async def test_if_one_episode_was_reclaimed_the_other_does_not_count(pair: Pair, gone: str) -> None:
     episodes = await pair.begin()
     await pair.swarms[gone].swarm.episodes.abandon("reclaimed")
     with pytest.raises(SwarmError) as caught:
@@ -103,23 +101,25 @@ async def test_where_one_was_reclaimed_the_other_does_not_count(pair: Pair, gone
     assert await pair.counts() == [{"aborted": 1}, {"aborted": 1}]
 
 
-async def test_a_model_that_cannot_be_had_gives_the_other_back(pair: Pair) -> None:
+async def test_if_one_model_has_no_episode_the_other_claim_is_aborted(pair: Pair) -> None:
     await pair.swarms["b"].client.stop_engine()
     with pytest.raises(SwarmError, match="offline"):
         await pair.joint.begin_episode(timeout_s=1)
     assert await pair.counts() == [{"aborted": 1}, {}]
 
 
-async def test_killed_before_the_decision_neither_counts(pair: Pair) -> None:
+async def test_neither_episode_counts_if_the_client_is_killed_before_the_decision(
+    pair: Pair,
+) -> None:
     episodes = await pair.begin()
     await pair.prepare(episodes, "a", "b")
     assert await pair.counts() == [{"prepared": 1}, {"prepared": 1}]
     await pair.is_killed(episodes)
     assert await pair.counts() == [{"expired": 1}, {"aborted": 1}]
-    assert not list(pair.swarms["b"].swarm.episodes._records.iterdir())
+    assert not list(pair.swarms["b"].table.records.iterdir())
 
 
-async def test_killed_after_the_decision_both_count(pair: Pair) -> None:
+async def test_both_episodes_count_if_the_client_is_killed_after_the_decision(pair: Pair) -> None:
     episodes = await pair.begin()
     await pair.prepare(episodes, "a", "b")
     await pair.swarms["a"].client.commit_episode(
@@ -127,10 +127,10 @@ async def test_killed_after_the_decision_both_count(pair: Pair) -> None:
     )
     await pair.is_killed(episodes)
     assert await _state(pair.swarms["b"], episodes["b"]) is EpisodeState.ENDED
-    assert [view.reward for view in pair.swarms["b"].swarm.episodes.ended] == [0.5]
+    assert [e.view.reward for e in pair.swarms["b"].swarm.episodes.collected] == [0.5]
 
 
-async def test_a_server_that_restarts_in_doubt_asks_what_was_decided(
+async def test_restarted_server_asks_for_the_decision_about_its_prepared_episode(
     pair: Pair, start_swarm: StartSwarm
 ) -> None:
     episodes = await pair.begin()
@@ -144,10 +144,10 @@ async def test_a_server_that_restarts_in_doubt_asks_what_was_decided(
     assert await _state(pair.swarms["b"], episodes["b"]) is EpisodeState.ENDED
 
 
-async def test_prepared_is_no_end_and_can_only_be_ended_so(pair: Pair) -> None:
+async def test_prepared_episode_does_not_count_and_ends_only_as_prepared(pair: Pair) -> None:
     episodes = await pair.begin()
     await pair.prepare(episodes, "a")
-    assert pair.swarms["a"].swarm.episodes.ended == []
+    assert len(pair.swarms["a"].swarm.episodes.collected) == 0
     with pytest.raises(SwarmError) as caught:
         await pair.swarms["a"].client.end_episode(episodes["a"], reward=0.0)
     assert caught.value.code == "conflict"
@@ -155,7 +155,7 @@ async def test_prepared_is_no_end_and_can_only_be_ended_so(pair: Pair) -> None:
     assert await pair.counts() == [{"aborted": 1}, {"aborted": 1}]
 
 
-async def test_its_trainers_end_does_not_undo_what_is_prepared(pair: Pair) -> None:
+async def test_prepared_episodes_survive_the_end_of_their_trainer(pair: Pair) -> None:
     episodes = await pair.begin()
     await pair.prepare(episodes, "a", "b")
     await pair.swarms["b"].client.stop_engine()
@@ -163,7 +163,7 @@ async def test_its_trainers_end_does_not_undo_what_is_prepared(pair: Pair) -> No
     assert [view.state.value for view in views.values()] == ["ended", "ended"]
 
 
-async def test_the_outcome_is_told_for_the_episodes_key_only(pair: Pair) -> None:
+async def test_outcome_needs_the_episodes_key(pair: Pair) -> None:
     episodes = await pair.begin()
     swarm, episode = pair.swarms["a"], episodes["a"]
     url = f"{swarm.url}/v1/episodes/{episode.episode_id}/outcome"

@@ -14,9 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from agent_loop.swarm import AsyncSwarmClient, Claimed, EngineState, Status
+from agent_loop.swarm.token import TOKEN_VARIABLE, client_token
 from tests.proxy.conftest import checkpoint  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 SERVER = """
@@ -34,12 +38,12 @@ episode = swarm.begin_episode(task_id="gone", lease_s=1.0, timeout_s=20)
 print(episode.episode_id, flush=True)
 time.sleep(1000)
 """
-CONFIG = "swarm: {stop_rule: episodes, groups: 1, group_size: 2}"
+CONFIG = "model: {path: m}"
 
 
 @contextmanager
 def swarm_server(folder: Path, model: Path, port: int = 0) -> Iterator[tuple[str, int]]:
-    """Its URL and process id."""
+    """A running server: its URL and process id."""
     trainer = [sys.executable, "-m", "tests.agent_loop.swarm.scripted_trainer", str(model)]
     command = [sys.executable, "-c", SERVER, f"127.0.0.1:{port}", str(folder)]
     with (folder / "server.log").open("ab") as log:
@@ -56,6 +60,11 @@ def swarm_server(folder: Path, model: Path, port: int = 0) -> Iterator[tuple[str
         process.terminate()
         process.wait()
         process.stdout.close()
+
+
+def client_of(folder: Path, url: str) -> AsyncSwarmClient:
+    """A client with the token that the server has made."""
+    return AsyncSwarmClient(url, client_token(url, folder, environment={}))
 
 
 async def play(swarm: AsyncSwarmClient, task: str, reward: float) -> Claimed:
@@ -85,15 +94,18 @@ def batches(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def test_a_killed_client_is_reclaimed_in_its_lease_plus_a_second(
+async def test_episode_of_a_killed_client_is_reclaimed_after_its_lease(
     tmp_path: Path,
     checkpoint: Path,  # noqa: F811
 ) -> None:
     with swarm_server(tmp_path, checkpoint) as (url, _):
-        async with AsyncSwarmClient(url) as swarm:
+        async with client_of(tmp_path, url) as swarm:
             await swarm.auto_start(CONFIG)
             client = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", CLIENT, url, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+                *(sys.executable, "-c", CLIENT, url),
+                stdout=asyncio.subprocess.PIPE,
+                cwd=ROOT,
+                env={**os.environ, TOKEN_VARIABLE: str(swarm.token)},
             )
             assert client.stdout is not None
             episode_id = (await client.stdout.readline()).decode().strip()
@@ -108,15 +120,15 @@ async def test_a_killed_client_is_reclaimed_in_its_lease_plus_a_second(
             buffer = await swarm.get_episode_buffer()
     assert episode_id.startswith("e-")
     assert episode_id not in {episode.episode_id for episode in buffer}
-    assert reclaimed < 1.0 + 1.0 + 5.0  # lease, a second, and a machine that is busy
+    assert reclaimed < 1.0 + 1.0 + 5.0  # the lease, one second, and a margin for a busy machine
 
 
-async def test_a_killed_trainer_is_an_error_and_a_new_one_trains_what_had_ended(
+async def test_killed_trainer_is_an_error_and_the_next_one_trains_the_ended_episodes(
     tmp_path: Path,
     checkpoint: Path,  # noqa: F811
 ) -> None:
     with swarm_server(tmp_path, checkpoint) as (url, _):
-        async with AsyncSwarmClient(url) as swarm:
+        async with client_of(tmp_path, url) as swarm:
             await swarm.auto_start(CONFIG)
             await play(swarm, "a", 1.0)
             await play(swarm, "a", 0.0)
@@ -131,12 +143,12 @@ async def test_a_killed_trainer_is_an_error_and_a_new_one_trains_what_had_ended(
     assert kept.episode_id in str(batches(tmp_path)[1]["episodes"])
 
 
-async def test_a_killed_server_loses_no_acknowledged_result_and_leaves_no_trainer(
+async def test_killed_server_loses_no_acknowledged_end_and_leaves_no_trainer(
     tmp_path: Path,
     checkpoint: Path,  # noqa: F811
 ) -> None:
     with swarm_server(tmp_path, checkpoint) as (url, pid):
-        async with AsyncSwarmClient(url) as swarm:
+        async with client_of(tmp_path, url) as swarm:
             await swarm.auto_start(CONFIG)
             await play(swarm, "a", 1.0)
             await play(swarm, "a", 0.0)
@@ -145,7 +157,7 @@ async def test_a_killed_server_loses_no_acknowledged_result_and_leaves_no_traine
             kept = await play(swarm, "b", 1.0)
             os.kill(pid, signal.SIGKILL)
     with swarm_server(tmp_path, checkpoint) as (url, _):
-        async with AsyncSwarmClient(url) as swarm:
+        async with client_of(tmp_path, url) as swarm:
             status = await swarm.status()
             assert (status.state, status.collected) == (EngineState.OFFLINE, 1)
             await swarm.start_engine()

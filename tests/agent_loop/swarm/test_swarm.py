@@ -1,4 +1,4 @@
-"""Clients, server and trainer over real HTTP; every claim a real session of a real proxy."""
+"""Clients, server and trainer over real HTTP; every claim opens a session at a real proxy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agent_loop.swarm import (
     SwarmClient,
     SwarmError,
 )
-from agent_loop.swarm.cli import picture
 from agent_loop.swarm.producer import SwarmProducer
+from agent_loop.swarm.terminal import picture
 from agent_loop.swarm.wire import TrainerHello
 from proxy.record_format import decode_record
 from tests.agent_loop.swarm.conftest import ADMIN_KEY, TOKEN, RunningSwarm, StartSwarm
@@ -28,7 +28,7 @@ from tests.agent_loop.swarm.conftest import ADMIN_KEY, TOKEN, RunningSwarm, Star
 ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
 
 
-async def test_two_tasks_become_a_batch_of_exactly_their_groups(start_swarm: StartSwarm) -> None:
+async def test_batch_holds_exactly_the_groups_of_two_tasks(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=2, group_size=2)
     played = [
         await swarm.play(task, reward)
@@ -44,13 +44,15 @@ async def test_two_tasks_become_a_batch_of_exactly_their_groups(start_swarm: Sta
     ]
     assert (await swarm.client.status()).state is EngineState.SYNCING
     for episode in played:
-        record = swarm.swarm.episodes.record_file(episode.episode_id)
+        record = swarm.table.record_file(episode.episode_id)
         session, turns = decode_record(record.read_bytes())
         assert session.session_id == episode.episode_id
         assert [len(turn.sampled_ids) > 0 for turn in turns] == [True]
 
 
-async def test_what_is_trained_is_said_by_the_trainers_next_call(start_swarm: StartSwarm) -> None:
+async def test_trainers_next_request_marks_the_last_batch_as_trained(
+    start_swarm: StartSwarm,
+) -> None:
     swarm = await start_swarm(**ONE)
     await swarm.play("a", 1.0)
     await swarm.play("a", 0.0)
@@ -61,10 +63,10 @@ async def test_what_is_trained_is_said_by_the_trainers_next_call(start_swarm: St
 
     status = await swarm.client.status()
     assert (status.state, status.counts, status.version) == (EngineState.ROLLING, {"trained": 2}, 1)
-    assert list(swarm.swarm.episodes.record_file("x").parent.iterdir()) == []
+    assert list(swarm.table.record_file("x").parent.iterdir()) == []
 
 
-async def test_each_claim_has_an_id_key_and_session_of_its_own(start_swarm: StartSwarm) -> None:
+async def test_each_claim_has_its_own_id_key_and_session(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=8)
     episodes = [await swarm.client.begin_episode(timeout_s=5) for _ in range(3)]
     for attribute in ("episode_id", "key", "api_key", "base_url"):
@@ -73,7 +75,7 @@ async def test_each_claim_has_an_id_key_and_session_of_its_own(start_swarm: Star
     assert await swarm.call(episodes[0], key=episodes[1].api_key) in (401, 403, 404)
 
 
-async def test_a_client_that_is_gone_loses_its_episode_and_its_agent_writes_nowhere(
+async def test_episode_of_a_vanished_client_is_reclaimed_and_its_session_closed(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(groups=8, max_open=1)
@@ -91,7 +93,7 @@ async def test_a_client_that_is_gone_loses_its_episode_and_its_agent_writes_nowh
     assert (await swarm.client.status()).counts["expired"] == 1
 
 
-async def test_heartbeats_keep_a_slow_episode(start_swarm: StartSwarm) -> None:
+async def test_heartbeats_keep_a_slow_episode_open(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=8)
     episode = await swarm.client.begin_episode(lease_s=1.5, timeout_s=5)
     expired = asyncio.create_task(_until_gone(swarm, episode.episode_id))
@@ -101,7 +103,9 @@ async def test_heartbeats_keep_a_slow_episode(start_swarm: StartSwarm) -> None:
     expired.cancel()
 
 
-async def test_a_lifetime_ends_an_episode_heartbeats_or_not(start_swarm: StartSwarm) -> None:
+async def test_episode_is_reclaimed_after_its_lifetime_despite_heartbeats(
+    start_swarm: StartSwarm,
+) -> None:
     swarm = await start_swarm(groups=8, max_life_s=0.4)
     episode = await swarm.client.begin_episode(lease_s=0.3, timeout_s=5)
     await asyncio.wait_for(_until_gone(swarm, episode.episode_id), 5)
@@ -115,7 +119,7 @@ async def _until_gone(swarm: RunningSwarm, episode_id: str) -> None:
             return
 
 
-async def test_ending_twice_is_one_end_and_a_different_end_is_refused(
+async def test_repeating_an_end_changes_nothing_and_a_different_end_is_refused(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(groups=8)
@@ -127,7 +131,7 @@ async def test_ending_twice_is_one_end_and_a_different_end_is_refused(
     assert (await swarm.client.status()).collected == 1
 
 
-async def test_only_the_claimant_ends_an_episode(start_swarm: StartSwarm) -> None:
+async def test_only_the_claimant_can_end_an_episode(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=8)
     episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
     await swarm.call(episode)
@@ -143,7 +147,7 @@ async def test_only_the_claimant_ends_an_episode(start_swarm: StartSwarm) -> Non
     assert (await swarm.client.end_episode(episode, reward=0.0)).reward == 0.0
 
 
-async def test_every_route_wants_the_token(start_swarm: StartSwarm) -> None:
+async def test_every_route_needs_the_token(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm()
     routes = [
         ("GET", "/v1/status"),
@@ -169,7 +173,7 @@ async def test_every_route_wants_the_token(start_swarm: StartSwarm) -> None:
                 assert response.status == 401, path
 
 
-async def test_a_reward_that_is_no_number_or_an_episode_without_a_call_is_refused(
+async def test_end_needs_a_finite_reward_and_an_answered_model_call(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(groups=8)
@@ -179,17 +183,18 @@ async def test_a_reward_that_is_no_number_or_an_episode_without_a_call_is_refuse
     headers = {"Authorization": f"Bearer {TOKEN}", "X-Episode-Key": episode.key}
     url = f"{swarm.url}/v1/episodes/{episode.episode_id}/end"
     data = '{"task_id": "a", "reward": NaN}'
+    headers["Content-Type"] = "application/json"
     async with swarm.http.post(url, data=data, headers=headers) as response:
         assert response.status == 400
 
 
-async def test_a_restart_keeps_what_was_acknowledged_and_trains_it_once(
+async def test_acknowledged_episodes_survive_a_restart_and_are_trained_once(
     start_swarm: StartSwarm,
 ) -> None:
     first = await start_swarm(**ONE)
     kept = await first.play("a", 1.0)
     await first.play("a", 0.0)
-    assert await first.trainer.next_batch() is not None  # given, and never trained
+    assert await first.trainer.next_batch() is not None  # handed over and never trained
 
     second = await start_swarm(**ONE)
 
@@ -201,7 +206,7 @@ async def test_a_restart_keeps_what_was_acknowledged_and_trains_it_once(
     assert (await second.client.status()).counts == {"trained": 2}
 
 
-async def test_the_trainers_end_is_seen_at_once_and_loses_no_result(
+async def test_end_of_the_trainer_is_noticed_at_once_and_loses_no_result(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(**ONE)
@@ -228,7 +233,7 @@ async def _until(swarm: RunningSwarm, state: EngineState) -> Any:
 
 
 @pytest.mark.parametrize("left_over", ["carry", "drop", "train"])
-async def test_what_is_left_over_is_carried_dropped_or_trained(
+async def test_left_over_episodes_are_carried_dropped_or_trained(
     start_swarm: StartSwarm, left_over: str
 ) -> None:
     swarm = await start_swarm(groups=1, group_size=2, left_over=left_over)
@@ -259,7 +264,7 @@ async def test_draining_waits_for_open_episodes_and_then_aborts_them(
     assert not await swarm.client.can_continue_episode(slow)
 
 
-async def test_with_carry_an_open_episode_goes_on_across_the_update(
+async def test_with_carry_an_open_episode_continues_across_the_update(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(**ONE)
@@ -271,7 +276,7 @@ async def test_with_carry_an_open_episode_goes_on_across_the_update(
     assert (await swarm.client.end_episode(slow, reward=1.0)).state is EpisodeState.ENDED
 
 
-async def test_evaluation_is_never_in_a_batch(start_swarm: StartSwarm) -> None:
+async def test_evaluation_episodes_are_never_in_a_batch(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(**ONE)
     await swarm.play("a", 1.0, kind="eval")
     await swarm.play("a", 0.0, kind="eval")
@@ -279,7 +284,7 @@ async def test_evaluation_is_never_in_a_batch(start_swarm: StartSwarm) -> None:
     assert (await swarm.client.status()).counts == {"evaluated": 2}
 
 
-async def test_clients_agree_to_update(start_swarm: StartSwarm) -> None:
+async def test_batch_is_made_when_all_clients_ask_for_an_update(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(stop_rule="all_clients")
     async with AsyncSwarmClient(swarm.url, TOKEN) as other:
         episode = await other.begin_episode(task_id="b", timeout_s=5)
@@ -310,7 +315,7 @@ async def test_two_hundred_clients_share_one_server(start_swarm: StartSwarm) -> 
     assert len({e.client_id for group in batch.groups for e in group}) == 200
 
 
-async def test_threads_with_the_synchronous_client(start_swarm: StartSwarm) -> None:
+async def test_threads_can_share_the_synchronous_client(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=2, group_size=2)
 
     def play(client: SwarmClient, task: str, reward: float) -> None:
@@ -336,7 +341,7 @@ async def test_threads_with_the_synchronous_client(start_swarm: StartSwarm) -> N
     assert await swarm.trainer.next_batch() is not None
 
 
-async def test_a_block_left_by_an_error_aborts_its_episode(start_swarm: StartSwarm) -> None:
+async def test_error_in_the_block_aborts_the_episode(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=8)
     with pytest.raises(RuntimeError):
         async with swarm.client.episode(task_id="a", timeout_s=5):
@@ -345,22 +350,19 @@ async def test_a_block_left_by_an_error_aborts_its_episode(start_swarm: StartSwa
     assert (status.open_episodes, status.counts) == (0, {"aborted": 1})
 
 
-async def test_a_configuration_is_taken_offline_only_and_must_be_yaml(
+async def test_configuration_is_accepted_only_while_the_engine_is_off(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(rolling=False)
     with pytest.raises(SwarmError, match="no configuration"):
         await swarm.client.start_engine(timeout_s=5)
-    for wrong, why in (("a: [", "YAML"), ("swarm: {groups: 0}", r"swarm\.groups"), ("1", "top")):
-        with pytest.raises(SwarmError, match=why):
-            await swarm.client.sync_train_config(wrong)
     await swarm.client.sync_train_config("model: {path: m}")
     await swarm.client.start_engine(timeout_s=5)
     with pytest.raises(SwarmError, match="stop it first"):
         await swarm.client.sync_train_config("model: {path: n}")
 
 
-async def test_events_tell_every_change(start_swarm: StartSwarm) -> None:
+async def test_every_change_is_an_event(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=8)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     timeout = aiohttp.ClientTimeout(total=10)
@@ -373,12 +375,12 @@ async def test_events_tell_every_change(start_swarm: StartSwarm) -> None:
     assert b'"open_episodes":1' in event
 
 
-async def test_the_trainers_producer_makes_rollouts_of_what_was_recorded(
+async def test_producer_builds_rollouts_from_the_recordings(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(rolling=False, **ONE)
     hello = TrainerHello(
-        proxy_url=swarm.trainer.proxy_url, proxy_admin_key=ADMIN_KEY, sampling={"temperature": 1.0}
+        proxy_url=swarm.trainer.proxy_url, proxy_admin_key=ADMIN_KEY, **swarm.trainer.sections
     )
     producer = SwarmProducer(swarm.url, swarm.trainer.key, hello)
     swarm.swarm.set_state(EngineState.BOOTING)
@@ -396,7 +398,7 @@ async def test_the_trainers_producer_makes_rollouts_of_what_was_recorded(
     assert group.task.task_id == "a"
 
 
-async def test_the_terminal_view_shows_engine_and_episodes(start_swarm: StartSwarm) -> None:
+async def test_terminal_view_shows_engine_and_episodes(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(groups=8)
     episode = await swarm.play("sum-17", 0.5)
     status = await swarm.client.status()
@@ -408,7 +410,7 @@ async def test_the_terminal_view_shows_engine_and_episodes(start_swarm: StartSwa
     assert "sum-17" in shown
 
 
-async def test_a_start_goes_on_with_the_run_unless_the_configuration_is_another(
+async def test_start_resumes_the_run_unless_the_configuration_changed(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(rolling=False)
@@ -420,7 +422,7 @@ async def test_a_start_goes_on_with_the_run_unless_the_configuration_is_another(
     assert swarm.trainer.run_dirs == ["", "runs/scripted", "", "runs/scripted", ""]
 
 
-async def test_versions_of_an_earlier_trainer_are_older_than_any_of_ours(
+async def test_versions_of_an_earlier_trainer_count_as_older(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(**ONE)
@@ -428,7 +430,9 @@ async def test_versions_of_an_earlier_trainer_are_older_than_any_of_ours(
     await swarm.client.stop_engine()
     await swarm.client.start_engine(timeout_s=5)
     await swarm.play("a", 0.0)
-    hello = TrainerHello(proxy_url=swarm.trainer.proxy_url, proxy_admin_key=ADMIN_KEY, sampling={})
+    hello = TrainerHello(
+        proxy_url=swarm.trainer.proxy_url, proxy_admin_key=ADMIN_KEY, **swarm.trainer.sections
+    )
     producer = SwarmProducer(swarm.url, swarm.trainer.key, hello)
 
     (group,) = await producer.next_batch(0)
@@ -440,7 +444,7 @@ async def test_versions_of_an_earlier_trainer_are_older_than_any_of_ours(
     assert new.oldest_version == 0
 
 
-async def test_two_clients_that_start_the_engine_at_once_both_get_it(
+async def test_two_clients_can_start_the_engine_at_the_same_time(
     start_swarm: StartSwarm,
 ) -> None:
     swarm = await start_swarm(rolling=False)

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent_loop.launchers.command import CommandLauncher, CommandSettings
+from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.records import Rollout, RolloutStatus, Task
-from agent_loop.remote_agent_loop import LoopSettings, RemoteAgentLoop
-from agent_loop.rewards.verifier import Verifier, VerifierSettings
+from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trajectory import flatten
+from agent_loop.trial_config import TrialConfig
 from proxy.engines.scripted import text_script
 from proxy.records import SessionKind
 from tests.e2e.agents.model import COMMANDS, play
@@ -90,16 +91,16 @@ async def proxy(start_proxy: StartProxy) -> RunningProxy:
     return proxy
 
 
-def example(name: str, *more: str) -> CommandSettings:
+def example(name: str, *more: str) -> CommandConfig:
     """The command of `examples/agents`, with `more` arguments."""
     loaded = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
-    command = CommandSettings.model_validate(loaded["remote_agent"]["command"])
+    command = CommandConfig.model_validate(loaded["remote_agent"]["command"])
     return command.model_copy(update={"argv": (*command.argv, *more)})
 
 
 async def trial(
     proxy: RunningProxy,
-    command: CommandSettings,
+    command: CommandConfig,
     folder: Path,
     prompt: str = PROMPT,
     *,
@@ -108,13 +109,13 @@ async def trial(
 ) -> Rollout:
     path = f"{programs}:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
-    settings = LoopSettings(trials_dir=folder, timeout_s=120, max_retries=0, keep_workspaces=True)
-    verifier = VerifierSettings(argv=("grep", "-qx", "hi", "out.txt"))
+    verifier = VerifierConfig(argv=("grep", "-qx", "hi", "out.txt"))
     loop = RemoteAgentLoop(
         proxy.control,
-        CommandLauncher(CommandSettings(argv=("env", *command.argv), env=env)),
+        CommandLauncher(CommandConfig(argv=("env", *command.argv), env=env)),
         Verifier(verifier),
-        settings,
+        folder,
+        trial=TrialConfig(timeout_s=120, max_retries=0, keep_workspaces=True),
     )
     try:
         return await loop.run(Task("hi", {"prompt": prompt}), kind=kind)
@@ -157,7 +158,7 @@ async def test_sdk_finishes_its_task_and_leaves_an_exact_record(
     agent: Agent, dialect: str, proxy: RunningProxy, tmp_path: Path
 ) -> None:
     script = str(SCRIPTS / f"{agent.name}.py")
-    command = CommandSettings(
+    command = CommandConfig(
         argv=(str(AGENTS / "python/bin/python"), script), env={"DIALECT": dialect}
     )
     rollout = await trial(proxy, command, tmp_path)

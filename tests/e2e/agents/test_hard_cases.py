@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.launchers.command import CommandSettings
+from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import Rollout, RolloutStatus
 from agent_loop.trajectory import flatten
 from proxy.engines.scripted import Fault, text_script
@@ -24,7 +24,7 @@ from tests.proxy.conftest import RunningProxy, StartProxy
 __all__ = ["pytestmark"]
 
 
-def without(command: CommandSettings, argument: str) -> CommandSettings:
+def without(command: CommandConfig, argument: str) -> CommandConfig:
     return command.model_copy(
         update={"argv": tuple(part for part in command.argv if part != argument)}
     )
@@ -99,7 +99,7 @@ async def test_parallel_sub_agents_are_paths_of_their_own(
 async def test_answer_that_is_cut_in_mid_stream_is_asked_again_and_trained_once(
     name: str, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    proxy = await start_proxy(max_context_tokens=131_072)
+    proxy = await start_proxy(max_context_tokens=131_072, limits={"engine_patience_s": 0})
     plays(proxy, play)
     proxy.engine.faults.append(Fault("die", after_tokens=6))
     rollout = await trial(proxy, example(name), tmp_path)
@@ -118,7 +118,7 @@ async def test_agent_that_gives_up_after_a_cut_answer_is_our_failure_and_never_t
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     """qwen-code does not ask again: the rollout is failed, not a reward of 0."""
-    proxy = await start_proxy(max_context_tokens=131_072)
+    proxy = await start_proxy(max_context_tokens=131_072, limits={"engine_patience_s": 0})
     plays(proxy, play)
     proxy.engine.faults.append(Fault("die", after_tokens=6))
     rollout = await trial(proxy, example("qwen_code"), tmp_path)

@@ -1,4 +1,4 @@
-"""What `agentic-proxy sessions` and `replay` say of a record."""
+"""The output of `agentic-proxy sessions` and `replay`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT = "chat/completions"
 
 @pytest.fixture
 async def session(proxy: RunningProxy) -> SessionHandle:
-    """Two turns of one path and a fork from its first."""
+    """Two turns on one path, and a fork from the first."""
     session = await proxy.session(SessionKind.TRAIN, trial_id="team/run-1")
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}]
     _, reply = await proxy.post(session, CHAT, {"messages": messages})
@@ -34,7 +34,7 @@ async def session(proxy: RunningProxy) -> SessionHandle:
 
 
 async def run(tmp_path: Path, *arguments: str) -> int:
-    """The command in a thread: the fixtures' servers live in this loop."""
+    """Runs the command in a thread, because the fixtures' servers run in this event loop."""
     store = f"sqlite:///{tmp_path}/proxy.db"
     return await asyncio.to_thread(main, [*arguments, "--store", store])
 
@@ -53,22 +53,30 @@ async def test_list_shows_turns_forks_and_rewards(
 
 
 @pytest.mark.usefixtures("session")
-async def test_show_prints_answers_or_every_token(
+async def test_show_prints_the_whole_conversation_if_it_has_a_tokenizer(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await run(tmp_path, "sessions", "show", "team/run-1") == 0
     out = capsys.readouterr().out
     assert "turn 2 done after turn 0 (edited)" in out
     assert "Hello." in out
-    tokens = ("sessions", "show", "team/run-1", "--tokens")
-    assert await run(tmp_path, *tokens, "--model", str(checkpoint)) == 0
-    assert "<|im_start|>user\nGo on.<|im_end|>" in capsys.readouterr().out
-    assert await run(tmp_path, *tokens) == 2
+    assert "add --model FOLDER" in out
+    show = ("sessions", "show", "team/run-1", "--model", str(checkpoint))
+    assert await run(tmp_path, *show) == 0
+    out = capsys.readouterr().out
+    assert "<|im_start|>user\nHi.<|im_end|>" in out
+    assert "<|im_start|>user\nGo on.<|im_end|>" in out
+    assert "Hello.<|im_end|>" in out
+    assert "add --model" not in out
+    assert await run(tmp_path, *show, "--tokens") == 0
+    assert "<|im_end|>[" in capsys.readouterr().out
+    assert await run(tmp_path, "sessions", "show", "team/run-1", "--tokens") == 2
+    assert "needs --model FOLDER" in capsys.readouterr().err
     assert await run(tmp_path, "sessions", "show", "unknown") == 2
-    assert "'unknown' is not in this store" in capsys.readouterr().err
+    assert "`agentic-proxy sessions list` prints all" in capsys.readouterr().err
 
 
-async def test_exports_hold_the_record(
+async def test_exports_contain_the_record(
     tmp_path: Path, proxy: RunningProxy, session: SessionHandle
 ) -> None:
     record, turns = await proxy.record(session)
@@ -88,7 +96,7 @@ async def test_exports_hold_the_record(
     assert decode_record(file.read_bytes())[0] == record
 
 
-async def test_a_replay_finds_no_difference_and_finds_one(
+async def test_replay_exits_with_1_if_a_difference_exceeds_the_tolerance(
     tmp_path: Path,
     proxy: RunningProxy,
     session: SessionHandle,
@@ -105,10 +113,10 @@ async def test_a_replay_finds_no_difference_and_finds_one(
         lambda ids: [None, *({str(token): {"logprob": -0.1}} for token in ids[1:])],
     )
     assert await run(tmp_path, *arguments) == 1
-    assert "more than --tolerance" in capsys.readouterr().err
+    assert "exceeds --tolerance" in capsys.readouterr().err
 
 
-async def test_what_was_sampled_otherwise_is_scored_token_by_token(
+async def test_turn_with_other_sampling_parameters_is_scored_token_by_token(
     tmp_path: Path, proxy: RunningProxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = await proxy.session(sampling={"temperature": 0.5, "top_p": 0.9})
@@ -124,7 +132,7 @@ async def test_what_was_sampled_otherwise_is_scored_token_by_token(
     }
 
 
-async def test_what_cannot_be_compared_is_said(
+async def test_replay_names_the_turns_that_cannot_be_compared(
     tmp_path: Path, proxy: RunningProxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = await proxy.session(SessionKind.EVAL)

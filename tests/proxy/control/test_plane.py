@@ -1,4 +1,4 @@
-"""Whatever is sent to the control plane, the answer is one that its document describes."""
+"""The response to any request to the control plane matches its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HANGS_S = 10.0
     ],
     ids=lambda value: getattr(value, "label", None) or value.name,
 )
-async def test_every_answer_is_as_described(
+async def test_response_to_any_request_matches_the_openapi_document(
     operation: Any, mode: GenerationMode, proxy: RunningProxy
 ) -> None:
     session = await proxy.session()
@@ -47,7 +47,9 @@ async def test_every_answer_is_as_described(
 
     def send(case: Case) -> None:
         trial_id = case.path_parameters.get("trial_id")
-        if trial_id is not None and len(str(trial_id)) % 2:  # half of them name one that is there
+        if (
+            trial_id is not None and len(str(trial_id)) % 2
+        ):  # half of the requests name an existing session
             case.path_parameters["trial_id"] = session.trial_id
         if "wait" in case.query:
             case.query["timeout_s"] = 0.01

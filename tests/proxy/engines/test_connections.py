@@ -1,4 +1,4 @@
-"""HTTP as engines may speak it, byte by byte, from a server that says what a test tells it."""
+"""HTTP responses byte by byte, from a server that sends what the test specifies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 
 
 class Server:
-    """Answers each request as the next of `answers` says, the last one again and again."""
+    """Answers each request with the next of `answers`, and repeats the last one."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -25,7 +25,7 @@ class Server:
         self.connections = 0
         self.url = ""
         self.reader = asyncio.StreamReader()
-        """Of the newest connection."""
+        """The latest connection."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -44,7 +44,7 @@ class Server:
 
 
 def says(*parts: bytes, close: bool = False) -> Answer:
-    """Each part in a packet of its own."""
+    """Sends each part in a packet of its own."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         for part in parts:
@@ -62,8 +62,8 @@ async def server() -> AsyncIterator[Server]:
     server = Server()
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    async with listener:
-        yield server
+    yield server
+    listener.close()  # not wait_closed(), which also waits for handlers since Python 3.12
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def upstream(server: Server) -> AsyncIterator[Upstream]:
     await upstream.close()
 
 
-async def test_a_connection_whose_answer_was_read_is_used_again(
+async def test_connection_is_reused_after_its_response_was_read(
     server: Server, upstream: Upstream
 ) -> None:
     server.answers = [says(WHOLE)]
@@ -120,7 +120,7 @@ async def test_every_form_of_a_body_is_read(
     ],
     ids=["nothing", "less", "half a chunk", "ssh"],
 )
-async def test_what_is_no_whole_answer_is_the_replicas_fault(
+async def test_incomplete_response_is_an_engine_error(
     server: Server, upstream: Upstream, answer: Answer, words: str
 ) -> None:
     server.answers = [answer, says(WHOLE)]
@@ -129,7 +129,7 @@ async def test_what_is_no_whole_answer_is_the_replicas_fault(
     assert await upstream.post("/x", b"") == b"hello"
 
 
-async def test_an_answer_that_was_not_read_leaves_nothing_to_the_next(
+async def test_unread_response_does_not_leak_into_the_next(
     server: Server, upstream: Upstream
 ) -> None:
     server.answers = [says(b"HTTP/1.1 404 No\r\nContent-Length: 4\r\n\r\nnone"), says(WHOLE)]
@@ -137,16 +137,14 @@ async def test_an_answer_that_was_not_read_leaves_nothing_to_the_next(
     assert await upstream.post("/x", b"") == b"hello"
 
 
-async def test_bytes_that_nobody_asked_for_close_the_connection(
-    server: Server, upstream: Upstream
-) -> None:
+async def test_unsolicited_bytes_close_the_connection(server: Server, upstream: Upstream) -> None:
     server.answers = [says(WHOLE + WHOLE), says(WHOLE)]
     assert await upstream.post("/x", b"") == b"hello"
     assert await upstream.post("/x", b"") == b"hello"
     assert server.connections == 2
 
 
-async def test_silence_is_bounded_and_a_slow_answer_is_none(server: Server) -> None:
+async def test_silence_times_out_but_a_slow_response_does_not(server: Server) -> None:
     async def slow(writer: asyncio.StreamWriter) -> None:
         for byte in WHOLE:
             writer.write(bytes([byte]))
@@ -164,7 +162,9 @@ async def test_silence_is_bounded_and_a_slow_answer_is_none(server: Server) -> N
     await upstream.close()
 
 
-async def test_a_reader_that_leaves_ends_its_connection(server: Server, upstream: Upstream) -> None:
+async def test_connection_is_closed_if_its_reader_leaves(
+    server: Server, upstream: Upstream
+) -> None:
     called, gone = asyncio.Event(), asyncio.Event()
 
     async def endless(_: asyncio.StreamWriter) -> None:
@@ -181,7 +181,7 @@ async def test_a_reader_that_leaves_ends_its_connection(server: Server, upstream
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, RequestError), (503, EngineError)])
-async def test_a_refusal_is_read_to_its_words(
+async def test_message_of_a_refusal_is_read(
     server: Server, upstream: Upstream, status: int, kind: type[Exception]
 ) -> None:
     body = b'{"error": {"message": "too many ', b'tokens"}}'
@@ -194,12 +194,12 @@ async def test_a_refusal_is_read_to_its_words(
 @pytest.mark.parametrize(
     ("url", "key"), [("127.0.0.1:8000", None), ("ftp://host", None), ("http://host", "a\nHost: b")]
 )
-def test_what_cannot_be_sent_is_refused_at_the_start(url: str, key: str | None) -> None:
+def test_url_or_key_that_cannot_be_sent_is_refused_at_start(url: str, key: str | None) -> None:
     with pytest.raises(ConfigurationError, match="engines: "):
         Upstream(url, api_key=key)
 
 
-async def test_an_idle_connection_is_not_used_for_ever(
+async def test_connection_that_was_idle_too_long_is_not_reused(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.engines.connections.IDLE_S", 0.0)

@@ -1,4 +1,4 @@
-"""The guard ends everything that came of a server: real processes, some of them hiding."""
+"""The guard ends all descendants of a server, including those that left its session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from proxy.engines import guard
 
-# Starts a child that leaves the process group and session; both tell their pids and wait.
+# Starts a child that leaves the process group and session; both print their pids and wait.
 SERVER = """
 import os, signal, sys
 if {stubborn}:
@@ -26,7 +26,7 @@ if os.fork() == 0:
 os.write(1, b"%d\\n" % os.getpid())
 signal.pause()
 """
-# Stands for us: starts a guard, hands its output through, and waits to be killed.
+# Takes the proxy's place: starts a guard, passes on its output, and waits to be killed.
 PARENT = """
 import os, signal, subprocess, sys
 from proxy.engines import guard
@@ -65,7 +65,7 @@ def close_stdin(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("stubborn", [False, True])
 @pytest.mark.parametrize("stop", [close_stdin, lambda process: process.send_signal(signal.SIGTERM)])
-def test_stop_ends_the_server_and_a_child_that_hid_itself(
+def test_stop_ends_the_server_and_a_child_in_another_session(
     stop: Callable[[subprocess.Popen[str]], None], stubborn: bool
 ) -> None:
     with guarded(SERVER.format(stubborn=stubborn)) as process:
@@ -74,7 +74,7 @@ def test_stop_ends_the_server_and_a_child_that_hid_itself(
         assert all_end(pidfds)
 
 
-def test_kill_9_of_whoever_started_it_ends_everything() -> None:
+def test_kill_9_of_the_parent_ends_all_processes() -> None:
     argv = [sys.executable, "-c", PARENT, SERVER.format(stubborn=False)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as parent:
         pidfds = server_pidfds(parent)
@@ -100,7 +100,7 @@ def test_servers_exit_code_is_passed_on(code: str, expected: int) -> None:
         assert process.wait() == expected
 
 
-def test_program_that_does_not_exist_says_so() -> None:
+def test_program_that_does_not_exist_is_reported() -> None:
     argv = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "0.2", "no-such-program"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ended:
         assert ended.stderr is not None

@@ -1,4 +1,4 @@
-"""A prompt's JSON is that of its ids, whatever was sent before."""
+"""A prompt's JSON does not depend on the prompts before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps, st.sampled_from([0, 40_000, 10**9]))
-def test_json_is_that_of_the_ids(steps: list[tuple[str, int, bool]], limit_bytes: int) -> None:
+def test_json_equals_that_of_the_ids(steps: list[tuple[str, int, bool]], limit_bytes: int) -> None:
     prompts = PromptJson(limit_bytes)
     last = {name: np.arange(MIN_TOKENS, dtype=np.int32) for name in "ab"}
     for name, change, edit in steps:

@@ -1,4 +1,4 @@
-"""An upstream that gives text only: recorded, and never trained."""
+"""Answers of a text-only server are recorded and never trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECES = ("Hello", ", thank", " you.")
 
 
 class TextServer:
-    """Speaks OpenAI's `/v1/completions` as hosted servers do."""
+    """Serves OpenAI's `/v1/completions` like a hosted provider."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ async def upstream() -> AsyncIterator[TextServer]:
 
 @pytest.fixture
 async def proxy(start_proxy: StartProxy, upstream: TextServer) -> RunningProxy:
-    """With the text-only engine beside the one that tells tokens."""
+    """A proxy with a text-only engine and one that reports token ids."""
     proxy = await start_proxy()
     await proxy.control.add_engine(upstream.url, kind="text", name="text")
     return proxy
@@ -70,7 +70,7 @@ async def alone(proxy: RunningProxy) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_its_answers_are_recorded_as_text_without_log_probabilities(
+async def test_answers_of_a_text_only_engine_are_recorded_without_log_probabilities(
     proxy: RunningProxy, upstream: TextServer, stream: bool
 ) -> None:
     await alone(proxy)
@@ -88,7 +88,7 @@ async def test_its_answers_are_recorded_as_text_without_log_probabilities(
     assert "<|im_end|>" in upstream.bodies[0]["stop"]
 
 
-async def test_a_session_that_trains_never_reaches_it(
+async def test_training_session_never_reaches_a_text_only_engine(
     proxy: RunningProxy, upstream: TextServer
 ) -> None:
     session = await proxy.session()
@@ -99,7 +99,7 @@ async def test_a_session_that_trains_never_reaches_it(
     assert upstream.bodies == []
 
 
-async def test_stops_that_it_cannot_pass_on_are_refused(
+async def test_too_many_stop_strings_for_the_engine_are_refused(
     proxy: RunningProxy, upstream: TextServer
 ) -> None:
     await alone(proxy)
@@ -120,7 +120,7 @@ async def test_stops_that_it_cannot_pass_on_are_refused(
         ({"logprobs": True, "top_logprobs": 2}, "logprobs"),
     ],
 )
-async def test_what_would_change_the_answer_and_cannot_be_passed_on_is_refused(
+async def test_parameter_that_the_engine_does_not_support_is_refused(
     proxy: RunningProxy, upstream: TextServer, asked: dict[str, Any], param: str
 ) -> None:
     await alone(proxy)
@@ -130,9 +130,7 @@ async def test_what_would_change_the_answer_and_cannot_be_passed_on_is_refused(
     assert upstream.bodies == []
 
 
-async def test_what_asks_for_nothing_is_no_reason_to_refuse(
-    proxy: RunningProxy, upstream: TextServer
-) -> None:
+async def test_neutral_parameters_are_accepted(proxy: RunningProxy, upstream: TextServer) -> None:
     await alone(proxy)
     session = await proxy.session(SessionKind.EVAL)
     neutral = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "seed": 0}

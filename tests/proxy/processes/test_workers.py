@@ -1,4 +1,4 @@
-"""`--workers 2`: real processes on one port, and sessions that are right whichever is reached."""
+"""`--workers 2`: real processes on one port give the same results, whichever is reached."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+import pytest
 
 from proxy.client import ProxyClient, SessionHandle
 from proxy.engines.scripted import ScriptedEngine
@@ -23,12 +24,14 @@ from proxy.records import Reward, TurnStatus
 from proxy.rendering.rendering import Rendering
 from tests.proxy.conftest import ADMIN_KEY
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def two_workers(
     checkpoint: Path, engine_url: str, folder: Path
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A proxy of two processes: its URL and their parent."""
+    """A proxy with two processes: its URL and the parent process."""
     argv = [sys.executable, "-m", "proxy", "serve", "--workers", "2", "--port", "0"]
     argv += ["--model", str(checkpoint), "--engine", engine_url]
     argv += ["--store", f"sqlite:///{folder}/shared.sqlite"]
@@ -47,7 +50,7 @@ def two_workers(
 async def ask(
     session: SessionHandle, messages: list[dict[str, Any]], attempt: int = 0
 ) -> tuple[int, Any]:
-    """On a connection of its own, so that the kernel chooses the process anew."""
+    """Calls on a new connection, so that the kernel chooses a process again."""
     headers = {
         "Authorization": f"Bearer {session.api_key}",
         "x-stainless-retry-count": str(attempt),
@@ -61,7 +64,7 @@ async def ask(
         return response.status, orjson.loads(await response.read())
 
 
-async def test_sessions_are_right_whichever_process_is_reached(
+async def test_sessions_are_consistent_in_all_processes(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
     end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -86,7 +89,7 @@ async def test_sessions_are_right_whichever_process_is_reached(
     assert refused == [409] * 6
 
 
-async def test_calls_at_once_and_their_retries_are_each_sampled_once(
+async def test_concurrent_calls_and_their_retries_are_each_sampled_once(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
     end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -107,7 +110,7 @@ async def test_calls_at_once_and_their_retries_are_each_sampled_once(
     assert len(engine.calls) == len(asked)
 
 
-async def test_metrics_and_events_are_those_of_all_processes(
+async def test_metrics_and_events_include_all_processes(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
     end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -142,7 +145,7 @@ async def test_metrics_and_events_are_those_of_all_processes(
 async def events_of(
     control: ProxyClient, session: SessionHandle, heard: asyncio.Event
 ) -> list[dict[str, Any]]:
-    """On a connection of its own, until the session has ended."""
+    """Reads events on a new connection until the session has ended."""
     events = []
     async with ProxyClient(control.base_url, control.admin_key) as own:
         async for event in own.events(session.trial_id):
@@ -152,7 +155,7 @@ async def events_of(
 
 
 async def check_pause_everywhere(url: str) -> None:
-    """A pause at one process is a pause at both."""
+    """A pause at one process pauses both."""
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     async with (
         aiohttp.ClientSession(headers=headers) as http,
@@ -169,7 +172,7 @@ async def check_pause_everywhere(url: str) -> None:
     assert seen == [True] * 8
 
 
-async def test_killed_worker_costs_no_session_and_killed_parent_leaves_no_worker(
+async def test_killed_worker_loses_no_session_and_killed_parent_leaves_no_worker(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
     answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
@@ -191,6 +194,6 @@ async def test_killed_worker_costs_no_session_and_killed_parent_leaves_no_worker
 
 
 def children(pid: int) -> list[int]:
-    """Those that still run."""
+    """The child processes that are still running."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return [int(c) for thread in threads for c in (thread / "children").read_text().split()]

@@ -1,4 +1,4 @@
-"""A hub in this process, and workers in their own: `python -m proxy.relay`."""
+"""A hub in this process, and workers in processes of their own (`python -m proxy.relay`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def ids_of(chunks: AsyncIterator[Chunk]) -> list[int]:
 
 @dataclass
 class Proxy:
-    """The hub behind a port, and the engines that joined it."""
+    """A listening hub, and the engines that joined it."""
 
     runner: web.AppRunner
     port: int
@@ -116,13 +116,13 @@ class Worker:
         self.process.send_signal(number)
 
     async def says(self, words: str) -> None:
-        """Returns once the worker has written a line with `words`."""
+        """Waits until the worker has written a line with `words`."""
         assert self.process.stdout is not None
         while words not in (line := (await self.process.stdout.readline()).decode()):
             assert line, f"the worker ended and never said {words!r}"
 
     async def ended(self) -> str:
-        """The last line that it wrote, once it has ended by itself."""
+        """Waits until the worker has ended by itself; returns its last line."""
         assert self.process.stdout is not None
         async with asyncio.timeout(20):
             output = await self.process.stdout.read()

@@ -1,4 +1,4 @@
-"""What the proxy refuses a worker for, on the wire itself."""
+"""Reasons for which the proxy refuses a worker, tested with raw messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def refusal(proxy: Proxy, data: bytes) -> str:
 
 async def test_another_protocol_version_is_refused(open_proxy: OpenProxy, model: Path) -> None:
     reason = await refusal(await open_proxy(), encode(hello(model, protocol=9)))
-    assert "speaks relay protocol 9, this proxy 1" in reason
+    assert "speaks relay protocol 9, and this proxy 1" in reason
 
 
 async def test_another_architecture_is_refused(open_proxy: OpenProxy, model: Path) -> None:
@@ -85,12 +85,12 @@ async def test_another_architecture_is_refused(open_proxy: OpenProxy, model: Pat
     assert "its architecture is 000000000000" in reason
 
 
-async def test_noise_instead_of_a_hello_is_refused(open_proxy: OpenProxy) -> None:
+async def test_invalid_bytes_instead_of_a_hello_are_refused(open_proxy: OpenProxy) -> None:
     assert "a message of 5 bytes" in await refusal(await open_proxy(), b"noise")
-    assert "Frame instead of a hello" in await refusal(await open_proxy(), encode(Frame(0, 0)))
+    assert "got Frame, expected a hello" in await refusal(await open_proxy(), encode(Frame(0, 0)))
 
 
-async def test_more_workers_than_the_limit_are_told_to_wait(
+async def test_worker_beyond_the_limit_gets_503_with_retry_after(
     open_proxy: OpenProxy, model: Path
 ) -> None:
     proxy = await open_proxy(max_workers=1)
@@ -109,7 +109,7 @@ async def test_more_workers_than_the_limit_are_told_to_wait(
         Frame(call=0, number=0, ids=b"\0\0\0\0", logprobs=b""),
     ],
 )
-async def test_a_worker_that_breaks_the_protocol_is_dropped(
+async def test_worker_that_breaks_the_protocol_is_disconnected(
     open_proxy: OpenProxy, model: Path, broken: Frame
 ) -> None:
     proxy = await open_proxy()
@@ -125,7 +125,7 @@ async def test_a_worker_that_breaks_the_protocol_is_dropped(
         assert await proxy.left.get() == engine.info.name
 
 
-def test_arrays_that_do_not_match_are_no_chunk() -> None:
+def test_frame_with_different_numbers_of_ids_and_logprobs_is_refused() -> None:
     with pytest.raises(ProtocolError, match="1 ids but 0 log-probabilities"):
         chunk_of(Frame(0, 0, ids=b"\0\0\0\0"))
     with pytest.raises(ProtocolError, match="not a whole number"):

@@ -1,4 +1,4 @@
-"""A relay over a network that fails: in a namespace of its own where that is allowed."""
+"""The relay over a failing network, in a network namespace of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Cable:
         _ip("-n", self.namespace, "link", "set", "lo", "up")
 
     def pull(self) -> None:
-        """From now on nothing arrives, and nobody is told."""
+        """Drops all packets from now on, without closing connections."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def plug(self) -> None:
@@ -70,7 +70,7 @@ def cable() -> Iterator[Cable]:
 
 @asynccontextmanager
 async def engine_in(cable: Cable, *flags: str) -> AsyncIterator[str]:
-    """The scripted engine as a process of the namespace, as the real one is beside its worker."""
+    """The scripted engine as a process in the namespace, on the worker's side."""
     process = await asyncio.create_subprocess_exec(
         *("ip", "netns", "exec", cable.namespace, sys.executable, "-m", "proxy.engines.scripted"),
         *flags,
@@ -89,7 +89,7 @@ async def connection_lost(engine: RelayEngine) -> None:
         await engine.probe(timeout_s=30)
 
 
-async def test_a_generation_goes_on_across_a_cut_cable(
+async def test_generation_continues_after_a_network_outage(
     cable: Cable, open_proxy: OpenProxy, start_worker: StartWorker
 ) -> None:
     proxy = await open_proxy(host="0.0.0.0", silence_s=1.0, grace_s=60)
@@ -114,7 +114,7 @@ async def test_a_generation_goes_on_across_a_cut_cable(
         assert proxy.joined.empty()
 
 
-async def test_calls_are_cut_when_the_cable_stays_out(
+async def test_calls_are_cut_if_the_network_stays_down(
     cable: Cable, open_proxy: OpenProxy, start_worker: StartWorker
 ) -> None:
     proxy = await open_proxy(host="0.0.0.0", silence_s=1.0, grace_s=0.5)
@@ -131,13 +131,13 @@ async def test_calls_are_cut_when_the_cable_stays_out(
         await anext(chunks)
         cable.pull()
         async with asyncio.timeout(20):
-            with pytest.raises(EngineError, match=r"did not come back within 0\.5 s"):
+            with pytest.raises(EngineError, match=r"did not reconnect within 0\.5 s"):
                 await ids_of(chunks)
         cable.plug()
         assert await (await proxy.worker()).probe()
 
 
-async def test_a_frozen_workers_call_goes_on_when_it_thaws(
+async def test_call_of_a_stopped_worker_continues_when_it_resumes(
     open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
 ) -> None:
     proxy = await open_proxy(silence_s=0.5, grace_s=60)
@@ -154,7 +154,7 @@ async def test_a_frozen_workers_call_goes_on_when_it_thaws(
     assert len(server.calls) == 1
 
 
-async def test_a_restarted_proxy_is_found_again(
+async def test_worker_reconnects_to_a_restarted_proxy(
     open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
 ) -> None:
     first = await open_proxy()

@@ -1,4 +1,4 @@
-"""The whole proxy with its engines behind the relay, while an agent talks to it."""
+"""An agent calls a proxy whose engines are all behind the relay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = "chat/completions"
 
 @pytest.fixture
 async def proxy(start_proxy: StartProxy) -> RunningProxy:
-    """Without an engine of its own."""
+    """A proxy without an engine of its own."""
     proxy = await start_proxy(relay={"token": SecretStr(TOKEN), "grace_s": 0.2})
     (engine,) = await proxy.control.engines()
     await proxy.control.remove_engine(engine["name"])
@@ -45,15 +45,14 @@ def chat(text: str) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": text}]}
 
 
-async def test_a_call_is_answered_by_a_worker_and_recorded(
+async def test_a_call_waits_for_a_worker_is_answered_by_it_and_recorded(
     proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path
 ) -> None:
     session = await proxy.session()
-    status, refusal = await proxy.post(session, CHAT, chat("Hi."))
-    assert status == 503, refusal
-    await connect(proxy, start_worker, checkpoint, "gpu-0")
     proxy.engine.version = 4
-    status, answer = await proxy.post(session, CHAT, chat("Hi."))
+    call = asyncio.create_task(proxy.post(session, CHAT, chat("Hi.")))
+    await connect(proxy, start_worker, checkpoint, "gpu-0")
+    status, answer = await call
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "Hello.")
     _, turns = await proxy.record(session)
     done = [turn for turn in turns if turn.status is TurnStatus.DONE]
@@ -61,7 +60,7 @@ async def test_a_call_is_answered_by_a_worker_and_recorded(
     assert [span.version for span in done[0].versions] == [4]
 
 
-async def test_a_call_whose_worker_is_killed_trains_once(
+async def test_call_whose_worker_is_killed_is_trained_once(
     proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path
 ) -> None:
     workers = {
@@ -84,7 +83,7 @@ async def test_a_call_whose_worker_is_killed_trains_once(
     assert len(await proxy.control.engines()) == 1
 
 
-async def test_a_worker_cannot_take_the_name_of_an_engine(
+async def test_worker_cannot_take_the_name_of_an_engine(
     proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path
 ) -> None:
     await proxy.control.add_engine(proxy.engine.url, name="gpu-0")

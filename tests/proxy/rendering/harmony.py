@@ -1,4 +1,4 @@
-"""gpt-oss's own tokenizer: its renderer writes in that vocabulary, whatever the checkpoint's is."""
+"""gpt-oss's own tokenizer, whose vocabulary its renderer uses for every checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _encoding() -> HarmonyEncoding:
 
 
 class HarmonyTokenizer(Tokenizer):
-    """Of a small checkpoint's tokenizer all but the vocabulary."""
+    """A small checkpoint's tokenizer with gpt-oss's vocabulary."""
 
     def __init__(self, small: Tokenizer) -> None:
         super().__init__(**{f.name: getattr(small, f.name) for f in fields(Tokenizer)})

@@ -1,4 +1,4 @@
-"""What leaves while the model samples, put together, is the answer."""
+"""The concatenated deltas of a stream are the answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PIECES = (
 
 @st.composite
 def answers(draw: st.DrawFn, rendering: Rendering) -> list[int]:
-    """Ids of pieces in any order, some bytes of characters torn apart."""
+    """Ids of pieces in any order; some split the bytes of a character."""
     text = st.sampled_from(PIECES).map(rendering.tokenizer.encode)
     torn = st.sampled_from(rendering.tokenizer.encode("数é😀")).map(lambda i: [i])
     parts = draw(st.lists(text | text | text | torn, max_size=12))
@@ -74,8 +74,8 @@ def without_ids(calls: list[ToolCall]) -> list[tuple[str, str]]:
         "<think><|im_end|>\n<|im_start|>assistant\n",
     ],
 )
-def test_a_message_is_what_the_renderer_reads(rendering: Rendering, prompt: str) -> None:
-    """Also where the renderer is not asked, because the answer is nothing but text."""
+def test_parsed_message_equals_the_renderers(rendering: Rendering, prompt: str) -> None:
+    """Also if the answer is only text, which is parsed without the renderer."""
     prompt_end = np.array(rendering.tokenizer.encode(prompt), np.int32)
 
     @settings(max_examples=100, deadline=None)
@@ -94,7 +94,7 @@ def test_a_message_is_what_the_renderer_reads(rendering: Rendering, prompt: str)
 @pytest.mark.parametrize("prompt", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
 @pytest.mark.parametrize("stop", [(), ("STOP", "look")])
 @pytest.mark.parametrize("calls", [True, False])
-def test_the_stream_says_what_the_whole_says(
+def test_concatenated_deltas_equal_the_parsed_message(
     rendering: Rendering, prompt: str, stop: tuple[str, ...], calls: bool
 ) -> None:
     markers = rendering.markers
@@ -129,7 +129,7 @@ def test_the_stream_says_what_the_whole_says(
     check()
 
 
-def test_text_leaves_with_its_tokens(rendering: Rendering) -> None:
+def test_text_is_streamed_token_by_token(rendering: Rendering) -> None:
     parser = AnswerParser(rendering, np.zeros(0, np.int32), [], markers=rendering.markers)
     ids = rendering.tokenizer.encode("Let me look at the file, then say what it holds.")
 

@@ -1,4 +1,4 @@
-"""The stores that the conformance tests run against: each fresh, each opened as often as wanted."""
+"""The stores of the conformance tests: each one is empty, and can be opened several times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Opener = Callable[[], Awaitable[Store]]
 
 @pytest.fixture(params=["sqlite", "postgres"])
 async def opener(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Opener]:
-    """Opens the same store again and again: each is as another proxy process would see it."""
+    """Opens the same store several times, as several proxy processes would."""
     url = f"sqlite:///{tmp_path}/sessions.sqlite"
     if request.param == "postgres":
         url = await empty_database(request.getfixturevalue("postgres"))

@@ -1,4 +1,4 @@
-"""What every store keeps: each test runs against each store."""
+"""The protocol of a store; each test runs against each store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from proxy.records import (
     TurnStatus,
     VersionSpan,
 )
-from proxy.store.protocol import SessionFilter, Store, TurnConflict
+from proxy.store.protocol import DeliveryMark, SessionFilter, Store, TurnConflict, Undelivered
 from tests.proxy.store.conftest import Opener
 
 
@@ -48,7 +48,7 @@ def an_intent(session_id: str = "task/7-a", index: int = 0) -> Turn:
         shared_tokens=index * 10,
         fork_cause=ForkCause.EDITED if index == 2 else None,
         prompt_ids=np.array([1, 2, 2**31 - 1], np.int32),
-        request_key=b"\x00request",
+        request_key=b"\x00request".ljust(48, b"\x01"),
         sampling={"temperature": 0.7, "stop": ["a"]},
         dialect="messages",
         agent_id="sub-1",
@@ -64,7 +64,7 @@ def answered(turn: Turn) -> Turn:
         versions=(VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)),
         finish_reason=FinishReason.TOOL_CALLS,
         status=TurnStatus.DONE,
-        answer_key=b"\xffanswer",
+        answer_key=b"\xffanswer".ljust(48, b"\x01"),
         answer=b'{"role":"assistant"}',
         first_token_s=0.5,
         duration_s=2.0,
@@ -81,7 +81,7 @@ def assert_same(one: Turn, other: Turn) -> None:
             assert a == b, name
 
 
-async def test_session_is_read_back_as_it_was_written(store: Store) -> None:
+async def test_session_is_read_back_unchanged(store: Store) -> None:
     session = a_session()
     assert await store.create_session(session)
     assert await store.get_session(session.session_id) == session
@@ -90,7 +90,7 @@ async def test_session_is_read_back_as_it_was_written(store: Store) -> None:
     assert await store.find_by_key(b"other") is None
 
 
-async def test_second_session_of_one_id_changes_nothing(store: Store) -> None:
+async def test_second_session_with_the_same_id_changes_nothing(store: Store) -> None:
     first = a_session()
     assert await store.create_session(first)
     assert not await store.create_session(a_session(key_hash=b"another", created_at=77.0))
@@ -126,7 +126,7 @@ async def test_another_proxy_sees_a_living_proxys_turn_as_open(opener: Opener) -
     assert (await two.get_turns("task/7-a"))[0].status is TurnStatus.DONE
 
 
-async def test_turn_left_open_by_a_proxy_that_is_gone_is_cut(opener: Opener) -> None:
+async def test_turn_left_open_by_a_dead_proxy_is_cut(opener: Opener) -> None:
     one = await opener()
     await one.create_session(a_session())
     await one.begin_turn(an_intent())
@@ -137,16 +137,18 @@ async def test_turn_left_open_by_a_proxy_that_is_gone_is_cut(opener: Opener) -> 
     assert (await three.get_turns("task/7-a"))[0].status is TurnStatus.CUT
 
 
-async def test_second_turn_of_one_index_conflicts(opener: Opener) -> None:
+async def test_second_turn_with_the_same_index_conflicts(opener: Opener) -> None:
     one, two = await opener(), await opener()
     await one.create_session(a_session())
     await one.begin_turn(an_intent())
     with pytest.raises(TurnConflict):
-        await two.begin_turn(replace(an_intent(), request_key=b"other"))
+        await two.begin_turn(replace(an_intent(), request_key=b"other".ljust(48)))
     assert (await two.get_turns("task/7-a"))[0].request_key == an_intent().request_key
 
 
-async def test_of_many_turns_begun_at_once_one_of_each_index_wins(opener: Opener) -> None:
+async def test_one_of_several_concurrent_turns_with_the_same_index_is_recorded(
+    opener: Opener,
+) -> None:
     stores = [await opener(), await opener()]
     await stores[0].create_session(a_session())
     calls = [s.begin_turn(an_intent(index=i)) for i in range(8) for s in stores for _ in range(2)]
@@ -159,7 +161,7 @@ async def test_of_many_turns_begun_at_once_one_of_each_index_wins(opener: Opener
 @pytest.mark.parametrize(
     ("status", "code"), [(SessionStatus.COMPLETED, 409), (SessionStatus.EXPIRED, 410)]
 )
-async def test_late_call_never_lands_in_a_closed_session(
+async def test_turn_cannot_be_begun_in_a_closed_session(
     opener: Opener, status: SessionStatus, code: int
 ) -> None:
     one, two = await opener(), await opener()
@@ -181,7 +183,7 @@ async def test_turn_of_an_unknown_session_is_refused(store: Store) -> None:
     assert not await store.set_status("nobody", SessionStatus.COMPLETED, at=1.0)
 
 
-async def test_turn_status_changes_and_nothing_else(store: Store) -> None:
+async def test_setting_a_turns_status_changes_nothing_else(store: Store) -> None:
     await store.create_session(a_session())
     await store.begin_turn(an_intent())
     await store.commit_turn(answered(an_intent()))
@@ -198,7 +200,7 @@ async def test_open_turn_can_be_cut_without_an_answer(store: Store) -> None:
     assert_same(turn, replace(an_intent(), status=TurnStatus.CUT))
 
 
-async def test_a_session_is_held_by_the_process_with_a_turn_open_in_it(opener: Opener) -> None:
+async def test_session_is_held_by_the_process_with_an_open_turn(opener: Opener) -> None:
     one, two = await opener(), await opener()
     await one.create_session(a_session())
     await one.announce("http://one")
@@ -208,10 +210,49 @@ async def test_a_session_is_held_by_the_process_with_a_turn_open_in_it(opener: O
     assert await one.holder("task/7-a") is None
     assert await two.holder("other") is None
     await one.commit_turn(answered(an_intent()))
+    assert await two.holder("task/7-a") == "http://one"  # the answer has not arrived yet
+    await one.mark_deliveries([DeliveryMark("task/7-a", 0, arrived=True)])
     assert await two.holder("task/7-a") is None
 
 
-async def test_a_session_is_let_go_of_by_who_says_so_and_by_who_ends(opener: Opener) -> None:
+async def test_undelivered_answers_are_those_that_are_not_marked_as_arrived(
+    opener: Opener,
+) -> None:
+    one, two = await opener(), await opener()
+    await one.create_session(a_session())
+    for index in range(4):
+        await one.begin_turn(an_intent(index=index))
+    for index in range(3):
+        await one.commit_turn(answered(an_intent(index=index)))
+    marks = [DeliveryMark("task/7-a", 0, arrived=True), DeliveryMark("task/7-a", 1, arrived=False)]
+    await one.mark_deliveries([*marks, DeliveryMark("unknown", 0, arrived=True)])
+    assert await one.undelivered("task/7-a") == Undelivered(lost=frozenset({1}))
+    assert await two.undelivered("task/7-a") == Undelivered(frozenset({1}), frozenset({2}))
+    await one.close()
+    assert await two.undelivered("task/7-a") == Undelivered(lost=frozenset({1, 2}))
+    await two.mark_deliveries([DeliveryMark("task/7-a", 1, arrived=True)])
+    assert await two.undelivered("task/7-a") == Undelivered(lost=frozenset({2}))
+    await two.delete_session("task/7-a")
+    assert await two.undelivered("task/7-a") == Undelivered()
+
+
+async def test_own_turn_is_cut_only_by_its_process_and_only_while_it_is_open(
+    opener: Opener,
+) -> None:
+    one, two = await opener(), await opener()
+    await one.create_session(a_session())
+    await one.begin_turn(an_intent())
+    await one.begin_turn(an_intent(index=1))
+    await one.commit_turn(answered(an_intent(index=1)))
+    assert not await two.cut_own_turn("task/7-a", 0)
+    assert await one.cut_own_turn("task/7-a", 0)
+    assert not await one.cut_own_turn("task/7-a", 1)
+    assert not await one.cut_own_turn("task/7-a", 2)
+    turns = await two.get_turns("task/7-a")
+    assert [turn.status for turn in turns] == [TurnStatus.CUT, TurnStatus.DONE]
+
+
+async def test_session_is_released_when_its_process_withdraws_or_ends(opener: Opener) -> None:
     one, two, three = await opener(), await opener(), await opener()
     await one.create_session(a_session())
     for index, store in enumerate((one, two)):
@@ -235,7 +276,7 @@ async def test_reward_is_idempotent_by_key(store: Store) -> None:
     assert session.rewards == [first, branch]
 
 
-async def test_deleted_session_leaves_nothing(store: Store) -> None:
+async def test_deleting_a_session_removes_all_its_data(store: Store) -> None:
     await store.create_session(a_session())
     await store.begin_turn(an_intent())
     await store.add_reward("task/7-a", Reward(key="verifier", value=1.0))
@@ -250,7 +291,7 @@ async def test_deleted_session_leaves_nothing(store: Store) -> None:
     assert (await store.list_sessions(SessionFilter()))[0].rewards == []
 
 
-async def test_events_come_in_order_and_from_where_they_were_left(store: Store) -> None:
+async def test_events_after_the_given_number_are_returned_in_order(store: Store) -> None:
     await store.create_session(a_session())
     await store.create_session(a_session("other"))
     first = await store.add_event("task/7-a", "refused", {"status": 400, "field": "n"})

@@ -1,4 +1,4 @@
-"""What only the SQLite store can show: real full disks, locks, killed processes."""
+"""Faults of the SQLite store: full disks, locks, killed processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_locked_store_refuses_the_call_and_recovers(tmp_path: Path) -> Non
     await store.close()
 
 
-async def test_a_lock_held_by_others_does_not_stop_the_event_loop(tmp_path: Path) -> None:
+async def test_lock_of_another_process_does_not_block_the_event_loop(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s.sqlite", busy_timeout_s=60.0)
     await store.create_session(a_session())
     other = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None, check_same_thread=False)
@@ -60,7 +60,7 @@ async def test_a_lock_held_by_others_does_not_stop_the_event_loop(tmp_path: Path
 
     released = asyncio.create_task(asyncio.to_thread(let_go))
     waiting = asyncio.create_task(store.begin_turn(an_intent()))
-    for _ in range(8):  # turns of the event loop, of which one tries to commit
+    for _ in range(8):  # iterations of the event loop, one of which tries to commit
         await asyncio.sleep(0)
     went_on.set()
     assert await released
@@ -70,10 +70,10 @@ async def test_a_lock_held_by_others_does_not_stop_the_event_loop(tmp_path: Path
     await store.close()
 
 
-async def test_a_slow_commit_makes_the_thread_wait_for_the_next(
+async def test_slow_commit_moves_the_next_one_to_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SLOW_S", -1.0)  # the first is slow already
+    monkeypatch.setattr(writer, "SLOW_S", -1.0)  # the first commit already counts as slow
     connections = [
         sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None, check_same_thread=False)
         for _ in range(2)
@@ -84,10 +84,10 @@ async def test_a_slow_commit_makes_the_thread_wait_for_the_next(
     await group.close()
 
 
-async def test_the_log_is_moved_into_the_database(
+async def test_log_is_moved_into_the_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop's commits never do that: 40 MB would stay in the log."""
+    """Commits in the event loop never do that; 40 MB would remain in the log."""
     monkeypatch.setattr(writer, "COMMITS_PER_CHECKPOINT", 8)
     store = SqliteStore(tmp_path / "s.sqlite")
     await store.create_session(a_session())
@@ -98,7 +98,7 @@ async def test_the_log_is_moved_into_the_database(
     await store.close()
 
 
-async def test_writes_pending_past_the_bound_are_refused(tmp_path: Path) -> None:
+async def test_writes_beyond_the_queue_limit_are_refused(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s.sqlite", max_pending_writes=4)
     calls = [store.create_session(a_session(f"s-{i}")) for i in range(20)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -112,14 +112,6 @@ async def test_closed_store_refuses(tmp_path: Path) -> None:
     await store.close()
     with pytest.raises(StoreError, match="closed"):
         await store.create_session(a_session())
-
-
-def test_store_of_another_schema_is_refused_by_name(tmp_path: Path) -> None:
-    connection = sqlite3.connect(tmp_path / "s.sqlite")
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(ConfigurationError, match=r"s\.sqlite has schema version 99"):
-        SqliteStore(tmp_path / "s.sqlite")
 
 
 def test_unwritable_path_is_refused_by_name(tmp_path: Path) -> None:
@@ -146,7 +138,7 @@ asyncio.run(main())
 """
 
 
-def test_what_was_reported_as_committed_outlives_kill_9(tmp_path: Path) -> None:
+def test_committed_writes_survive_kill_9(tmp_path: Path) -> None:
     path = tmp_path / "s.sqlite"
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True

@@ -1,6 +1,6 @@
-"""`make fuzz`: bytes that libFuzzer makes up, coverage-guided, through every dialect's parser.
+"""`make fuzz`: coverage-guided bytes from libFuzzer through every dialect's parser.
 
-Whatever they are, the parser returns a call that has keys, or refuses with the dialect's own 400.
+For any bytes the parser returns a call that has keys, or refuses with the dialect's own 400.
 """
 
 from __future__ import annotations
@@ -10,38 +10,22 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["proxy"]):
-    from proxy.conversation import conversation_keys
-    from proxy.data_plane import parse_json
+    from proxy.conversation.message_keys import conversation_keys
     from proxy.errors import ProxyError
-    from proxy.recent import Recent
-    from proxy.wire.chat import ChatDialect
-    from proxy.wire.completions import CompletionsDialect
-    from proxy.wire.dialect import Dialect
-    from proxy.wire.fields import MIN_BYTES, Request
-    from proxy.wire.messages import MessagesDialect
-    from proxy.wire.responses import ResponsesDialect
+    from proxy.wire.body import Body, parse_body
+    from proxy.wire.registry import open_dialects
 
-DIALECTS: tuple[Dialect, ...] = (
-    ChatDialect(),
-    CompletionsDialect(),
-    MessagesDialect(),
-    ResponsesDialect(),
-)
+DIALECTS = tuple(open_dialects().values())
 
 
 def one_input(data: bytes) -> None:
-    recent = Recent()
     for dialect in DIALECTS:
-        for _ in range(2):  # the second time it goes on from the first
-            try:
-                request = Request(parse_json(data), recent, dialect.name, MIN_BYTES)
-                conversation = dialect.parse(request, {}).conversation
-                conversation.known = request.keys
-                conversation_keys(conversation)
-            except ProxyError as refusal:
-                if refusal.status not in (400, 404):
-                    raise
-                dialect.error(refusal)
+        try:
+            conversation_keys(dialect.parse(parse_body(Body(data)), {}).conversation)
+        except ProxyError as refusal:
+            if refusal.status not in (400, 404, 413):
+                raise
+            dialect.error(refusal)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prompts without messages."""
+"""OpenAI Completions: prompts without messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.proxy.conftest import RunningProxy
 ROUTE = "completions"
 
 
-async def test_a_prompt_that_goes_on_from_an_answer_extends_its_turn(proxy: RunningProxy) -> None:
+async def test_prompt_that_continues_an_answer_extends_its_turn(proxy: RunningProxy) -> None:
     session = await proxy.session()
     prompt = "The answer is"
     for answer in (" a sum of two", " numbers"):
@@ -25,12 +25,14 @@ async def test_a_prompt_that_goes_on_from_an_answer_extends_its_turn(proxy: Runn
     _, turns = await proxy.record(session)
 
     assert turns[1].parent == 0
-    assert turns[1].shared_tokens == turns[0].path_tokens - 1  # all but the sampled close
+    assert (
+        turns[1].shared_tokens == turns[0].path_tokens - 1
+    )  # all but the sampled end-of-turn token
     text = proxy.rendering.tokenizer.decode(proxy.engine.calls[1].prompt_ids)
     assert text == "The answer is a sum of two, thank you."
 
 
-async def test_ids_go_in_as_they_are(proxy: RunningProxy) -> None:
+async def test_prompt_ids_are_sent_unchanged(proxy: RunningProxy) -> None:
     session = await proxy.session()
     ids = proxy.rendering.tokenizer.encode("The answer is")
     await proxy.post(session, ROUTE, {"prompt": ids, "max_tokens": 2})
@@ -43,7 +45,7 @@ async def test_ids_go_in_as_they_are(proxy: RunningProxy) -> None:
     assert (turns[1].parent, turns[1].prompt_ids.tolist(), turns[1].fork_cause) == (0, [5], None)
 
 
-async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
+async def test_stream_and_whole_answer_have_the_same_content(proxy: RunningProxy) -> None:
     session = await proxy.session()
     proxy.answers("  two words \n")
     body: dict[str, Any] = {"prompt": "Say", "max_tokens": 50, "logprobs": 1, "echo": False}
@@ -60,7 +62,7 @@ async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [[1], [2]], ["a", "b"], [1, "a"], [-1], [True]])
-async def test_prompts_that_cannot_be_one_are_refused(proxy: RunningProxy, prompt: object) -> None:
+async def test_invalid_prompts_are_refused(proxy: RunningProxy, prompt: object) -> None:
     session = await proxy.session()
     status, reply = await proxy.post(session, ROUTE, {"prompt": prompt})
     assert status == 400

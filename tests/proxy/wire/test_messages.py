@@ -1,12 +1,16 @@
-"""Anthropic Messages as Claude Code speaks it."""
+"""Anthropic Messages in the forms that Claude Code sends."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from proxy.config import RenderingConfig
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
 from tests.proxy.conftest import RunningProxy
 
 TOOL = {"name": "shell", "description": "Runs.", "input_schema": {"type": "object"}}
@@ -19,7 +23,7 @@ def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 def assembled(events: list[bytes]) -> dict[str, Any]:
-    """The message that a client puts together from a stream."""
+    """The message that a client assembles from a stream."""
     message: dict[str, Any] = {}
     arguments: dict[int, str] = {}
     for event in events:
@@ -47,8 +51,8 @@ def assembled(events: list[bytes]) -> dict[str, Any]:
     return message
 
 
-async def test_a_conversation_with_tools_is_one_path(proxy: RunningProxy) -> None:
-    """With `cache_control` moving, text flipping to blocks, and a billing header that changes."""
+async def test_conversation_with_tools_is_one_path(proxy: RunningProxy) -> None:
+    """`cache_control` moves, text becomes blocks, and a billing header changes."""
     session = await proxy.session()
     messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files."}]
     for turn, answer in enumerate((f"Let me look.\n{CALL}\n{CALL}", CALL, "Done.")):
@@ -84,7 +88,7 @@ async def test_a_conversation_with_tools_is_one_path(proxy: RunningProxy) -> Non
     assert turns[2].prompt_tokens == len(proxy.engine.calls[2].prompt_ids)
 
 
-async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
+async def test_stream_and_whole_answer_have_the_same_content(proxy: RunningProxy) -> None:
     proxy.answers(f"<think>\nI want to see.\n</think>\n\nLet me look.\n{CALL}")
     request = body([{"role": "user", "content": "Hi."}], thinking={"type": "adaptive"})
     whole_session, stream_session = await proxy.session(), await proxy.session()
@@ -100,7 +104,7 @@ async def test_a_stream_says_what_the_whole_says(proxy: RunningProxy) -> None:
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
 
 
-async def test_reasoning_is_shown_only_to_who_asked_and_kept_for_the_model(
+async def test_reasoning_is_sent_only_on_request_but_kept_for_the_model(
     proxy: RunningProxy,
 ) -> None:
     session = await proxy.session()
@@ -120,7 +124,7 @@ async def test_reasoning_is_shown_only_to_who_asked_and_kept_for_the_model(
     assert turns[1].shared_tokens == turns[0].path_tokens
 
 
-async def test_tokens_are_counted_without_a_turn(proxy: RunningProxy) -> None:
+async def test_counting_tokens_records_no_turn(proxy: RunningProxy) -> None:
     session = await proxy.session()
     request = body([{"role": "user", "content": "Hi."}])
     _, count = await proxy.post(session, "messages/count_tokens?beta=true", request)
@@ -130,7 +134,7 @@ async def test_tokens_are_counted_without_a_turn(proxy: RunningProxy) -> None:
     assert len((await proxy.record(session))[1]) == 1
 
 
-async def test_an_overlong_prompt_says_what_makes_claude_compact(proxy: RunningProxy) -> None:
+async def test_overlong_prompt_gets_the_error_on_which_claude_compacts(proxy: RunningProxy) -> None:
     session = await proxy.session()
     status, reply = await proxy.post(
         session, "messages", body([{"role": "user", "content": "word " * 60_000}])
@@ -141,7 +145,7 @@ async def test_an_overlong_prompt_says_what_makes_claude_compact(proxy: RunningP
     assert reply["error"]["message"].endswith(" tokens > 32768 maximum")
 
 
-async def test_stop_sequences_end_the_text_before_them(proxy: RunningProxy) -> None:
+async def test_text_ends_before_a_stop_sequence(proxy: RunningProxy) -> None:
     session = await proxy.session()
     proxy.answers("Let me look.\nSTOP here and there")
     request = body([{"role": "user", "content": "Hi."}], stop_sequences=["STOP"], stream=True)
@@ -152,7 +156,25 @@ async def test_stop_sequences_end_the_text_before_them(proxy: RunningProxy) -> N
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
 
 
-async def test_a_call_can_be_forced_and_its_beginning_is_not_sampled(proxy: RunningProxy) -> None:
+async def test_forced_call_does_not_disable_reasoning(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers(f"<think>\nHm.\n</think>\n\n{CALL}")
+    request = body(
+        [{"role": "user", "content": "Hi."}],
+        tool_choice={"type": "any"},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    _, reply = await proxy.post(session, "messages", request)
+    assert [block["type"] for block in reply["content"]] == ["thinking", "tool_use"]
+    _, (turn,) = await proxy.record(session)
+    assert "</think>" not in proxy.rendering.tokenizer.decode(turn.prompt_ids)
+
+
+async def test_beginning_of_a_forced_call_is_not_sampled(
+    start_proxy: Any, checkpoint: Path
+) -> None:
+    silent = RenderingConfig(renderer="qwen3", template_kwargs={"enable_thinking": False})
+    proxy: RunningProxy = await start_proxy(rendering=silent.model_dump())
     session = await proxy.session()
     proxy.answers(' {"command": "ls"}}\n</tool_call>')
     request = body(
@@ -166,7 +188,8 @@ async def test_a_call_can_be_forced_and_its_beginning_is_not_sampled(proxy: Runn
     assert (block["name"], block["input"]) == ("shell", {"command": "ls"})
     _, (turn,) = await proxy.record(session)
     assert turn.sampled_ids.tolist() == proxy.engine.calls[0].answer_ids
-    opening = proxy.rendering.opening("shell").tolist()
+    opening = Rendering(load_tokenizer(checkpoint), silent).opening("shell").tolist()
+    assert opening
     assert turn.prompt_ids[-len(opening) :].tolist() == opening
 
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
@@ -182,11 +205,9 @@ async def test_a_call_can_be_forced_and_its_beginning_is_not_sampled(proxy: Runn
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_the_agent_began_is_gone_on_from(
-    proxy: RunningProxy, stream: bool
-) -> None:
-    """Anthropic's prefill: the model is given the beginning and samples the rest; the agent is
-    told the rest, and goes on from both."""
+async def test_answer_with_a_prefill_is_continued(proxy: RunningProxy, stream: bool) -> None:
+    """Anthropic's prefill: the model gets the beginning and samples the rest; the agent gets the
+    rest, and continues from both."""
     session = await proxy.session()
     proxy.answers(" a sum of two numbers")
     messages = [
@@ -212,7 +233,7 @@ async def test_an_answer_that_the_agent_began_is_gone_on_from(
     assert turns[1].shared_tokens == turns[0].path_tokens
 
 
-async def test_a_call_without_its_result_cannot_be_gone_on_from(proxy: RunningProxy) -> None:
+async def test_call_without_its_result_cannot_be_continued(proxy: RunningProxy) -> None:
     session = await proxy.session()
     use = {"type": "tool_use", "id": "toolu_1", "name": "shell", "input": {}}
     messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": [use]}]
@@ -221,7 +242,7 @@ async def test_a_call_without_its_result_cannot_be_gone_on_from(proxy: RunningPr
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_call_at_a_time_where_the_agent_wants_that(
+async def test_answer_ends_after_one_call_if_parallel_calls_are_disabled(
     proxy: RunningProxy, stream: bool
 ) -> None:
     session = await proxy.session()
@@ -246,7 +267,7 @@ async def test_one_call_at_a_time_where_the_agent_wants_that(
     assert turns[1].shared_tokens == turns[0].path_tokens
 
 
-async def test_a_truncated_call_is_told_as_far_as_it_came(proxy: RunningProxy) -> None:
+async def test_truncated_call_is_sent_up_to_its_end(proxy: RunningProxy) -> None:
     session = await proxy.session()
     proxy.answers('<tool_call>\n{"name": "shell", "arguments": {"command": "ls -la')
     request = body([{"role": "user", "content": "Hi."}], max_tokens=40, stream=True)
@@ -256,7 +277,7 @@ async def test_a_truncated_call_is_told_as_far_as_it_came(proxy: RunningProxy) -
     assert "".join(pieces) == '{"command": "ls -la'
 
 
-async def test_arguments_that_are_no_json_come_back_as_the_same_call(proxy: RunningProxy) -> None:
+async def test_returned_arguments_that_are_not_json_are_the_same_call(proxy: RunningProxy) -> None:
     session = await proxy.session()
     proxy.answers('<tool_call>\n{"name": "shell", "arguments": {"command": ls}}\n</tool_call>')
     request = body([{"role": "user", "content": "Hi."}])
@@ -274,7 +295,7 @@ async def test_arguments_that_are_no_json_come_back_as_the_same_call(proxy: Runn
     assert turns[1].shared_tokens == turns[0].path_tokens
 
 
-async def test_a_tool_that_is_not_offered_cannot_be_forced(proxy: RunningProxy) -> None:
+async def test_tool_that_is_not_offered_cannot_be_forced(proxy: RunningProxy) -> None:
     session = await proxy.session()
     request = body([{"role": "user", "content": "Hi."}])
     for more in ({"tool_choice": {"type": "tool", "name": "other"}}, {"tools": []}):

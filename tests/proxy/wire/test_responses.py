@@ -1,4 +1,4 @@
-"""OpenAI Responses, as the openai SDK and Codex speak it."""
+"""OpenAI Responses in the forms that the openai SDK and Codex send."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def turns_of(proxy: RunningProxy, client: openai.AsyncOpenAI) -> list[Any]
     return (await proxy.control.get_turns(client.trial_id))[1]  # type: ignore[attr-defined]
 
 
-async def test_items_of_all_kinds_come_back_as_one_path(
+async def test_returned_items_of_all_kinds_form_one_path(
     proxy: RunningProxy, client: openai.AsyncOpenAI
 ) -> None:
     proxy.answers(
@@ -110,7 +110,7 @@ async def test_previous_response_id_continues_the_recorded_turn(
     assert "<tool_response>\na b\n</tool_response>" in text
 
 
-async def test_an_unknown_previous_response_is_refused(
+async def test_unknown_previous_response_is_refused(
     proxy: RunningProxy, client: openai.AsyncOpenAI
 ) -> None:
     for unknown in ("resp_7_x", "resp_x", "else", "resp_99999999999999_x"):
@@ -118,14 +118,16 @@ async def test_an_unknown_previous_response_is_refused(
             await client.responses.create(model="m", previous_response_id=unknown, input="Hi.")
 
 
-async def test_a_websocket_is_told_to_use_http(proxy: RunningProxy) -> None:
+async def test_websocket_request_gets_426(proxy: RunningProxy) -> None:
     url = f"{proxy.url}/v1/responses"
     headers = {"Upgrade": "websocket", "Connection": "Upgrade"}
     async with proxy.http.get(url, headers=headers) as response:
         assert response.status == 426
 
 
-async def test_truncation_is_incomplete(proxy: RunningProxy, client: openai.AsyncOpenAI) -> None:
+async def test_truncated_answer_has_status_incomplete(
+    proxy: RunningProxy, client: openai.AsyncOpenAI
+) -> None:
     proxy.answers("The answer is a sum of two numbers, thank you.")
     response = await client.responses.create(model="m", input="Hi.", max_output_tokens=3)
     assert response.status == "incomplete"

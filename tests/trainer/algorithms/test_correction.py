@@ -1,4 +1,4 @@
-"""Rollout correction, divergences, shaping, value losses and weights against float64 NumPy."""
+"""Correction, divergences, shaping, value losses and weights compared with float64 NumPy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
 
-from trainer.algorithms import correction, shaping
-from trainer.algorithms.aggregation import Aggregation, token_weights
-from trainer.algorithms.correction import Level, Scope
-from trainer.algorithms.kl import Estimator, adapted, divergence
-from trainer.algorithms.value_losses import clipped_value_loss, explained_variance
+from trainer.algorithms.advantages import turn_rewards
+from trainer.algorithms.aggregation import AGGREGATIONS, RolloutMean
+from trainer.algorithms.correction import Divergence, Level, Mask, Scope, Truncate, Veto
+from trainer.algorithms.kl import ESTIMATORS, AdaptiveKl
+from trainer.algorithms.returns import reward_to_go
+from trainer.algorithms.shaping import Overlong, RewardShaping
+from trainer.algorithms.value_losses import CriticConfig, explained_variance
 
 Array = NDArray[np.float64]
 seeds = st.integers(0, 2**32 - 1)
@@ -33,15 +34,14 @@ def spread(values: Array, sequence: Array, function: object) -> Array:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds)
-def test_weights_truncate_and_mask_at_every_level(level: Level, seed: int) -> None:
+def test_truncated_and_masked_weights_match_numpy_at_every_level(level: Level, seed: int) -> None:
     log_w, sequence = random_columns(seed)
     over = {"token": lambda x: x, "sequence": np.sum, "geometric": np.mean}[level]
     raw = np.exp(log_w if level == "token" else spread(log_w, sequence, over))
-    w = correction.importance(torch.as_tensor(log_w), torch.as_tensor(sequence), level)
-    np.testing.assert_allclose(w.numpy(), raw, rtol=1e-12)
-    truncated = correction.truncated(w, upper=1.3).numpy()
+    columns = (torch.as_tensor(log_w), torch.as_tensor(sequence))
+    truncated = Truncate(level=level, upper=1.3).weights(*columns).numpy()
     np.testing.assert_allclose(truncated, np.minimum(raw, 1.3), rtol=1e-12)
-    masked = correction.masked(w, lower=0.7, upper=1.3).numpy()
+    masked = Mask(level=level, lower=0.7, upper=1.3).weights(*columns).numpy()
     np.testing.assert_allclose(masked, np.where((raw >= 0.7) & (raw <= 1.3), raw, 0), rtol=1e-12)
 
 
@@ -62,10 +62,10 @@ K_GRADIENT = {
 @pytest.mark.parametrize("estimator", K)
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds)
-def test_divergences_and_their_gradients(estimator: Estimator, seed: int) -> None:
+def test_kl_estimators_and_their_gradients_match_numpy(estimator: str, seed: int) -> None:
     k1 = random_columns(seed)[0]
     logp = torch.as_tensor(k1 - 3).requires_grad_()
-    value = divergence(logp, torch.full_like(logp, -3), estimator)
+    value = ESTIMATORS.parse(estimator).divergence(logp, torch.full_like(logp, -3))
     value.sum().backward()
     np.testing.assert_allclose(value.detach().numpy(), K[estimator](k1), atol=1e-12)
     np.testing.assert_allclose(logp.grad.numpy(), K_GRADIENT[estimator](k1), atol=1e-12)
@@ -75,7 +75,7 @@ def test_divergences_and_their_gradients(estimator: Estimator, seed: int) -> Non
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
-def test_rejection_by_divergence(estimator: Estimator, scope: Scope, seed: int) -> None:
+def test_rejection_by_divergence_matches_numpy(estimator: str, scope: Scope, seed: int) -> None:
     log_w, sequence = random_columns(seed)
     estimate = K[estimator](-log_w)
     over = {"sequence_sum": np.sum, "sequence_mean": np.mean, "sequence_max": np.max}
@@ -83,24 +83,18 @@ def test_rejection_by_divergence(estimator: Estimator, scope: Scope, seed: int) 
         estimate = spread(estimate, sequence, over[scope])
     lower = -0.2 if estimator == "k1" else None
     expected = (estimate <= 0.1) & (estimate >= (-np.inf if lower is None else lower))
-    got = correction.within(
-        torch.as_tensor(log_w),
-        torch.as_tensor(sequence),
-        estimator=estimator,
-        scope=scope,
-        lower=lower,
-        upper=0.1,
-    )
+    part = Divergence(estimator=estimator, scope=scope, lower=lower, upper=0.1)  # type: ignore[arg-type]
+    got = part.keeps(torch.as_tensor(log_w), torch.as_tensor(sequence))
     assert (got.numpy() == expected).all()
 
 
-def test_a_veto_drops_the_whole_sequence() -> None:
+def test_veto_drops_the_whole_sequence() -> None:
     log_w, sequence = torch.tensor([0.1, -12.0, 0.0, -5.0]), torch.tensor([0, 0, 1, 1])
-    kept = correction.veto(log_w, sequence, min_ratio=1e-4)
+    kept = Veto(min_ratio=1e-4).keeps(log_w, sequence)
     assert kept.tolist() == [False, False, True, True]
 
 
-def loss_by_hand(kind: Aggregation, per_token: Array, sequence: Array, rollout: Array) -> float:
+def loss_by_hand(kind: str, per_token: Array, sequence: Array, rollout: Array) -> float:
     if kind == "token_mean":
         return float(per_token.mean())
     owner = rollout if kind == "rollout_mean" else sequence
@@ -110,7 +104,7 @@ def loss_by_hand(kind: Aggregation, per_token: Array, sequence: Array, rollout: 
     return float(np.mean([part.mean() for part in parts]))
 
 
-KINDS: list[Aggregation] = [
+KINDS = [
     "token_mean",
     "sequence_mean_token_mean",
     "sequence_mean_token_sum_norm",
@@ -121,25 +115,25 @@ KINDS: list[Aggregation] = [
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds)
-def test_aggregations_are_weighted_sums(kind: Aggregation, seed: int) -> None:
+def test_weighted_sums_match_the_means_of_each_aggregation(kind: str, seed: int) -> None:
     values, sequence = random_columns(seed)
     rollout = sequence // 2
-    weights = token_weights(
-        kind, torch.as_tensor(sequence), torch.as_tensor(rollout), max_tokens=50
-    )
+    norm = {"max_tokens": 50} if kind == "sequence_mean_token_sum_norm" else {}
+    part = AGGREGATIONS.parse({"name": kind} | norm)
+    weights = part.weights(torch.as_tensor(sequence), torch.as_tensor(rollout))
     got = float((weights.double() * torch.as_tensor(values)).sum())
     np.testing.assert_allclose(got, loss_by_hand(kind, values, sequence, rollout), atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds)
-def test_a_rollouts_weight_is_independent_of_its_forks(seed: int) -> None:
-    """However a rollout's tokens are spread over sequences, its share of the loss is 1 / R."""
+def test_weight_of_a_rollout_does_not_depend_on_its_forks(seed: int) -> None:
+    """A rollout's share of the loss is 1 / R, however its tokens are spread over sequences."""
     rng = np.random.default_rng(seed)
     rollout = np.sort(rng.integers(0, 5, 30))
     sequence = np.unique(rollout * 40 + rng.integers(0, 1 + rng.integers(0, 40), 30))
     sequence = np.sort(rng.choice(sequence, 30))
-    weights = token_weights("rollout_mean", torch.as_tensor(sequence), torch.as_tensor(rollout))
+    weights = RolloutMean().weights(torch.as_tensor(sequence), torch.as_tensor(rollout))
     shares = [float(weights[rollout == r].sum()) for r in np.unique(rollout)]
     np.testing.assert_allclose(shares, 1 / len(shares), rtol=1e-5)
 
@@ -148,7 +142,7 @@ def test_a_rollouts_weight_is_independent_of_its_forks(seed: int) -> None:
 @pytest.mark.parametrize("clip", [None, 0.2])
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds)
-def test_the_value_loss_and_its_gradient(
+def test_value_loss_and_its_gradient_match_numpy(
     clip: float | None, huber: float | None, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -170,47 +164,47 @@ def test_the_value_loss_and_its_gradient(
         worse = loss2 > loss
         loss, gradient = np.maximum(loss, loss2), np.where(worse, gradient2 * free, gradient)
     v = torch.as_tensor(values).requires_grad_()
-    got = clipped_value_loss(
-        v, torch.as_tensor(old), torch.as_tensor(goal), clip=clip, huber_delta=huber
-    )
+    critic = CriticConfig(clip=clip, huber_delta=huber)
+    got = critic.losses(v, torch.as_tensor(old), torch.as_tensor(goal))
     got.losses.sum().backward()
     np.testing.assert_allclose(got.losses.detach().numpy(), loss, atol=1e-12)
     away_from_kink = np.abs(np.abs(values - old) - (clip or 9)) > 1e-6
     np.testing.assert_allclose(v.grad.numpy()[away_from_kink], gradient[away_from_kink], atol=1e-9)
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant() -> None:
     goal = torch.tensor([0.0, 1.0, 2.0])
     assert explained_variance(goal, goal) == 1
     assert explained_variance(torch.ones(3), goal) == 0
     assert explained_variance(goal, torch.ones(3)) == 0
 
 
-def test_reward_shaping() -> None:
+def test_rewards_are_scaled_clipped_and_penalised_for_length() -> None:
     rewards = torch.tensor([-3.0, 0.0, 3.0])
-    shaped = shaping.affine_clip(rewards, bias=1, scale=2, low=-1, high=5)
+    shaped = RewardShaping(bias=1, scale=2, low=-1, high=5).shaped(rewards)
     assert shaped.tolist() == [-1, 2, 5]
     tokens = torch.tensor([50.0, 80.0, 90.0, 100.0, 110.0])
-    penalty = shaping.overlong_penalty(tokens, max_tokens=100, buffer_tokens=20, factor=0.5)
+    penalty = Overlong(max_tokens=100, buffer_tokens=20, factor=0.5).penalty(tokens)
     assert penalty.tolist() == [0, 0, -0.25, -0.5, -0.75]
-    signal = shaping.has_signal(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]))
-    assert signal.tolist() == [False, False, True, True]
 
 
-def test_turn_rewards_sum_to_the_turns_returns() -> None:
+def test_turn_rewards_sum_to_the_returns_of_the_turns() -> None:
     returns = torch.tensor([3.0, 3.0, 1.0, 5.0, 5.0])
     sequence, turns = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 0, 1])
-    rewards = shaping.turn_rewards(returns, sequence, turns)
+    rewards = turn_rewards(returns, sequence, turns)
     assert rewards.tolist() == [0, 2, 1, 0, 5]
 
 
-def test_the_kl_coefficient_follows_its_target() -> None:
-    assert adapted(0.1, 0.5, target=0.05, horizon=10) == pytest.approx(0.1 * 1.02)
-    assert adapted(0.1, 0.0, target=0.05, horizon=10) == pytest.approx(0.1 * 0.98)
-    assert adapted(0.1, 0.05, target=0.05, horizon=10) == 0.1
+def test_adaptive_kl_coefficient_follows_its_target() -> None:
+    assert AdaptiveKl(target=0.05, horizon=10).adapted(0.1, 0.5) == pytest.approx(0.1 * 1.02)
+    assert AdaptiveKl(target=0.05, horizon=10).adapted(0.1, 0.0) == pytest.approx(0.1 * 0.98)
+    assert AdaptiveKl(target=0.05, horizon=10).adapted(0.1, 0.05) == 0.1
 
 
-def test_kl_in_the_reward_is_summed_over_the_rollout() -> None:
-    kl, rollout = torch.tensor([0.1, 0.2, 0.4]), torch.tensor([0, 0, 1])
-    got: Tensor = shaping.kl_in_reward(kl, rollout, coefficient=2.0, rollouts=3)
-    torch.testing.assert_close(got, torch.tensor([-0.6, -0.8, 0.0]))
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds)
+def test_reward_to_go_is_the_sum_from_the_token_to_the_end_of_its_sequence(seed: int) -> None:
+    rewards, sequence = random_columns(seed)
+    got = reward_to_go(torch.as_tensor(rewards), torch.as_tensor(sequence))
+    expected = [rewards[t:][sequence[t:] == sequence[t]].sum() for t in range(len(rewards))]
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)

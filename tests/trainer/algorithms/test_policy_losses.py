@@ -1,4 +1,4 @@
-"""Policy losses and their gradients against float64 NumPy, token by token."""
+"""Policy losses and their gradients compared with float64 NumPy, token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.algorithms import policy_losses as losses
+from trainer.algorithms.correction import SecondMoment
+from trainer.algorithms.policy_losses import (
+    Cispo,
+    Gspo,
+    Loss,
+    Ppo,
+    Reinforce,
+    Sapo,
+    log_linear_prox,
+)
 
 Array = NDArray[np.float64]
 Oracle = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
@@ -70,33 +79,33 @@ def reinforce_oracle(logp: Array, _prox: Array, adv: Array, _seq: Array) -> tupl
     return -adv * logp, -adv
 
 
-CASES: dict[str, tuple[Callable[..., losses.PolicyLoss], Oracle]] = {
+CASES: dict[str, tuple[Loss, Oracle]] = {
     "ppo": (
-        lambda lp, px, a, _: losses.ppo(lp, px, a, clip_low=0.2, clip_high=0.28),
+        Ppo(clip_low=0.2, clip_high=0.28),
         ppo_oracle(0.2, 0.28),
     ),
     "dual_clip": (
-        lambda lp, px, a, _: losses.ppo(lp, px, a, clip_low=0.2, clip_high=0.2, dual_clip=1.5),
+        Ppo(clip_low=0.2, clip_high=0.2, dual_clip=1.5),
         ppo_oracle(0.2, 0.2, 1.5),
     ),
     "gspo": (
-        lambda lp, px, a, s: losses.gspo(lp, px, a, s, clip_low=0.05, clip_high=0.1),
+        Gspo(clip_low=0.05, clip_high=0.1),
         gspo_oracle(0.05, 0.1),
     ),
     "cispo": (
-        lambda lp, px, a, _: losses.cispo(lp, px, a, clip_low=0.3, clip_high=0.2),
+        Cispo(clip_low=0.3, clip_high=0.2),
         cispo_oracle(0.3, 0.2),
     ),
     "sapo": (
-        lambda lp, px, a, _: losses.sapo(lp, px, a, tau_positive=1.0, tau_negative=1.3),
+        Sapo(tau_positive=1.0, tau_negative=1.3),
         sapo_oracle(1.0, 1.3),
     ),
-    "reinforce": (lambda lp, _px, a, _s: losses.reinforce(lp, a), reinforce_oracle),
+    "reinforce": (Reinforce(), reinforce_oracle),
 }
 
 
 def columns(seed: int) -> tuple[Array, Array, Array, Array]:
-    """Random tokens of a few sequences, with the edges: r = 1 exactly, and A = 0."""
+    """Random tokens of a few sequences, including the edge cases r = 1 and A = 0."""
     rng = np.random.default_rng(seed)
     size = int(rng.integers(1, 30))
     prox = -rng.random(size) * 4
@@ -115,40 +124,43 @@ def tensors(*arrays: Array) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_loss_and_gradient_are_the_formulas(name: str, seed: int) -> None:
-    function, oracle = CASES[name]
+def test_loss_and_gradient_match_numpy(name: str, seed: int) -> None:
+    loss, oracle = CASES[name]
     arrays = columns(seed)
     logp, prox, adv, seq = tensors(*arrays)
     logp.requires_grad_()
-    result = function(logp, prox, adv, seq)
+    result = loss.losses(logp, prox, adv, seq)
     result.losses.sum().backward()
     expected, gradient = oracle(*arrays)
     np.testing.assert_allclose(result.losses.detach().numpy(), expected, atol=1e-12)
     np.testing.assert_allclose(logp.grad.numpy(), gradient, atol=1e-12)
 
 
-def test_a_far_ratio_stays_finite() -> None:
+def test_losses_of_extreme_ratios_are_finite() -> None:
     logp, prox, adv = torch.zeros(2), torch.tensor([-500.0, 500.0]), torch.tensor([-1.0, 1.0])
-    for name, (function, _) in CASES.items():
-        assert torch.isfinite(function(logp, prox, adv, torch.tensor([0, 1])).losses).all(), name
+    for name, (loss, _) in CASES.items():
+        assert torch.isfinite(loss.losses(logp, prox, adv, torch.tensor([0, 1])).losses).all(), name
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), threshold=st.floats(1e-4, 0.5))
-def test_m2_drops_the_largest_until_the_mean_is_below(seed: int, threshold: float) -> None:
+def test_second_moment_drops_the_largest_until_the_mean_is_below_the_threshold(
+    seed: int, threshold: float
+) -> None:
     behaviour, prox, _, _ = columns(seed)
     squares = (behaviour - prox) ** 2
     kept = np.ones(len(squares), bool)
     while kept.any() and squares[kept].mean() >= threshold:
         kept[np.flatnonzero(kept)[np.argmax(squares[kept])]] = False
-    got = losses.m2_mask(*tensors(behaviour, prox), threshold=threshold).numpy()
-    assert (got == kept).all()
+    log_w, sequence = tensors(prox - behaviour, np.zeros(len(prox)))
+    got = SecondMoment(threshold=threshold).keeps(log_w, sequence)
+    assert (got.numpy() == kept).all()
 
 
-def test_log_linear_prox_moves_with_staleness() -> None:
+def test_log_linear_prox_moves_toward_the_policy_with_staleness() -> None:
     behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     logp = torch.tensor([-2.0, -2.0, -2.0, -2.0], requires_grad=True)
     versions = torch.tensor([7, 6, 5, 4])
-    prox = losses.log_linear_prox(logp, behaviour, versions, version=7)
+    prox = log_linear_prox(logp, behaviour, versions, version=7)
     torch.testing.assert_close(prox, torch.tensor([-1.0, -1 - 1 / 2, -1 - 2 / 3, -1 - 3 / 4]))
     assert not prox.requires_grad

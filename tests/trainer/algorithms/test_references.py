@@ -1,7 +1,7 @@
-"""Our functions beside TRL 1.16's and verl 0.9.1's on the same padded batch: loss and gradient.
+"""Losses and gradients compared with TRL 1.16 and verl 0.9.1 on the same padded batch.
 
-verl is installed without its dependencies and imported without its package's start-up, so that its
-functions run as they are, but without Ray.
+verl is installed without its dependencies and imported without its package initialisation, so that
+its functions run unchanged and do not need Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.algorithms import advantages, correction
-from trainer.algorithms import policy_losses as ours
-from trainer.algorithms.aggregation import Aggregation, token_weights
-from trainer.algorithms.kl import divergence
-from trainer.algorithms.value_losses import clipped_value_loss
+from tests.trainer.algorithms.test_advantages import returns_of
+from trainer.algorithms.advantages import DrGrpo, Gae, Grpo, Opo, Rloo
+from trainer.algorithms.aggregation import AGGREGATIONS
+from trainer.algorithms.correction import Divergence, Mask, Truncate
+from trainer.algorithms.kl import ESTIMATORS, K3
+from trainer.algorithms.policy_losses import Cispo, Gspo, Loss, Ppo, Reinforce, Sapo
+from trainer.algorithms.value_losses import CriticConfig
 
 SEEDS = range(5)
 STUBS = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
@@ -35,7 +36,7 @@ STUBS = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_str
 
 @dataclass
 class Padded:
-    """`[B, T]` as TRL and verl have it; `flat` gives our columns."""
+    """A batch in TRL's and verl's layout `[B, T]`; `flat` converts it to this project's columns."""
 
     logp: Tensor
     old: Tensor
@@ -65,9 +66,11 @@ class Padded:
     def sequence(self) -> Tensor:
         return self.mask.nonzero()[:, 0]
 
-    def total(self, losses: Tensor, aggregation: Aggregation) -> Tensor:
-        """Our per-token losses `[N]` as a loss."""
-        weights = token_weights(aggregation, self.sequence, self.sequence, max_tokens=9)
+    def total(self, losses: Tensor, aggregation: str) -> Tensor:
+        """The loss that this project's per-token losses `[N]` are aggregated to."""
+        norm = {"max_tokens": 9} if aggregation == "sequence_mean_token_sum_norm" else {}
+        part = AGGREGATIONS.parse({"name": aggregation} | norm)
+        weights = part.weights(self.sequence, self.sequence)
         return (losses * weights.double()).sum()
 
     def same(self, mine: Tensor, theirs: Tensor) -> None:
@@ -110,26 +113,26 @@ def actor_config(verl: Any, **changes: Any) -> Any:
     return verl.ActorConfig(**(values | changes))
 
 
-VERL_LOSSES: dict[str, tuple[str, Callable[..., ours.PolicyLoss]]] = {
+VERL_LOSSES: dict[str, tuple[str, Loss]] = {
     "compute_policy_loss_vanilla": (
         "token-mean",
-        lambda lp, px, a, _: ours.ppo(lp, px, a, clip_low=0.2, clip_high=0.28, dual_clip=1.5),
+        Ppo(clip_low=0.2, clip_high=0.28, dual_clip=1.5),
     ),
     "compute_policy_loss_gspo": (
         "seq-mean-token-mean",
-        lambda lp, px, a, s: ours.gspo(lp, px, a, s, clip_low=0.2, clip_high=0.28),
+        Gspo(clip_low=0.2, clip_high=0.28),
     ),
     "compute_policy_loss_cispo": (
         "token-mean",
-        lambda lp, px, a, _: ours.cispo(lp, px, a, clip_low=0.2, clip_high=0.28),
+        Cispo(clip_low=0.2, clip_high=0.28),
     ),
     "compute_policy_loss_sapo": (
         "seq-mean-token-mean",
-        lambda lp, px, a, _: ours.sapo(lp, px, a, tau_positive=1.0, tau_negative=1.3),
+        Sapo(tau_positive=1.0, tau_negative=1.3),
     ),
-    "compute_policy_loss_gpg": ("token-mean", lambda lp, _px, a, _s: ours.reinforce(lp, a)),
+    "compute_policy_loss_gpg": ("token-mean", Reinforce()),
 }
-AGGREGATIONS: dict[str, Aggregation] = {
+VERL_MODES = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
@@ -138,9 +141,9 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", VERL_LOSSES)
-def test_policy_losses_are_verls(verl: Any, name: str, seed: int) -> None:
+def test_policy_losses_match_verl(verl: Any, name: str, seed: int) -> None:
     data = Padded.random(seed)
-    mode, function = VERL_LOSSES[name]
+    mode, loss = VERL_LOSSES[name]
     w = torch.exp(data.old - data.behaviour).clamp(max=1.2)
     theirs = getattr(verl, name)(
         data.old,
@@ -153,29 +156,29 @@ def test_policy_losses_are_verls(verl: Any, name: str, seed: int) -> None:
     )[0]
     flat = [data.flat(x) for x in (data.logp, data.old, data.adv)]
     log_w = data.flat(data.old - data.behaviour)
-    weights = correction.truncated(correction.importance(log_w, data.sequence, "token"), upper=1.2)
-    mine = function(*flat, data.sequence).losses * weights
-    data.same(data.total(mine, AGGREGATIONS[mode]), theirs)
+    weights = Truncate(upper=1.2).weights(log_w, data.sequence)
+    mine = loss.losses(*flat, data.sequence).losses * weights
+    data.same(data.total(mine, VERL_MODES[mode]), theirs)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_aggregations_are_verls(verl: Any, mode: str) -> None:
+@pytest.mark.parametrize("mode", VERL_MODES)
+def test_aggregations_match_verl(verl: Any, mode: str) -> None:
     data = Padded.random(0)
     theirs = verl.agg_loss(data.logp, data.mask, mode)
-    data.same(data.total(data.flat(data.logp), AGGREGATIONS[mode]), theirs)
+    data.same(data.total(data.flat(data.logp), VERL_MODES[mode]), theirs)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
-def test_divergences_are_verls(verl: Any, kind: Any) -> None:
+def test_kl_estimators_match_verl(verl: Any, kind: Any) -> None:
     data = Padded.random(1)
     data.same(
-        divergence(data.logp, data.old, kind).sum(),
+        ESTIMATORS.parse(kind).divergence(data.logp, data.old).sum(),
         verl.kl_penalty(data.logp, data.old, kind).sum(),
     )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_outcome_advantages_are_verls(verl: Any, seed: int) -> None:
+def test_outcome_advantages_match_verl(verl: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
     group = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     rewards = torch.as_tensor(rng.choice([0.0, 0.5, 1.0], 8))
@@ -183,47 +186,51 @@ def test_outcome_advantages_are_verls(verl: Any, seed: int) -> None:
     mask[:, 0] = 1
     scores = torch.zeros(8, 6, dtype=torch.float64)
     scores[:, 0] = rewards
-    index, tokens = torch.as_tensor(group), mask.sum(-1)
-    pairs = {
-        "compute_grpo_outcome_advantage": advantages.grpo(rewards, index, eps=1e-6),
-        "compute_rloo_outcome_advantage": advantages.rloo(rewards, index),
-        "compute_opo_outcome_advantage": advantages.opo(rewards, index, tokens),
+    returns = returns_of(rewards.numpy(), group, mask.sum(-1).int().numpy())
+    first = np.flatnonzero(np.diff(returns.rollout.numpy(), prepend=-1))  # a token of each rollout
+    parts = {
+        "compute_grpo_outcome_advantage": Grpo(),
+        "compute_rloo_outcome_advantage": Rloo(),
+        "compute_opo_outcome_advantage": Opo(),
     }
-    for name, (mean, scale) in pairs.items():
+    for name, part in parts.items():
         theirs = getattr(verl, name)(scores.clone(), mask, group)[0][:, 0]
-        torch.testing.assert_close((rewards - mean) * scale, theirs, atol=1e-6, rtol=1e-6, msg=name)
-    mean, _ = advantages.dr_grpo(rewards, index)
+        mine = part.estimate(returns).advantages[first]
+        torch.testing.assert_close(mine, theirs, atol=5e-6, rtol=1e-6, msg=name)
+    mine = DrGrpo().estimate(returns).advantages[first]
     theirs = verl.compute_grpo_outcome_advantage(
         scores.clone(), mask, group, norm_adv_by_std_in_grpo=False
     )[0][:, 0]
-    torch.testing.assert_close(rewards - mean, theirs)
+    torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gae_and_the_value_loss_are_verls(verl: Any, seed: int) -> None:
+def test_gae_and_value_loss_match_verl(verl: Any, seed: int) -> None:
     data = Padded.random(seed, sequence_advantages=False)
     rewards, values = data.adv * data.mask, data.old
     returns = verl.compute_gae_advantage_return(rewards, values, data.mask, 0.97, 0.9)[1]
     flat_values = data.flat(values)
-    _, targets = advantages.gae(data.flat(rewards), flat_values, data.sequence, gamma=0.97, lam=0.9)
+    gae = Gae(gamma=0.97, lam=0.9)
+    _, targets = gae.by_token(data.flat(rewards), flat_values, data.sequence)
     torch.testing.assert_close(targets, data.flat(returns))
     theirs = verl.compute_value_loss(data.logp, returns, values, data.mask, 0.2)[0]
-    mine = clipped_value_loss(data.flat(data.logp), flat_values, targets, clip=0.2).losses
+    mine = CriticConfig(clip=0.2).losses(data.flat(data.logp), flat_values, targets).losses
     data.same(data.total(mine, "token_mean"), theirs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rollout_correction_is_verls(verl: Any, seed: int) -> None:
+def test_rollout_correction_matches_verl(verl: Any, seed: int) -> None:
     data = Padded.random(seed)
     log_w = data.old - data.behaviour
     flat = data.flat(log_w)
     for level in ("token", "sequence"):
-        w = correction.importance(flat, data.sequence, level)
         weigh = verl.correction.compute_rollout_correction_weights
         theirs = data.flat(weigh(log_w, data.mask, level, 1.3)[0])
-        torch.testing.assert_close(correction.truncated(w, upper=1.3), theirs)
+        mine = Truncate(level=level, upper=1.3).weights(flat, data.sequence)  # type: ignore[arg-type]
+        torch.testing.assert_close(mine, theirs)
         theirs = data.flat(weigh(log_w, data.mask, level, "0.2_5.0")[0])
-        torch.testing.assert_close(correction.masked(w, lower=0.2, upper=5.0), theirs)
+        mine = Mask(level=level, lower=0.2, upper=5.0).weights(flat, data.sequence)  # type: ignore[arg-type]
+        torch.testing.assert_close(mine, theirs)
     scopes = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean"}
     for prefix, scope in scopes.items():
         for kind in ("k1", "k2", "k3"):
@@ -231,61 +238,57 @@ def test_rollout_correction_is_verls(verl: Any, seed: int) -> None:
             spec = f"{np.exp(-0.1)}_{np.exp(0.2)}" if kind == "k1" else str(upper)
             reject = verl.correction.compute_rollout_rejection_mask
             theirs = data.flat(reject(log_w, data.mask, f"{prefix}_{kind}", spec)[0])
-            mine = correction.within(
-                flat,
-                data.sequence,
-                estimator=kind,  # type: ignore[arg-type]
-                scope=scope,  # type: ignore[arg-type]
-                lower=lower,
-                upper=upper,
+            part = Divergence.model_validate(
+                {"estimator": kind, "scope": scope, "lower": lower, "upper": upper}
             )
-            assert torch.equal(mine, theirs.bool()), (prefix, kind)
+            mine_kept = part.keeps(flat, data.sequence)
+            assert torch.equal(mine_kept, theirs.bool()), (prefix, kind)
 
 
-TRL_LOSSES: dict[str, tuple[str, Aggregation, Callable[..., ours.PolicyLoss]]] = {
+TRL_LOSSES: dict[str, tuple[str, str, Loss]] = {
     "grpo": (
         "token",
         "sequence_mean_token_mean",
-        lambda lp, px, a, _: ours.ppo(lp, px, a, clip_low=0.2, clip_high=0.28),
+        Ppo(clip_low=0.2, clip_high=0.28),
     ),
     "dr_grpo": (
         "token",
         "sequence_mean_token_sum_norm",
-        lambda lp, px, a, _: ours.ppo(lp, px, a, clip_low=0.2, clip_high=0.28),
+        Ppo(clip_low=0.2, clip_high=0.28),
     ),
     "dapo": (
         "token",
         "token_mean",
-        lambda lp, px, a, _: ours.ppo(lp, px, a, clip_low=0.2, clip_high=0.28),
+        Ppo(clip_low=0.2, clip_high=0.28),
     ),
     "grpo-sequence": (
         "sequence",
         "sequence_mean_token_mean",
-        lambda lp, px, a, s: ours.gspo(lp, px, a, s, clip_low=0.2, clip_high=0.28),
+        Gspo(clip_low=0.2, clip_high=0.28),
     ),
     "cispo": (
         "token",
         "token_mean",
-        lambda lp, px, a, _: ours.cispo(lp, px, a, clip_low=1.0, clip_high=0.28),
+        Cispo(clip_low=1.0, clip_high=0.28),
     ),
     "sapo": (
         "token",
         "sequence_mean_token_mean",
-        lambda lp, px, a, _: ours.sapo(lp, px, a, tau_positive=1.0, tau_negative=1.3),
+        Sapo(tau_positive=1.0, tau_negative=1.3),
     ),
 }
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TRL_LOSSES)
-def test_losses_are_trls(name: str, seed: int) -> None:
-    """With k3 to a reference at β = 0.04, as TRL adds it."""
+def test_losses_match_trl(name: str, seed: int) -> None:
+    """The loss includes k3 to a reference with β = 0.04, as in TRL."""
     data = Padded.random(seed)
-    level, aggregation, function = TRL_LOSSES[name]
+    level, aggregation, loss = TRL_LOSSES[name]
     loss_type = name.split("-")[0]
     flat = [data.flat(x) for x in (data.logp, data.old, data.adv)]
-    kl = divergence(flat[0], data.flat(data.behaviour), "k3")
-    mine = function(*flat, data.sequence).losses + 0.04 * kl
+    kl = K3().divergence(flat[0], data.flat(data.behaviour))
+    mine = loss.losses(*flat, data.sequence).losses + 0.04 * kl
     theirs = trl_loss(data, loss_type, level)
     data.same(data.total(mine, aggregation), theirs)
 

@@ -1,4 +1,4 @@
-"""Two ranks, through the loop that the mains run: what one rank does, and nothing left behind."""
+"""Two ranks in the loop of the mains: they train like one rank, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from transformers import AutoModelForCausalLM
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.test_fit import config_of, run_once
 from trainer.checkpoint import Checkpoints
-from trainer.cluster.local import check_seat, local_trainer, torchrun_seat
+from trainer.cluster.local import local_trainer
+from trainer.cluster.rank_zero import ScoreText
+from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder, read_jsonl
+
+pytestmark = pytest.mark.slow
 
 COMPARED = ("actor/loss", "actor/grad_norm", "actor/entropy", "reward/mean", "actor/lr")
 STEPS = 4
@@ -60,7 +65,7 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(saved.path / "model").state_dict())
 
 
-def test_two_ranks_train_as_one_also_across_a_resume_with_another_number(
+def test_two_ranks_train_like_one_even_after_a_resume_with_another_number_of_ranks(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     one, two = (RunFolder.create(tmp_path / name) for name in ("one", "two"))
@@ -77,60 +82,77 @@ def test_two_ranks_train_as_one_also_across_a_resume_with_another_number(
         torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
-def rank_process(folder: RunFolder) -> int:
-    """The process that follows, of the run in this folder."""
+def rank_process() -> int:
+    """The process id of a rank other than 0, of a run in this process or a descendant."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            ours = {b"trainer.cluster.follower", str(folder.config).encode()} <= set(words)
-            if ours and b"-S" not in words:  # the guard has the same words
+            if b"trainer.cluster.follower" not in words or b"-S" in words:
+                continue  # the guard's command line contains the same words
+            if os.getpid() in ancestors(int(entry.name)):
                 return int(entry.name)
     raise AssertionError("there is no other rank")
 
 
-def test_a_killed_rank_ends_the_run_with_a_clear_message(checkpoint: Path, tmp_path: Path) -> None:
+def ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
+
+
+def test_killed_rank_ends_the_run_with_a_clear_message(checkpoint: Path, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "a")
 
     async def lose_a_rank() -> None:
         control = RunControl()
-        async with local_trainer(config(checkpoint, folder, 2), folder, control, ()) as trainer:
-            await trainer.score([1, 2, 3])
-            os.kill(rank_process(folder), signal.SIGKILL)
-            await control.finish(trainer.score([1, 2, 3]))
+        async with local_trainer(config(checkpoint, folder, 2), folder, control, ()) as rank_zero:
+            await rank_zero.ask(ScoreText([1, 2, 3]))
+            os.kill(rank_process(), signal.SIGKILL)
+            await control.finish(rank_zero.ask(ScoreText([1, 2, 3])))
 
-    with pytest.raises(TrainerError, match=r"rank 1 of the trainer ended with code 137.*resume"):
+    with pytest.raises(
+        TrainerError, match=r"rank 1 of the trainer ended with code 137.*start the run"
+    ):
         asyncio.run(lose_a_rank())
 
 
-def test_a_rank_that_does_not_start_says_why(checkpoint: Path, tmp_path: Path) -> None:
+def test_rank_that_does_not_start_is_an_error_with_the_reason(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     folder = RunFolder.create(tmp_path / "a")
     settings = config(checkpoint, folder, 2)
-    folder.config.write_text("model: {path: x}")
+    wrong = settings.optimizer.model_copy(
+        update={"lr": -1.0}
+    )  # only rank 1 reads it before joining
+    settings = settings.model_copy(update={"optimizer": wrong})
 
     async def start() -> None:
         async with local_trainer(settings, folder, RunControl(), ()):
             pass
 
-    with pytest.raises(TrainerError, match=r"rank 1 of the trainer ended.*remote_agent"):
+    with pytest.raises(
+        TrainerError, match=r"rank 1 of the trainer ended with code 1: .*log: .*rank-1\.log"
+    ):
         asyncio.run(start())
 
 
-def test_no_rank_outlives_a_killed_run(checkpoint: Path, tmp_path: Path) -> None:
+def test_every_rank_ends_when_the_run_is_killed(checkpoint: Path, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "a")
     config(checkpoint, folder, 2)
     program = f"""
     import asyncio, pathlib
     from trainer.cluster.local import local_trainer
+    from trainer.cluster.rank_zero import ScoreText
     from trainer.config_sources import load
     from trainer.run.control import RunControl
     from trainer.run.folder import RunFolder
     folder = RunFolder(pathlib.Path({str(folder.path)!r}))
     async def main():
-        async with local_trainer(load(folder.config), folder, RunControl(), ()) as trainer:
-            await trainer.score([1, 2, 3])
+        async with local_trainer(load([folder.config]), folder, RunControl(), ()) as rank_zero:
+            await rank_zero.ask(ScoreText([1, 2, 3]))
             print("scored", flush=True)
             await asyncio.Event().wait()
     asyncio.run(main())
@@ -140,7 +162,7 @@ def test_no_rank_outlives_a_killed_run(checkpoint: Path, tmp_path: Path) -> None
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == b"scored\n"
-        other = os.pidfd_open(rank_process(folder))
+        other = os.pidfd_open(rank_process())
         driver.kill()
     poll = select.poll()
     poll.register(other)
@@ -161,7 +183,7 @@ def test_engines_sleep_while_the_trainer_trains(checkpoint: Path, tmp_path: Path
     assert calls == ["/update_weights", "/sleep", "/wake_up", "/update_weights"]
 
 
-def test_torchrun_says_which_rank_we_are(checkpoint: Path, tmp_path: Path) -> None:
+def test_seat_is_read_from_torchruns_environment(checkpoint: Path, tmp_path: Path) -> None:
     started = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     seat = torchrun_seat(started)
     assert seat is not None

@@ -1,5 +1,5 @@
-"""A run on a Ray cluster (of one node): what a run on this machine is, and what is
-lost of it is replaced or said."""
+"""A run on a Ray cluster of one node: equal to a run on this machine; lost processes are replaced
+or reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agent_loop.producers.groups import BatchSettings
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Rollout, Task
 from agent_loop.tasks import Source, TaskStream
@@ -24,15 +24,16 @@ from proxy.records import SessionKind
 from tests.needs import skip_or_fail
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.fake_server import FakeServer
-from tests.trainer.test_fit import ScriptedTrials, config_of, run_once
+from tests.trainer.test_fit import ScriptedTrials, config_of, run_once, scored_on
 from trainer.checkpoint import Checkpoints
+from trainer.cluster.rank_zero import ScoreText
+from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.fit import Fit
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
-from trainer.run.services import running_services
 from trainer.weight_sync.control import EngineControl
 
 try:
@@ -42,12 +43,16 @@ try:
 except ImportError:
     skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
+        stack.callback(ray.shutdown)
         ray.init(
             address="local",
             num_cpus=1,
@@ -55,11 +60,10 @@ def cluster() -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             _temp_dir=folder,
-            # Of a process that imports Python's ray and our trainer, on a machine that is busy.
+            # A worker imports Ray and the trainer first, which takes minutes on a busy machine.
             _system_config={"worker_register_timeout_seconds": 300},
         )
         yield
-        ray.shutdown()
 
 
 def config(model: Path, **sections: Any) -> TrainerConfig:
@@ -90,27 +94,41 @@ class LosesAReplica(ScriptedTrials):
 
 
 async def run_on_ray(settings: TrainerConfig, folder: RunFolder) -> list[str]:
-    """To the end; what the user was told, then each engine's version of the weights."""
+    """Runs to the end. Returns the lines for the user, then each engine's version of the
+    weights."""
     told: list[str] = []
     control = RunControl()
-    with closing(RunLog(settings, folder)) as log:
+    with closing(RunLog(settings.logging, folder, steps=STEPS)) as log:
         async with (
             ray_cluster(settings, folder, control, FakeServer) as cluster,
-            cluster.trainer(()) as trainer,
-            running_services(settings, folder, control, cluster, trainer, told.append) as proxy,
+            cluster.trainer(()) as rank_zero,
+            RunServices(
+                settings, folder, control, cluster, rank_zero, told.append
+            ).running() as services,
         ):
             tasks = [Task(f"task-{number}", {}) for number in range(5)]
             producer = SyncProducer(
-                LosesAReplica(trainer.score, None),
+                LosesAReplica(scored_on(rank_zero), None),
                 TaskStream([Source("s", tasks)], seed=1),
-                BatchSettings(groups=2, group_size=3),
+                RolloutConfig(groups_per_step=2, group_size=3),
                 seed=settings.trainer.seed,
             )
-            await trainer.restore()
-            assert await Fit(settings, trainer, producer, None, log, control).run() == "done"
-            engines = {engine["name"]: engine["url"] for engine in await proxy.engines()}
+            checkpoints = Checkpoints(folder.checkpoints, keep_last=2)
+            fit = Fit(
+                settings.trainer,
+                settings.eval,
+                rank_zero,
+                services.engines,
+                producer,
+                None,
+                checkpoints,
+                log,
+                control,
+            )
+            assert await fit.run() == "done"
+            engines = {engine["name"]: engine["url"] for engine in await services.proxy.engines()}
             assert sorted(engines) == ["engine-0", "engine-1"]
-            with closing(EngineControl(list(engines.values()))) as served:
+            with closing(EngineControl(services.engines.urls)) as served:
                 return told + served.weight_versions()
 
 
@@ -120,7 +138,7 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(saved.path / "model").state_dict())
 
 
-def test_a_run_that_loses_a_replica_ends_as_one_on_this_machine(
+def test_run_that_loses_a_replica_ends_with_the_weights_of_a_local_run(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     here, there = (RunFolder.create(tmp_path / name) for name in ("here", "there"))
@@ -136,20 +154,22 @@ def test_a_run_that_loses_a_replica_ends_as_one_on_this_machine(
         torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_a_killed_rank_ends_the_run_with_a_clear_message(tiny_model: Path, tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_with_a_clear_message(tiny_model: Path, tmp_path: Path) -> None:
     settings, folder = config(tiny_model), RunFolder.create(tmp_path / "a")
 
     async def lose_a_rank() -> None:
         control = RunControl()
         async with (
             ray_cluster(settings, folder, control, FakeServer) as cluster,
-            cluster.trainer(()) as trainer,
+            cluster.trainer(()) as rank_zero,
         ):
-            await trainer.score([1, 2, 3])
+            await rank_zero.ask(ScoreText([1, 2, 3]))
             ray.kill(ray.get_actor("rank-1", namespace="agentic-rl"))
-            await control.finish(trainer.score([1, 2, 3]))
+            await control.finish(rank_zero.ask(ScoreText([1, 2, 3])))
 
-    with pytest.raises(TrainerError, match=r"rank 1 of the trainer ended: .* is gone.*resume"):
+    with pytest.raises(
+        TrainerError, match=r"rank 1 of the trainer ended: .* is gone.*the run again"
+    ):
         asyncio.run(lose_a_rank())
 
 
@@ -157,7 +177,7 @@ def test_a_killed_rank_ends_the_run_with_a_clear_message(tiny_model: Path, tmp_p
     ("asked", "said"),
     [({"engine_cpus": 50}, "'CPU': 50"), ({"engine_gpus": 1}, "'GPU'")],
 )
-def test_a_cluster_without_room_is_said_at_once(
+def test_cluster_without_enough_resources_is_an_error_at_once(
     tiny_model: Path, tmp_path: Path, asked: dict[str, int], said: str
 ) -> None:
     settings = config(tiny_model, cluster=asked)
@@ -171,7 +191,7 @@ def test_a_cluster_without_room_is_said_at_once(
         asyncio.run(connect())
 
 
-def test_gpus_are_each_ones_own_or_shared_in_pairs(tiny_model: Path) -> None:
+def test_engines_and_ranks_have_their_own_gpus_or_share_them_in_pairs(tiny_model: Path) -> None:
     own = config(tiny_model, cluster={"engine_gpus": 2})
     assert [bundle["GPU"] for bundle in bundles(own, has_gpus=True)] == [2, 2, 1, 1]
     shared = config(tiny_model, cluster={"share_gpus": True})

@@ -1,10 +1,11 @@
-"""Several nodes: Ray's own, each with its processes, on this machine. One of them is lost."""
+"""A Ray cluster of several nodes, which are processes on this machine; one of them is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 from tests.needs import skip_or_fail
 from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import config_of
+from trainer.cluster.services import RunServices
 from trainer.errors import TrainerError
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
-from trainer.run.services import running_services
 
 try:
     import ray
@@ -26,26 +27,32 @@ try:
 except ImportError:
     skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
 
+pytestmark = pytest.mark.slow
+
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
 @pytest.fixture
-def nodes() -> Iterator[Any]:
-    """Three, each with room for one bundle; the first cannot be lost, as it has Ray's head."""
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Three nodes with room for one bundle each. The first one runs Ray's head and must stay."""
     config = {
         "worker_register_timeout_seconds": 300,
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": 1000,
     }
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # pytest's has too long a name
-        head = {**NODE, "_system_config": config, "temp_dir": folder}
-        nodes = Cluster(initialize_head=True, head_node_args=head)
+    with ExitStack() as stack:
+        # The paths of Ray's sockets would be too long in pytest's temporary folders.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        nodes = Cluster()
+        # Registered before the first node starts: a node that fails to start leaves no process.
+        stack.callback(nodes.shutdown)
+        nodes.add_node(**NODE, _system_config=config)
         for _ in range(2):
             nodes.add_node(**NODE)
+        stack.callback(ray.shutdown)
         ray.init(address=nodes.address, log_to_driver=False)
         yield nodes
-        ray.shutdown()
-        nodes.shutdown()
 
 
 async def lose_the_node_of_an_engine(nodes: Any) -> str:
@@ -62,7 +69,7 @@ async def lose_the_node_of_an_engine(nodes: Any) -> str:
     raise AssertionError("both engines are on the head")
 
 
-def test_the_engine_of_a_lost_node_goes_on_at_another_and_without_one_the_run_ends(
+def test_engine_of_a_lost_node_moves_to_another_node_or_the_run_ends(
     tiny_model: Path, tmp_path: Path, nodes: Any
 ) -> None:
     settings = config_of(
@@ -75,7 +82,7 @@ def test_the_engine_of_a_lost_node_goes_on_at_another_and_without_one_the_run_en
             "ready_timeout_s": 60,
         },
     )
-    # Refused together with `shm`, as nodes are machines; here all of them have one memory.
+    # The configuration refuses this with `shm`, because nodes are usually different machines.
     spread = settings.cluster.model_copy(update={"strategy": "STRICT_SPREAD"})
     settings = settings.model_copy(update={"cluster": spread})
     folder = RunFolder.create(tmp_path / "run")
@@ -85,17 +92,19 @@ def test_the_engine_of_a_lost_node_goes_on_at_another_and_without_one_the_run_en
         control = RunControl()
         async with (
             ray_cluster(settings, folder, control, FakeServer) as cluster,
-            cluster.trainer(()) as trainer,
-            running_services(settings, folder, control, cluster, trainer, told.put_nowait) as proxy,
+            cluster.trainer(()) as rank_zero,
+            RunServices(
+                settings, folder, control, cluster, rank_zero, told.put_nowait
+            ).running() as services,
         ):
-            before = {engine["name"]: engine["url"] for engine in await proxy.engines()}
-            await trainer.sync_weights()
+            before = {engine["name"]: engine["url"] for engine in await services.proxy.engines()}
+            await services.engines.send_weights()
             nodes.add_node(**NODE)
             lost = await lose_the_node_of_an_engine(nodes)
             assert (await told.get()).startswith(f"warning: {lost} ended with the actor of {lost}")
             now = before
             while len(now) < 2 or now == before:
-                now = {engine["name"]: engine["url"] for engine in await proxy.engines()}
+                now = {engine["name"]: engine["url"] for engine in await services.proxy.engines()}
                 await control.finish(asyncio.sleep(0.1))
             await lose_the_node_of_an_engine(nodes)
             await control.finish(asyncio.sleep(600))

@@ -1,4 +1,4 @@
-"""Ray that is not there, or not as asked for: one line each, at once."""
+"""Ray that is missing or not as configured is refused at once, in one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_once(settings: TrainerConfig, tmp_path: Path) -> None:
     asyncio.run(connect())
 
 
-def test_ray_that_is_not_installed(
+def test_missing_ray_is_refused_with_the_extra_to_install(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("trainer.cluster.ray_")]:
@@ -45,12 +45,12 @@ def test_ray_that_is_not_installed(
         open_once(config(checkpoint), tmp_path)
 
 
-def test_an_address_where_nothing_listens(checkpoint: Path, tmp_path: Path) -> None:
+def test_address_where_nothing_listens_is_refused_at_once(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.address='127\.0\.0\.1:1': no Ray .*refused"):
         open_once(config(checkpoint, address="127.0.0.1:1"), tmp_path)
 
 
-def test_no_cluster_to_be_found(
+def test_missing_cluster_is_refused_with_the_command_that_starts_one(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -59,7 +59,7 @@ def test_no_cluster_to_be_found(
         open_once(config(checkpoint, address="auto"), tmp_path)
 
 
-def test_ray_that_does_not_start(
+def test_ray_that_does_not_start_is_an_error_in_one_line(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""Attention by runs, and FlexAttention's mask, against plain attention with a dense mask."""
+"""Attention by runs, and the mask for FlexAttention, compared with a dense mask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layout_of(seed: int, *, share: bool) -> Layout:
 
 
 def inputs(tokens: int, sizes: tuple[int, int]) -> list[Tensor]:
-    """Four query heads on two of keys and values; `sizes`: of a query's head and of a value's."""
+    """Four query heads, two key and value heads; `sizes`: head sizes of queries and of values."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, tokens, sizes[0]), (1, 2, tokens, sizes[0]), (1, 2, tokens, sizes[1]))
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
@@ -37,7 +37,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def test_runs_are_the_tokens_that_the_same_tokens_follow() -> None:
+def test_each_run_holds_tokens_that_are_followed_by_the_same_tokens() -> None:
     layout = Layout(torch.tensor([5, 5, 3, 5, 5]), longest=4)
     assert layout.runs == ((0, 2, 5), (2, 3, 3), (3, 5, 5))
 
@@ -48,7 +48,7 @@ def test_runs_are_the_tokens_that_the_same_tokens_follow() -> None:
     share=st.booleans(),
     sizes=st.sampled_from([(8, 8), (12, 8), (8, 16)]),
 )
-def test_output_and_gradients_are_those_of_a_dense_mask(
+def test_output_and_gradients_equal_those_of_a_dense_mask(
     seed: int, share: bool, sizes: tuple[int, int]
 ) -> None:
     layout = layout_of(seed, share=share)
@@ -64,8 +64,8 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("share", [False, True], ids=["packed", "tree"])
-def test_the_cuda_form_sees_the_same(share: bool) -> None:
-    """FlexAttention, uncompiled and forward only on CPU."""
+def test_flex_attention_mask_equals_the_dense_mask(share: bool) -> None:
+    """FlexAttention runs uncompiled on CPU, and only its forward pass."""
     layout = layout_of(10, share=share)
     parts = [x.detach() for x in inputs(len(layout.ends), (8, 8))]
     flex = flex_attention(*parts, block_mask=layout.block_mask, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""The critic: values of states, an update towards the targets."""
+"""The critic: values of states, and updates towards their targets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig
-from trainer.policy.optimizer import OptimizerConfig
 from trainer.policy.update import update_critic
 
 
@@ -22,7 +22,7 @@ def make_critic(checkpoint: Path, *, share_prefixes: bool = True) -> Critic:
     return critic
 
 
-def test_a_value_depends_on_what_came_before_the_token_and_on_nothing_else(
+def test_value_depends_only_on_earlier_tokens(
     checkpoint: Path,
 ) -> None:
     batch, critic = make_batch(1), make_critic(checkpoint)
@@ -36,7 +36,7 @@ def test_a_value_depends_on_what_came_before_the_token_and_on_nothing_else(
     assert abs(float((critic.compute_values(batch) - values)[token])) > 1e-5
 
 
-def test_shared_prefixes_give_the_same_values(checkpoint: Path) -> None:
+def test_values_are_the_same_with_shared_prefixes(checkpoint: Path) -> None:
     batch = make_batch(2)
     packed, shared = (
         make_critic(checkpoint, share_prefixes=share).compute_values(batch)
@@ -45,7 +45,7 @@ def test_shared_prefixes_give_the_same_values(checkpoint: Path) -> None:
     torch.testing.assert_close(packed, shared, atol=1e-5, rtol=0)
 
 
-def test_updates_explain_the_returns(checkpoint: Path) -> None:
+def test_updates_raise_the_explained_variance(checkpoint: Path) -> None:
     algorithm = Algorithm(
         AlgorithmConfig.model_validate(
             {"preset": "ppo", "critic": {"clip": None}, "epochs": 4, "mini_batches": 2}

@@ -1,4 +1,4 @@
-"""FLOPs by the textbook's count, on a model small enough to count by hand."""
+"""FLOPs of a model that is small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
 
 
-def test_flops_are_six_per_weight_and_token_and_attention(checkpoint: Path) -> None:
+def test_flops_are_6_per_weight_and_token_plus_attention(checkpoint: Path) -> None:
     model = Policy(ModelConfig(path=checkpoint)).model
     count = 10
     zeros = np.zeros(count, np.int32)
@@ -29,5 +29,5 @@ def test_flops_are_six_per_weight_and_token_and_attention(checkpoint: Path) -> N
     assert training_flops(model, batch, passes=2.0) == pytest.approx(2 * expected)
 
 
-def test_an_unknown_device_has_no_utilisation() -> None:
+def test_unknown_device_has_no_utilisation() -> None:
     assert utilisation(1e12, 1.0, torch.device("cpu"), 1) is None

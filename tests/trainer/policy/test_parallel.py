@@ -1,4 +1,4 @@
-"""Two gloo processes with sharded weights train as one process does."""
+"""Two gloo processes with sharded weights train like one process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.token_loss import Metrics
+from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.model import LoraSettings, ModelConfig
-from trainer.policy.optimizer import OptimizerConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
-from trainer.policy.token_loss import Metrics
 from trainer.policy.update import update_critic, update_policy
+
+pytestmark = pytest.mark.slow
 
 
 def train(checkpoint: Path, ranks: Ranks, lora: bool) -> tuple[Metrics, dict[str, Tensor]]:
@@ -57,8 +59,8 @@ def worker(rank: int, checkpoint: Path, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
-    """All weights, and adapters alone."""
+def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
+    """Both with all weights trained and with adapters only."""
     mp.spawn(worker, (checkpoint, tmp_path), nprocs=2)
     results = torch.load(tmp_path / "results.pt")
     for lora, (metrics, weights) in zip((False, True), results, strict=True):

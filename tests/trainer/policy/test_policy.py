@@ -1,4 +1,4 @@
-"""The policy's scores and gradients against transformers' own, one sequence at a time."""
+"""Scores and gradients of the policy compared with transformers, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.rollouts import group
+from trainer.algorithms.token_loss import LossFunction, TokenLoss
 from trainer.batch import Batch, build_batch
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError, TrainingError
+from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.policy.model import LoraSettings, ModelConfig
-from trainer.policy.optimizer import OptimizerConfig, Stepper
 from trainer.policy.policy import Policy
-from trainer.policy.token_loss import LossFunction, TokenLoss
 
 
 def make_batch(seed: int, segments: int = 6) -> Batch:
@@ -43,7 +43,7 @@ def make_policy(checkpoint: Path, **changes: object) -> Policy:
 def plain_logprobs(
     checkpoint: Path, batch: Batch, temperature: float
 ) -> tuple[torch.nn.Module, Tensor]:
-    """transformers' forward over every sequence alone, with its own attention."""
+    """The log-probabilities of transformers' own forward pass, for each sequence alone."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
     rows = []
     for index, ids in enumerate(batch.sequences):
@@ -70,7 +70,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("share", [False, True], ids=["packed", "tree"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_each_sequence_alone(
+def test_logprobs_equal_those_of_each_sequence_alone(
     checkpoint: Path, temperature: float, share: bool
 ) -> None:
     batch = make_batch(1)
@@ -81,7 +81,7 @@ def test_logprobs_are_those_of_each_sequence_alone(
     torch.testing.assert_close(scores.logprobs, expected.detach(), atol=2e-5, rtol=0)
 
 
-def test_a_temperature_or_position_off_by_one_is_seen(checkpoint: Path) -> None:
+def test_wrong_temperature_or_position_changes_the_logprobs(checkpoint: Path) -> None:
     batch, policy = make_batch(1), make_policy(checkpoint)
     expected = policy.compute_logprobs(batch, temperature=1.0).logprobs
 
@@ -120,7 +120,7 @@ def test_gradients_of_shared_prefixes_equal_those_of_each_sequence_alone(
             torch.testing.assert_close(gradient, expected[name], atol=1e-3, rtol=1e-3, msg=name)
 
 
-def test_the_gradient_is_the_same_however_the_batch_is_cut(checkpoint: Path) -> None:
+def test_gradient_does_not_depend_on_the_cut_into_micro_batches(checkpoint: Path) -> None:
     batch, grads = make_batch(3), []
     for budget in (40, 4096):
         policy = make_policy(checkpoint, max_micro_batch_tokens=budget)
@@ -130,7 +130,7 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(checkpoint: Path) -> 
         torch.testing.assert_close(gradient, grads[1][name], atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_gradient_checkpointing_changes_no_gradient(checkpoint: Path) -> None:
+def test_gradient_checkpointing_does_not_change_gradients(checkpoint: Path) -> None:
     batch, grads = make_batch(4), []
     for on in (False, True):
         policy = make_policy(checkpoint, gradient_checkpointing=on)
@@ -140,7 +140,7 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint: Path) -> None:
         torch.testing.assert_close(gradient, grads[1][name])
 
 
-def test_bfloat16_stays_near_float32(checkpoint: Path) -> None:
+def test_bfloat16_scores_are_close_to_float32(checkpoint: Path) -> None:
     batch = make_batch(5)
     full, half = (
         make_policy(checkpoint, compute_dtype=dtype).compute_logprobs(batch, temperature=1.0)
@@ -149,8 +149,9 @@ def test_bfloat16_stays_near_float32(checkpoint: Path) -> None:
     assert 0 < float((full.logprobs - half.logprobs).abs().mean()) < 5e-2
 
 
-def test_hf_parameters_are_the_checkpoints(checkpoint: Path) -> None:
-    """Tied weights once, adapters merged: what a freshly made LoRA policy gives is the base."""
+def test_exported_parameters_equal_the_checkpoint(checkpoint: Path) -> None:
+    """Tied weights occur once and adapters are merged: a new LoRA policy exports the weights of its
+    base."""
     saved = load_file(checkpoint / "model.safetensors")
     for lora in (None, LoraSettings(rank=2)):
         named = dict(make_policy(checkpoint, lora=lora).named_hf_parameters())
@@ -159,7 +160,7 @@ def test_hf_parameters_are_the_checkpoints(checkpoint: Path) -> None:
             torch.testing.assert_close(weight, saved[name], msg=name)
 
 
-def test_merged_adapters_score_as_the_adapted_model_does(checkpoint: Path, tmp_path: Path) -> None:
+def test_merged_adapters_score_like_the_adapted_model(checkpoint: Path, tmp_path: Path) -> None:
     batch = make_batch(6)
     policy = make_policy(checkpoint, lora=LoraSettings(rank=2))
     reference = policy.compute_logprobs(batch, temperature=1.0).logprobs
@@ -179,7 +180,7 @@ def test_merged_adapters_score_as_the_adapted_model_does(checkpoint: Path, tmp_p
     torch.testing.assert_close(got, adapted, atol=1e-4, rtol=0)
 
 
-def test_a_loss_that_is_not_finite_names_rollout_and_turn(checkpoint: Path) -> None:
+def test_error_for_a_loss_that_is_not_finite_names_rollout_and_turn(checkpoint: Path) -> None:
     batch, policy = make_batch(7), make_policy(checkpoint)
     batch.logprobs[3] = torch.nan
     name = batch.name(3)
@@ -191,19 +192,19 @@ def test_a_loss_that_is_not_finite_names_rollout_and_turn(checkpoint: Path) -> N
         )
 
 
-def test_a_sequence_beyond_the_context_is_refused(checkpoint: Path) -> None:
+def test_sequence_longer_than_the_context_is_refused(checkpoint: Path) -> None:
     batch = make_batch(8)
     batch.sequences = (np.zeros(300, np.int32), *batch.sequences[1:])
     with pytest.raises(TrainingError, match=r"task0-0: a sequence of 300 .* context of 256"):
         make_policy(checkpoint).pack(batch)
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path: .* holds no config.json"):
         make_policy(tmp_path)
 
 
-def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Path) -> None:
+def test_token_outside_the_vocabulary_is_refused(checkpoint: Path) -> None:
     batch = make_batch(9)
     batch.sequences[2][1] = 96
     name = batch.trial_ids[int(batch.sequence_rollout[2])]
@@ -211,24 +212,26 @@ def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Path) -> None:
         make_policy(checkpoint).pack(batch)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+def test_tokenizer_with_more_tokens_than_the_model_is_refused(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     words = {f"w{i}": i for i in range(97)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigError, match="its tokenizer has 97 tokens, its model only 96"):
+    with pytest.raises(ConfigError, match="its tokenizer has 97 tokens, but its model only 96"):
         make_policy(tmp_path)
 
 
-def test_eight_bit_needs_its_library(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_bit_optimizer_without_its_package_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ConfigError, match=r"optimizer.name: adamw_8bit needs bitsandbytes"):
+    with pytest.raises(ConfigError, match="adamw_8bit needs the package bitsandbytes"):
         Policy(ModelConfig(path=checkpoint), OptimizerConfig(name="adamw_8bit"))
 
 
-def test_eight_bit_moments_step_as_full_ones_do_and_are_saved(
+def test_eight_bit_optimizer_steps_like_the_full_one_and_can_be_saved(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     batch = make_batch(11)
@@ -269,3 +272,18 @@ def test_schedules_warm_up_and_decay(checkpoint: Path) -> None:
     assert cosine[2] == 1
     assert cosine[4] == pytest.approx(0.5)
     assert cosine[6] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("alpha", [4.0, 8.0])
+def test_lora_alpha_over_rank_scales_what_the_adapters_add(checkpoint: Path, alpha: float) -> None:
+    lora = LoraSettings(rank=2, alpha=alpha, target_modules=("q_proj",))
+    policy = make_policy(checkpoint, lora=lora)
+    adapted = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapted} == {"q_proj"}
+    before = {name: weight.clone() for name, weight in policy.named_hf_parameters()}
+    with torch.no_grad():
+        for weight in adapted.values():
+            weight.fill_(0.1)
+    for name, weight in policy.named_hf_parameters():
+        added = alpha / 2 * 2 * 0.1 * 0.1 if "q_proj" in name else 0.0  # rank 2
+        torch.testing.assert_close(weight, before[name] + added, msg=name)

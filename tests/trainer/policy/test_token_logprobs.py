@@ -1,4 +1,4 @@
-"""The chunked log-probabilities and entropies against log_softmax over the whole vocabulary."""
+"""Chunked log-probabilities and entropies compared with log_softmax over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.policy.token_logprobs import token_logprobs
 
 @pytest.mark.parametrize("chunk_logits", [1 << 24, 150], ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_are_those_of_the_whole(
+def test_values_and_gradients_equal_those_of_log_softmax(
     monkeypatch: pytest.MonkeyPatch, chunk_logits: int, temperature: float
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_LOGITS", chunk_logits)
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_the_whole(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_without_a_bonus_the_entropy_has_no_gradient() -> None:
+def test_entropy_has_no_gradient_without_a_bonus() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
     logp, entropy = token_logprobs(hidden, torch.randn(9, 4), torch.tensor([1, 2, 3]), 1.0)
     assert logp.requires_grad

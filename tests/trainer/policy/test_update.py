@@ -1,4 +1,4 @@
-"""An update from groups to weights, through every preset."""
+"""Updates of the policy from a batch, with every preset."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tests.trainer.policy.test_policy import make_batch, make_policy
 from trainer.algorithms import Algorithm, AlgorithmConfig
-from trainer.algorithms.config import Correction
+from trainer.algorithms.correction import Correction
 from trainer.algorithms.presets import PRESETS
+from trainer.algorithms.token_loss import LossFunction, Metrics, TokenLoss
 from trainer.batch import Batch, build_batch
 from trainer.errors import TrainingError
 from trainer.policy.policy import Policy
-from trainer.policy.token_loss import LossFunction, Metrics, TokenLoss
 from trainer.policy.update import update_policy
 
 
@@ -48,7 +48,7 @@ def update(policy: Policy, algorithm: Algorithm, batch: Batch) -> Metrics:
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_every_preset_raises_the_log_probability_of_what_was_rewarded(
+def test_every_preset_raises_the_log_probability_of_rewarded_tokens(
     checkpoint: Path, preset: str
 ) -> None:
     changes = {"advantage": {"k": 2}} if preset == "pass_at_k" else {}  # groups of 4: k < 4
@@ -77,18 +77,18 @@ def test_epochs_and_mini_batches_train_every_rollout_in_each_epoch(checkpoint: P
     assert update(policy, algorithm, batch)["update_steps"] == 6
 
 
-def test_a_batch_without_a_signal_makes_no_step(checkpoint: Path) -> None:
+def test_batch_of_equal_rewards_is_not_trained_with_groups_with_signal(checkpoint: Path) -> None:
     algorithm = Algorithm(AlgorithmConfig(groups="with_signal"))
     policy = make_policy(checkpoint)
     batch = prepared(policy, algorithm)
-    batch.rewards = torch.ones(batch.num_rollouts)
+    batch.rewards = torch.full((batch.num_rollouts,), 0.7)
     before = copy.deepcopy(policy.model.state_dict())
     assert update(policy, algorithm, batch) == {"update_steps": 0.0}
     for name, weight in policy.model.state_dict().items():
         assert torch.equal(weight, before[name])
 
 
-def test_a_gradient_that_is_not_finite_names_rollout_and_turn(
+def test_error_for_a_gradient_that_is_not_finite_names_rollout_and_turn(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm, policy = Algorithm(AlgorithmConfig()), make_policy(checkpoint)
@@ -114,16 +114,18 @@ def test_a_gradient_that_is_not_finite_names_rollout_and_turn(
         assert torch.equal(weight, before[name])
 
 
-def test_an_empty_batch_is_refused(checkpoint: Path) -> None:
+def test_empty_batch_is_refused(checkpoint: Path) -> None:
     with pytest.raises(TrainingError, match="no token to train"):
         Algorithm(AlgorithmConfig()).compute_advantages(build_batch([]))
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**20), parts=st.integers(2, 5))
-def test_a_rollout_that_forks_weighs_no_more(checkpoint: Path, seed: int, parts: int) -> None:
-    """One rollout's tokens dealt to several sequences: advantages, and each rollout's share of
-    the loss, stay as they were."""
+def test_rollout_that_forks_has_the_same_weight_as_one_that_does_not(
+    checkpoint: Path, seed: int, parts: int
+) -> None:
+    """Splitting the tokens of a rollout over several sequences changes neither its advantages nor
+    its share of the loss."""
     batch = make_batch(seed, segments=1)
     generator = torch.Generator().manual_seed(seed)
     forked = copy.copy(batch)
@@ -133,7 +135,7 @@ def test_a_rollout_that_forks_weighs_no_more(checkpoint: Path, seed: int, parts:
     forked.sequence = (batch.sequence * parts + pieces)[order]
     forked.sequence_rollout = batch.sequence_rollout.repeat_interleave(parts)
     forked.sequences = tuple(ids for ids in batch.sequences for _ in range(parts))
-    for name in ("position", "ids", "turns", "logprobs", "versions", "returns"):
+    for name in ("position", "ids", "turns", "logprobs", "versions", "returns", "shares"):
         setattr(forked, name, getattr(batch, name)[order])
     algorithm = Algorithm(AlgorithmConfig(prox="behaviour", correction=Correction()))
     shares = []

@@ -1,4 +1,4 @@
-"""One run per folder at a time; files whole or not at all."""
+"""One run per folder at a time; files are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder, read_jsonl, replace_file, truncate_jsonl
 
 
-def test_a_used_folder_gets_a_number(tmp_path: Path) -> None:
+def test_create_numbers_a_folder_that_exists(tmp_path: Path) -> None:
     first = RunFolder.create(tmp_path / "runs" / "a")
     second = RunFolder.create(tmp_path / "runs" / "a")
     assert first.path.name == "a"
@@ -19,7 +19,7 @@ def test_a_used_folder_gets_a_number(tmp_path: Path) -> None:
     second.unlock()
 
 
-def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+def test_second_process_cannot_lock_a_run(tmp_path: Path) -> None:
     running = RunFolder.create(tmp_path / "a")
     running.config.write_text("{}")
     with pytest.raises(ConfigError, match="another process"):
@@ -30,31 +30,53 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     again.unlock()
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_latest_run_is_the_one_with_the_highest_number(tmp_path: Path) -> None:
+    assert RunFolder.latest(tmp_path / "a") is None
+    folders = [RunFolder.create(tmp_path / "a") for _ in range(3)]
+    for folder in folders[:2]:
+        folder.config.write_text("{}")
+    latest = RunFolder.latest(tmp_path / "a")  # the third was killed before it had a configuration
+    assert latest is not None
+    assert latest.path == tmp_path / "a-2"
+    for folder in folders:
+        folder.unlock()
+
+
+def test_run_whose_process_died_has_status_killed_and_is_not_running(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "a")
+    folder.write_summary({"status": "running"})
+    assert RunFolder(folder.path).read_summary() == {"status": "running"}
+    folder.unlock()
+    assert RunFolder(folder.path).read_summary() == {"status": "killed"}
+    folder.write_summary({"status": "done"})
+    assert RunFolder(folder.path).read_summary() == {"status": "done"}
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         RunFolder.open(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_names_the_key(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_refused_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"trainer\.run_dir"):
         RunFolder.create(tmp_path / "file" / "run")
 
 
-def test_a_line_cut_by_a_kill_is_no_line(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
     assert [line["step"] for line in read_jsonl(path)] == [1, 2]
 
 
-def test_later_steps_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+def test_steps_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     truncate_jsonl(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_replacement_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     replace_file(path, "old")
     with pytest.raises(UnicodeEncodeError):

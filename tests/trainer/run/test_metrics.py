@@ -1,4 +1,4 @@
-"""Metrics reach every place; a place that cannot be reached is told before anything starts."""
+"""Metrics are written to every sink; an unusable sink is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import wandb
 
-from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
-from trainer.run.log import RunLog
+from trainer.run.log import LoggingConfig, RunLog
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, TensorBoardSink, WandbSink
 from trainer.run.progress import Progress
 
 
-def test_a_step_is_a_line_that_any_json_reader_reads(tmp_path: Path) -> None:
+def test_metrics_of_a_step_are_one_line_of_valid_json(tmp_path: Path) -> None:
     log = MetricsLog([JsonlSink(tmp_path / "m.jsonl")])
     log.log(1, {"reward/mean": 0.5, "advantage/max": float("nan")})
     line = json.loads((tmp_path / "m.jsonl").read_text())
@@ -27,7 +26,7 @@ def test_a_step_is_a_line_that_any_json_reader_reads(tmp_path: Path) -> None:
     log.close()
 
 
-def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog([TensorBoardSink(tmp_path / "tb")])
@@ -43,7 +42,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     ("sink", "key"),
     [(WandbSink, "logging.wandb_project"), (MlflowSink, "logging.mlflow_experiment")],
 )
-def test_a_logger_that_is_not_installed_names_its_key(
+def test_logger_that_is_not_installed_is_refused_with_its_key(
     sink: type[WandbSink] | type[MlflowSink], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, key.removeprefix("logging.").partition("_")[0], None)
@@ -51,7 +50,7 @@ def test_a_logger_that_is_not_installed_names_its_key(
         sink("project", "run", {})
 
 
-def test_mlflow_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     log = MetricsLog([MlflowSink("experiment", "run", {"rollout": {"group_size": 3}})])
@@ -65,27 +64,18 @@ def test_mlflow_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert lines == [["0.25", "1"], ["0.5", "2"]]
 
 
-def test_a_resumed_run_goes_on_in_the_same_runs_of_mlflow_and_wandb(
+def test_resumed_run_continues_its_runs_at_mlflow_and_wandb(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     offline_wandb(tmp_path, monkeypatch)
-    config = TrainerConfig.model_validate(
-        {
-            "model": {"path": checkpoint},
-            "remote_agent": {"command": {"argv": ["true"]}},
-            "logging": {
-                "wandb_project": "project",
-                "mlflow_experiment": "experiment",
-                "tensorboard": False,
-                "progress": "none",
-            },
-        }
+    config = LoggingConfig(
+        wandb_project="project", mlflow_experiment="experiment", tensorboard=False, progress="none"
     )
     folders = [RunFolder.create(tmp_path / part / "run") for part in ("one", "other")]
     for folder, first in ((folders[0], 1), (folders[1], 1), (folders[0], 3)):
-        log = RunLog(config, folder, saved_step=first - 1)
+        log = RunLog(config, folder, steps=4, saved_step=first - 1)
         for step in (first, first + 1):
             log.step(step, {"reward/mean": step / 4}, [])
         log.close()
@@ -103,7 +93,7 @@ def test_a_resumed_run_goes_on_in_the_same_runs_of_mlflow_and_wandb(
     assert sorted(parts) == sorted(f"run-{tracked['wandb']}.wandb" for tracked in (one, one, other))
 
 
-def test_an_mlflow_run_that_is_gone_names_its_key(
+def test_missing_mlflow_run_is_refused_with_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
@@ -117,13 +107,13 @@ def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"WANDB_{name}", value)
 
 
-def test_wandb_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offline_wandb(tmp_path, monkeypatch)
     sink = WandbSink("project", "run", {"rollout": {"group_size": 3}})
     log = MetricsLog([sink])
     log.log(7, {"reward/mean": 0.15625})
     log.close()
-    wandb.teardown()  # its service writes the file's end as it ends
+    wandb.teardown()  # wandb's service writes the end of the file when it ends
     (recorded,) = tmp_path.glob(f"wandb/offline-run-*/run-{sink.run_id}.wandb")
     content = recorded.read_bytes()
     assert b"reward/mean" in content
@@ -131,7 +121,7 @@ def test_wandb_has_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert b"group_size" in content
 
 
-def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_progress_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("plain", steps=20)
     progress.phase(3, "sampling")
     progress.step(3, {"reward/mean": 0.25, "mismatch/logp_abs_mean": 4e-7, "other": 1.0})
@@ -142,7 +132,7 @@ def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -
     assert "mismatch 4.0e-07" in line
 
 
-def test_a_terminal_shows_the_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_shows_the_phase(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("rich", steps=20)
     progress.phase(3, "sampling")
     progress.say("a line")
@@ -150,7 +140,7 @@ def test_a_terminal_shows_the_phase(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a line" in capsys.readouterr().out
 
 
-def test_no_progress_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_none_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("none", steps=1)
     progress.step(1, {"reward/mean": 1.0})
     assert capsys.readouterr().out == ""

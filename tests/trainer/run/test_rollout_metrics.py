@@ -1,8 +1,9 @@
-"""The numbers that a run is judged by, against ones computed by hand."""
+"""Metrics of rollouts, staleness and mismatch compared with values computed by hand."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def rollout(
     return Rollout(name, TASK, status, reward, segments=(segment,), num_turns=2)
 
 
-def test_failed_rollouts_are_counted_and_in_no_mean() -> None:
+def test_failed_rollouts_are_counted_but_not_averaged() -> None:
     rollouts = [
         rollout("a", 1.0),
         rollout("b", 0.0, RolloutStatus.TRUNCATED),
@@ -50,25 +51,24 @@ def test_failed_rollouts_are_counted_and_in_no_mean() -> None:
     assert metrics["rollout/sampled_tokens"] == 4.0
 
 
-def test_rewards_are_also_per_source() -> None:
+def test_rewards_are_also_reported_by_source() -> None:
+    tasks = [Task("x", {}, source="x"), Task("y", {}, source="y")]
     groups = [
-        Group("g", Task("x", {}, source="x"), [rollout("a", 1.0)]),
-        Group("h", Task("y", {}, source="y"), [rollout("b", 0.0)]),
+        Group("g", tasks[0], [replace(rollout("a", 1.0), task=tasks[0])]),
+        Group("h", tasks[1], [replace(rollout("b", 0.0), task=tasks[1])]),
     ]
-    for group in groups:
-        group.rollouts[0].task = group.task
     metrics = rollout_metrics(groups, success_at=1.0)
     assert metrics["reward/source/x"] == 1.0
     assert metrics["reward/source/y"] == 0.0
 
 
-def test_groups_without_a_difference_are_counted() -> None:
+def test_groups_with_equal_rewards_are_counted() -> None:
     same = Group("g", TASK, [rollout("a", 1.0), rollout("b", 1.0)])
     other = Group("h", TASK, [rollout("c", 1.0), rollout("d", 0.0)])
     assert rollout_metrics([same, other], success_at=1.0)["rollout/uniform_groups"] == 0.5
 
 
-def test_staleness_is_per_token() -> None:
+def test_staleness_is_counted_by_token() -> None:
     batch = build_batch([Group("g", TASK, [rollout("a", 1.0, versions=(3, 5))])])
     metrics = staleness_metrics(batch, 5)
     assert metrics["staleness/mean"] == 1.0
@@ -76,7 +76,7 @@ def test_staleness_is_per_token() -> None:
     assert metrics["staleness/tokens_at_0"] == metrics["staleness/tokens_at_2"] == 1.0
 
 
-def test_mismatch_counts_tokens_of_the_present_weights_alone() -> None:
+def test_mean_mismatch_counts_only_tokens_of_the_current_weights() -> None:
     batch = build_batch([Group("g", TASK, [rollout("a", 1.0, versions=(3, 5))])])
     metrics = mismatch_metrics(batch, torch.tensor([-9.0, -2.25]), 5)
     assert metrics["mismatch/logp_abs_mean"] == pytest.approx(0.25)

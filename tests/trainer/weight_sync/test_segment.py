@@ -1,4 +1,4 @@
-"""Shared memory: what is read is what was written, and a changed bit changes the digest."""
+"""Shared memory: tensors are read back equal, and changing a bit changes the digest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def named_tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
 
 @settings(max_examples=50, deadline=None)
 @given(named_tensors())
-def test_what_is_read_is_what_was_written(tensors: list[tuple[str, torch.Tensor]]) -> None:
+def test_reader_receives_exactly_what_was_written(
+    tensors: list[tuple[str, torch.Tensor]],
+) -> None:
     writer = SegmentWriter()
     written = writer.write(tensors)
     got = read(open_segment(written.path, written.size_bytes))
@@ -40,7 +42,7 @@ def test_what_is_read_is_what_was_written(tensors: list[tuple[str, torch.Tensor]
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 40_000), st.data())
-def test_any_changed_bit_changes_the_digest(count: int, data: st.DataObject) -> None:
+def test_changing_any_bit_changes_the_digest(count: int, data: st.DataObject) -> None:
     tensor = torch.randn(count)
     before = digest([("w", tensor)])
     at, bit = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, 31))
@@ -50,7 +52,7 @@ def test_any_changed_bit_changes_the_digest(count: int, data: st.DataObject) -> 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 20_000), st.data())
-def test_exchanged_words_change_the_digest(count: int, data: st.DataObject) -> None:
+def test_exchanging_two_values_changes_the_digest(count: int, data: st.DataObject) -> None:
     tensor = torch.arange(count)
     before = digest([("w", tensor)])
     places = st.integers(0, count - 1)
@@ -59,13 +61,13 @@ def test_exchanged_words_change_the_digest(count: int, data: st.DataObject) -> N
     assert digest([("w", tensor)]) != before
 
 
-def test_a_name_or_shape_is_part_of_the_digest() -> None:
+def test_digest_includes_names_and_shapes() -> None:
     tensor = torch.arange(6.0)
     assert digest([("a", tensor)]) != digest([("b", tensor)])
     assert digest([("a", tensor)]) != digest([("a", tensor.view(2, 3))])
 
 
-def test_a_weight_that_is_not_contiguous_is_written_as_it_reads() -> None:
+def test_weight_that_is_not_contiguous_is_read_back_equal() -> None:
     writer = SegmentWriter()
     tensor = torch.arange(12.0).view(3, 4).t()
     written = writer.write([("w", tensor)])
@@ -75,7 +77,7 @@ def test_a_weight_that_is_not_contiguous_is_written_as_it_reads() -> None:
     writer.close()
 
 
-def test_a_growing_model_is_written_into_the_same_segment() -> None:
+def test_growing_model_is_written_to_the_same_segment() -> None:
     writer = SegmentWriter()
     writer.write([("w", torch.ones(10))])
     written = writer.write([("w", torch.full((100_000,), 2.0))])
@@ -84,7 +86,7 @@ def test_a_growing_model_is_written_into_the_same_segment() -> None:
     writer.close()
 
 
-def test_another_process_reads_it() -> None:
+def test_another_process_reads_the_segment() -> None:
     writer = SegmentWriter()
     written = writer.write([("w", torch.arange(1000.0))])
     script = (
@@ -97,7 +99,7 @@ def test_another_process_reads_it() -> None:
     writer.close()
 
 
-def test_memory_that_was_written_to_since_is_not_received() -> None:
+def test_memory_that_was_changed_after_the_write_is_refused() -> None:
     writer, reader = SegmentWriter(), SegmentReader()
     written = writer.write([("w", torch.zeros(1000))])
     ((_, got),) = reader.receive(written)
@@ -107,10 +109,10 @@ def test_memory_that_was_written_to_since_is_not_received() -> None:
     writer.close()
 
 
-def test_a_reader_follows_its_writer_as_it_grows_and_the_one_after_it() -> None:
+def test_reader_follows_a_growing_writer_and_its_successor() -> None:
     reader = SegmentReader()
     for _ in range(2):
-        writer = SegmentWriter()  # the second gets the first one's path, not its memory
+        writer = SegmentWriter()  # the second writer has the same path but other memory
         for size in (10, 1000, 100_000):
             tensor = torch.randn(size)
             ((_, got),) = reader.receive(writer.write([("w", tensor)]))
@@ -118,7 +120,7 @@ def test_a_reader_follows_its_writer_as_it_grows_and_the_one_after_it() -> None:
         writer.close()
 
 
-def test_a_reader_does_not_map_again_what_it_has_mapped() -> None:
+def test_reader_maps_a_segment_once() -> None:
     writer, reader = SegmentWriter(), SegmentReader()
     addresses = {
         reader.receive(writer.write([("w", torch.randn(1000))]))[0][1].data_ptr() for _ in range(3)
@@ -127,7 +129,7 @@ def test_a_reader_does_not_map_again_what_it_has_mapped() -> None:
     writer.close()
 
 
-def test_a_dead_writers_memory_is_not_received() -> None:
+def test_memory_of_a_writer_that_has_ended_is_refused() -> None:
     writer, reader = SegmentWriter(), SegmentReader()
     written = writer.write([("w", torch.ones(4))])
     reader.receive(written)
@@ -136,7 +138,7 @@ def test_a_dead_writers_memory_is_not_received() -> None:
         reader.receive(written)
 
 
-def test_a_segment_dies_with_its_writer() -> None:
+def test_segment_is_freed_with_its_writer() -> None:
     writer = SegmentWriter()
     written = writer.write([("w", torch.ones(4))])
     writer.close()

@@ -1,0 +1,95 @@
+"""A server that calls a Python function, each time in a process of its own.
+
+It is started as `python -m … FD MODULE:ARGUMENT MODULE:FUNCTION`, where ARGUMENT is the class of
+the function's argument. It imports the function's module once; each call then runs in a fork of its
+own, under a supervisor (`supervisor.py`), and can be killed. Invariant: no call sees the effects of
+another call. Random generators are seeded in each call, because otherwise all forks would draw the
+same numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent_loop.processes.supervisor import Body, Job, serve
+
+
+def main() -> None:
+    fd, argument, target = sys.argv[1:]
+    serve(socket.socket(fileno=int(fd)), _body(_imported(argument), target))
+
+
+def _imported(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _body(argument: Callable[..., Any], target: str) -> Body:
+    try:
+        function = _imported(target)
+    except Exception as error:  # noqa: BLE001 (the user's module may raise anything)
+        reason = f"importing {target}: {type(error).__name__}: {error}"
+        return lambda job, error_fd: _refuse(error_fd, reason)
+    return lambda job, error_fd: _call(function, argument, job, error_fd)
+
+
+def _refuse(error_fd: int, reason: str) -> None:
+    os.write(error_fd, reason.encode())
+    os._exit(127)
+
+
+def _call(
+    function: Callable[..., Any],
+    argument: Callable[..., Any],
+    job: Job,
+    error_fd: int,
+) -> None:
+    os.close(error_fd)
+    code = 1
+    try:
+        os.environ.clear()
+        os.environ.update(job["env"])
+        _seed(job["call"]["argument"].get("seed"))
+        result = function(_typed(argument, job["call"]["argument"]))
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        Path(job["call"]["result"]).write_text(json.dumps(result))
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 (ends the process; the traceback goes to its log)
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _typed(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
+    paths = {"workspace", "agent_log"}
+    return kind(**{k: Path(v) if k in paths else v for k, v in fields.items()})
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _seed(seed: int | None) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(random.getrandbits(32))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Calls the user's Python functions, each call in a process of its own.
+
+Invariant: the function's module is never imported in this process. It is imported once, in a server
+process (`function_server.py`) from which each call is forked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agent_loop.processes.environment import inherited_environment
+from agent_loop.processes.host import Ended, ProcessHost
+from agent_loop.records import NO_OPINION, Graded
+from agent_loop.reward_values import graded
+from proxy.errors import ConfigurationError
+
+
+def function_host(argument: type, target: str, pass_env: Sequence[str] = ()) -> ProcessHost:
+    """A host whose processes call the function `target` (`module:function`) with an object of the
+    class `argument`, whose fields are the job's `call["argument"]`.
+
+    Raises:
+        ConfigurationError: the function's module does not exist.
+    """
+    module = target.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ConfigurationError(
+            f"{target!r}: there is no module {module!r} on Python's path; "
+            "install it, or start from the folder that contains it"
+        )
+    server = (sys.executable, "-m", "agent_loop.processes.function_server")
+    argument_name = f"{argument.__module__}:{argument.__qualname__}"
+    return ProcessHost(server, (argument_name, target), inherited_environment(pass_env))
+
+
+def returned(ended: Ended, result: Path, target: str, key: str) -> Graded:
+    """The reward that the function returned; no opinion if it did not return.
+
+    Raises:
+        RewardError: the returned value is not a reward.
+    """
+    if ended.failure is not None or not result.exists():
+        return NO_OPINION
+    value: Any = json.loads(result.read_text())
+    return graded(value, key, f"{target}'s return value")

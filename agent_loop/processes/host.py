@@ -1,0 +1,259 @@
+"""Runs programs and functions in processes of their own: agents, verifiers, graders.
+
+Every process of an agent, a verifier or a grader is started here. Invariant: when `ProcessHost.run`
+returns, raises or is cancelled, all descendants of the job have ended, even those that detached
+themselves (`supervisor.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from agent_loop.errors import LaunchError
+from agent_loop.processes import supervisor
+from agent_loop.processes.environment import inherited_environment
+from proxy import wall
+from proxy.section import Section
+from proxy.wall import Wall
+
+SERVER_ARGV = (sys.executable, "-I", "-S", supervisor.__file__)
+
+END_TIMEOUT_S = supervisor.REAP_TIMEOUT_S + 10.0
+"""Seconds that a cancellation waits for the supervisor's report, in addition to `grace_s`."""
+
+
+class Limits(Section):
+    """Limits of each process of a program (setrlimit); None: the limit of the trainer's process."""
+
+    cpu_s: int | None = Field(None, gt=0)
+    """Seconds of processor time, after which the process is killed."""
+    memory_bytes: int | None = Field(None, gt=0)
+    """Bytes of address space; larger allocations fail."""
+    file_bytes: int | None = Field(None, gt=0)
+    """Bytes of each file that the process writes."""
+    open_files: int | None = Field(None, gt=0)
+    """Number of files that the process has open at the same time."""
+
+    def as_rlimits(self) -> dict[str, int]:
+        named = {
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": self.open_files,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program to run.
+
+    Example: Job(argv=["python", "agent.py"], cwd=Path("trial/work"), env={"PATH": "…"},
+                 log=Path("trial/agent.log"), timeout_s=60.0)
+    """
+
+    argv: Sequence[str]
+    cwd: Path
+    env: Mapping[str, str]
+    log: Path
+    """File for standard output and standard error, interleaved; of more than `log_bytes`, the
+    middle is left out."""
+    timeout_s: float
+    grace_s: float = 5.0
+    """Seconds between SIGTERM to its process group and SIGKILL to all its descendants."""
+    log_bytes: int = 1 << 20
+    limits: Limits = field(default_factory=Limits)
+    stderr_log: Path | None = None
+    """Additional file for standard error alone, bounded in the same way; None: no such file."""
+    call: Mapping[str, Any] | None = None
+    """A function call to make instead of starting a program (`function_server.py`)."""
+    wall: Wall | None = None
+    """The wall behind which the job runs; None: it sees what this process sees."""
+    visible: Sequence[Path] = ()
+    """Files and folders that stay visible inside hidden folders."""
+
+    @property
+    def name(self) -> str:
+        return self.argv[0] if self.argv else "call"
+
+    def as_file(self) -> int:
+        """Descriptor of a file in memory that holds the job as JSON; a pipe would block at
+        64 KiB."""
+        fields = {
+            "argv": [str(part) for part in self.argv],
+            "call": self.call,
+            "cwd": str(self.cwd),
+            "env": dict(self.env),
+            "log": str(self.log),
+            "stderr_log": str(self.stderr_log) if self.stderr_log else None,
+            "log_bytes": self.log_bytes,
+            "timeout_s": self.timeout_s,
+            "grace_s": self.grace_s,
+            "limits": self.limits.as_rlimits(),
+            "wall": None if self.wall is None else self._wall(self.wall),
+        }
+        fd = os.memfd_create("job")
+        with open(fd, "wb", closefd=False) as file:
+            file.write(json.dumps(fields).encode())
+        os.lseek(fd, 0, os.SEEK_SET)
+        return fd
+
+    def _wall(self, behind: Wall) -> dict[str, Any]:
+        return {
+            "module": wall.__file__,
+            "hide": list(behind.hide),
+            "keep": [str(path.absolute()) for path in self.visible],
+            "ports": list(behind.ports),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended. Example: Ended("timeout", exit_code=-9, wall_s=65.0, left_over=2, …)"""
+
+    ended_by: str
+    """`exit` (by itself), `timeout` or `cancel`."""
+    exit_code: int | None
+    """The program's exit code. Negative: the number of the signal that killed it. None: it could
+    not be killed."""
+    wall_s: float
+    left_over: int
+    """Number of processes that the program left running, and which were killed."""
+    output_bytes: int
+    """Number of bytes that the program printed, including those that were not kept."""
+    cpu_s: float
+    supervisor_cpu_s: float
+    """Seconds of processor time of the program's supervisor."""
+    peak_memory_bytes: int
+    """Peak memory of the program's largest process."""
+
+    @property
+    def failure(self) -> str | None:
+        """One line on what went wrong; None if the program ended by itself with exit code 0."""
+        if self.ended_by == "timeout":
+            return f"ended at its deadline, after {self.wall_s:.1f} s"
+        if self.exit_code == 0:
+            return None
+        if self.exit_code is None:
+            return "could not be killed"
+        return f"exit code {self.exit_code}" if self.exit_code > 0 else _signal(-self.exit_code)
+
+
+class ProcessHost:
+    """Starts jobs through one server process (`supervisor.py`), which it starts when needed."""
+
+    def __init__(
+        self,
+        server_argv: Sequence[str] = SERVER_ARGV,
+        server_args: Sequence[str] = (),
+        server_env: Mapping[str, str] | None = None,
+    ) -> None:
+        """The server's command line is `server_argv`, the number of its socket, `server_args`. Its
+        environment is `server_env`, which must hold no secret: jobs can read it in `/proc`."""
+        self._server_argv = server_argv
+        self._server_args = server_args
+        self._server_env = inherited_environment() if server_env is None else server_env
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    async def run(self, job: Job) -> Ended:
+        """Runs the job to its end or its deadline.
+
+        Raises:
+            LaunchError: the job could not be started, or its supervisor was killed.
+        """
+        cancel_fd, report_fd = self._request(job)
+        report = asyncio.ensure_future(_read(report_fd))
+        try:
+            raw = await asyncio.shield(report)
+        except asyncio.CancelledError:
+            os.close(cancel_fd)
+            cancel_fd = -1
+            await asyncio.wait([report], timeout=job.grace_s + END_TIMEOUT_S)
+            raise
+        finally:
+            if cancel_fd >= 0:
+                os.close(cancel_fd)
+        return _parse(job, raw)
+
+    @property
+    def server_pid(self) -> int | None:
+        return None if self._server is None else self._server.pid
+
+    async def close(self) -> None:
+        """Ends the server. Running jobs are not ended; cancel them first."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.wait)
+        self._socket = self._server = None
+
+    def _request(self, job: Job) -> tuple[int, int]:
+        """Sends the job to the server. Returns two descriptors: closing the first one ends the
+        job, and the report is read from the second one."""
+        cancel_read, cancel_write = os.pipe()
+        report_read, report_write = os.pipe()
+        job_file = job.as_file()
+        try:
+            socket.send_fds(self._running(), [b"j"], [job_file, cancel_read, report_write])
+        except OSError as error:
+            os.close(cancel_write)
+            os.close(report_read)
+            raise LaunchError(f"cannot start {job.name!r}: {error}") from error
+        finally:
+            for fd in (job_file, cancel_read, report_write):
+                os.close(fd)
+        return cancel_write, report_read
+
+    def _running(self) -> socket.socket:
+        """The server's socket. Starts the server if none is running, also after it was killed."""
+        if self._socket is None or self._server is None or self._server.poll() is not None:
+            if self._socket is not None:
+                self._socket.close()
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._server = subprocess.Popen(
+                    [*self._server_argv, str(theirs.fileno()), *self._server_args],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=self._server_env,
+                    # The terminal's SIGINT must not reach agents: this process handles Ctrl-C.
+                    start_new_session=True,
+                )
+        return self._socket
+
+
+async def _read(report_fd: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(report_fd, "rb", buffering=0)
+    )
+    try:
+        return await reader.read()
+    finally:
+        transport.close()
+
+
+def _parse(job: Job, raw: bytes) -> Ended:
+    if not raw:
+        raise LaunchError(f"the supervisor of {job.name!r} was killed, and the job died with it")
+    fields = json.loads(raw)
+    if "launch_error" in fields:
+        raise LaunchError(f"cannot start {job.name!r} in {job.cwd}: {fields['launch_error']}")
+    return Ended(**fields)
+
+
+def _signal(number: int) -> str:
+    return f"killed by signal {number}"

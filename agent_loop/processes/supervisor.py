@@ -1,0 +1,333 @@
+"""The processes between the trainer and agents: they start, limit and end agents.
+
+This is a program that imports the standard library only (`python -I -S supervisor.py`); for agents
+that are Python functions, `function_server.py` runs it with their module imported. It is a server:
+for three descriptors that arrive on its socket it forks one supervisor. The supervisor reads a
+JSON job from the first descriptor (a file), starts the agent, ends it when the second descriptor
+closes, and writes one JSON line about the agent's end to the third. `ProcessHost` in `host.py` is
+the caller. A fork takes a millisecond, even where the agent's module takes seconds to import.
+
+Invariant: when a supervisor exits, no descendant of its agent is alive. The supervisor is the
+*child subreaper* of all processes below it (prctl(2)): even a daemon that forks twice, opens a
+session and clears its environment becomes its child, and is found and killed. The second
+descriptor closes on cancellation, and when the process that started the agent dies, even by
+`kill -9`. If the supervisor is killed, the agent dies with it (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+READ_BYTES = 1 << 20
+Job = dict[str, Any]
+Body = Callable[[Job, int], None]
+"""The function that the agent's process runs once it is set up; it does not return."""
+
+REAP_TIMEOUT_S = 10.0
+"""Seconds to wait until killed processes have ended; one that is blocked in the kernel, for example
+by a failed disk, may never end."""
+
+
+def serve(server: socket.socket, body: Body) -> None:
+    """Forks a supervisor for each request, until the other end of the socket closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
+    gc.freeze()  # so that the collector does not copy shared pages in forks
+    while True:
+        _, fds, _, _ = socket.recv_fds(server, 1, 3)
+        if not fds:
+            return
+        if os.fork() == 0:
+            server.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            supervise(fds[0], fds[1], fds[2], body)
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+
+
+def supervise(job_fd: int, cancel_fd: int, report_fd: int, body: Body) -> None:
+    with open(job_fd, "rb") as file:
+        job = json.load(file)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # Blocked before the fork, so that no SIGCHLD is missed; the agent gets an empty signal mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        agent = Agent(job, body, (cancel_fd, report_fd))
+    except OSError as error:
+        _report(report_fd, launch_error=str(error))
+        return
+    ended_by = _watch(agent, cancel_fd, job["timeout_s"], job["grace_s"])
+    wall_s = time.monotonic() - agent.started
+    status, left_over = _end_everything(agent.pid)
+    left_over += agent.left_behind_wall()
+    agent.drain()
+    agent.close_logs()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    _report(
+        report_fd,
+        ended_by=ended_by,
+        exit_code=os.waitstatus_to_exitcode(status) if status is not None else None,
+        wall_s=wall_s,
+        left_over=left_over,
+        output_bytes=agent.log.total_bytes,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        supervisor_cpu_s=own.ru_utime + own.ru_stime,
+        peak_memory_bytes=usage.ru_maxrss * 1024,
+    )
+
+
+class ChildFds(NamedTuple):
+    """The agent's ends of the pipes between it and its supervisor."""
+
+    stdout: int
+    stderr: int
+    """Equal to `stdout` if both share a pipe."""
+    error: int
+    """For the reason why the agent could not be started; closed once it runs."""
+    left_over: int
+    """For the number of processes that an agent behind a wall left running, 4 bytes."""
+
+
+class Agent:
+    """The agent's main process and its output."""
+
+    def __init__(self, job: Job, body: Body, private_fds: tuple[int, ...]) -> None:
+        self.started = time.monotonic()
+        self.log = BoundedLog(job["log"], job["log_bytes"])
+        output_fd, output_write_fd = os.pipe()
+        self.logs = {output_fd: [self.log]}
+        """Descriptor of a pipe → the logs that its content is written to."""
+        stderr_write_fd = output_write_fd
+        if job["stderr_log"]:
+            stderr_fd, stderr_write_fd = os.pipe()
+            self.logs[stderr_fd] = [self.log, BoundedLog(job["stderr_log"], job["log_bytes"])]
+        error_fd, error_write_fd = os.pipe()
+        self._left_over_fd, left_over_write_fd = os.pipe()
+        child = ChildFds(output_write_fd, stderr_write_fd, error_write_fd, left_over_write_fd)
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            files = (log.fileno() for logs in self.logs.values() for log in logs)
+            for fd in {*private_fds, *self.logs, *files, error_fd, self._left_over_fd}:
+                os.close(fd)
+            _become_agent(job, body, child, parent)
+        for fd in set(child):
+            os.close(fd)
+        if error := os.read(error_fd, READ_BYTES):
+            raise OSError(error.decode())
+        os.close(error_fd)
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def read(self, fd: int) -> bool:
+        """Copies the content of the pipe to its logs. Returns False at the end of the pipe."""
+        data = os.read(fd, READ_BYTES)
+        for log in self.logs[fd]:
+            log.write(data)
+        return bool(data)
+
+    def drain(self) -> None:
+        """Reads the rest of the pipes, when no process holds their other ends any more."""
+        for fd in self.logs:
+            os.set_blocking(fd, False)
+            with contextlib.suppress(BlockingIOError):
+                while self.read(fd):
+                    pass
+
+    def left_behind_wall(self) -> int:
+        """Number of processes that were killed with the agent's namespace; 0 without a wall."""
+        os.set_blocking(self._left_over_fd, False)
+        with contextlib.suppress(BlockingIOError):
+            if count := os.read(self._left_over_fd, 4):
+                return int(struct.unpack("i", count)[0])
+        return 0
+
+    def close_logs(self) -> None:
+        for log in {log for logs in self.logs.values() for log in logs}:
+            log.close()
+
+
+class BoundedLog:
+    """A log of at most `limit_bytes`, half for the beginning of the output and half for its end,
+    with a note of how much was left out between them."""
+
+    def __init__(self, path: str, limit_bytes: int) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._head_bytes = limit_bytes // 2
+        self._tail_bytes = limit_bytes - self._head_bytes
+        self._tail = bytearray()
+        self.total_bytes = 0
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, data: bytes) -> None:
+        room = max(self._head_bytes - self.total_bytes, 0)
+        self.total_bytes += len(data)
+        if room:
+            self._file.write(data[:room])
+        self._tail += data[room:]
+        if len(self._tail) > 2 * self._tail_bytes:
+            del self._tail[: -self._tail_bytes]
+
+    def close(self) -> None:
+        lost = len(self._tail) - self._tail_bytes
+        between = self.total_bytes - self._head_bytes - self._tail_bytes
+        if between > 0:
+            self._file.write(b"\n[... %d bytes not kept ...]\n" % between)
+            del self._tail[:lost]
+        self._file.write(self._tail)
+        self._file.close()
+
+
+def _watch(agent: Agent, cancel_fd: int, timeout_s: float, grace_s: float) -> str:
+    """Waits until the agent's main process ends, and returns why: `exit`, `timeout` or `cancel`. At
+    the deadline its process group gets SIGTERM, and after `grace_s` all descendants get SIGKILL.
+    """
+    poll = select.poll()
+    for fd in (agent.pidfd, *agent.logs, cancel_fd):
+        poll.register(fd, select.POLLIN | select.POLLHUP)
+    ended_by = "exit"
+    deadline = agent.started + timeout_s
+    while True:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            if ended_by != "exit":
+                return ended_by
+            ended_by, deadline = "timeout", time.monotonic() + grace_s
+            agent.signal(signal.SIGTERM)
+            continue
+        ready = {fd for fd, _ in poll.poll(remaining_s * 1000 + 1)}
+        for fd in ready & agent.logs.keys():
+            if not agent.read(fd):
+                poll.unregister(fd)
+        if agent.pidfd in ready:
+            return ended_by
+        if cancel_fd in ready:
+            poll.unregister(cancel_fd)
+            ended_by, deadline = "cancel", time.monotonic() + grace_s
+            agent.signal(signal.SIGTERM)
+
+
+def _end_everything(agent_pid: int) -> tuple[int | None, int]:
+    """Kills and reaps processes until there is no child left.
+
+    Returns the agent's wait status (None if it did not end within REAP_TIMEOUT_S), and the number
+    of other processes that were still alive.
+    """
+    status: int | None = None
+    killed: set[int] = set()
+    deadline = time.monotonic() + REAP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                if reaped[0] == agent_pid:
+                    status = reaped[1]
+        except ChildProcessError:
+            break
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+    return status, len(killed - {agent_pid})
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    children = [int(child) for child in file.read().split()]
+                found += children
+                pending += children
+    return found
+
+
+def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
+    """Sets up the forked child and runs `body` in it; never returns."""
+
+    def become() -> NoReturn:
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        null_fd = os.open(os.devnull, os.O_RDONLY)
+        for fd, at in ((null_fd, 0), (fds.stdout, 1), (fds.stderr, 2)):
+            os.dup2(fd, at)
+        for fd in {null_fd, fds.stdout, fds.stderr, fds.left_over}:
+            os.close(fd)
+        for name, value in job["limits"].items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        os.chdir(job["cwd"])
+        body(job, fds.error)
+        os._exit(127)  # a body does not return
+
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setpgid(0, 0)
+        if job["wall"] is None:
+            become()
+        _behind_wall(job["wall"], become, fds.left_over)
+    except (OSError, ValueError) as error:
+        os.write(fds.error, str(error).encode())
+    os._exit(127)
+
+
+def _behind_wall(wall: dict[str, Any], become: Callable[[], NoReturn], left_over_fd: int) -> None:
+    """Calls `become` behind the wall. Loads `proxy/wall.py` by its path, because this program
+    cannot import the project's packages."""
+    spec = importlib.util.spec_from_file_location("wall", wall["module"])
+    if spec is None or spec.loader is None:
+        raise OSError(f"cannot load {wall['module']}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["wall"] = module
+    spec.loader.exec_module(module)
+    ports_fd = module.refuse_ports(wall["ports"])
+    module.enter(wall["hide"], wall["keep"], become, ports_fd=ports_fd, left_over_fd=left_over_fd)
+
+
+def execute(job: Job, error_fd: int) -> None:
+    """The body of an agent that is a program. `error_fd` is closed by exec."""
+    # Python ignores these signals. A program would inherit this, and `yes | head` would not end.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execvpe(job["argv"][0], job["argv"], job["env"])
+
+
+def _prctl(option: int, value: int) -> None:
+    prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _report(report_fd: int, **fields: Any) -> None:
+    os.write(report_fd, json.dumps(fields).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), execute)

@@ -1,0 +1,60 @@
+"""What happens to a group that is older than `max_staleness` allows.
+
+Invariant: staleness (the trainer's version minus the oldest version that sampled a trained token)
+is at most `max_staleness` in every batch that the trainer gets: an older group is dropped, or its
+stale tokens become context that is not trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from agent_loop.producers.groups import Verdict, judge
+from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.records import Group, Rollout
+
+
+def is_stale(oldest_version: int, version: int, config: RolloutConfig) -> bool:
+    """Whether tokens of `oldest_version` are too old for the trainer at `version`."""
+    return version - oldest_version > config.max_staleness
+
+
+def is_cancelled(oldest_start: int | None, version: int, config: RolloutConfig) -> bool:
+    """Whether a running group is cancelled at an update to `version`. `oldest_start` is the oldest
+    version at which one of its running trials began; None: no trial runs."""
+    if oldest_start is None:
+        return False
+    if not config.partial_rollout:
+        return True
+    return config.stale == "drop" and is_stale(oldest_start, version, config)
+
+
+def fresh_part(group: Group, version: int, config: RolloutConfig) -> Group | None:
+    """The group, without stale tokens where `stale` is `mask`; None: it is dropped, because it is
+    stale and `stale` is `drop`, or because too little of it would be left to train."""
+    if not is_stale(group.oldest_version, version, config):
+        return group
+    if config.stale == "drop":
+        return None
+    masked = _without_stale_tokens(group, version - config.max_staleness)
+    return None if judge(masked, config) is Verdict.FAILED else masked
+
+
+def _without_stale_tokens(group: Group, oldest_allowed: int) -> Group:
+    """The group, with tokens of versions before `oldest_allowed` as context that is not trained."""
+
+    def fresh(rollout: Rollout) -> Rollout:
+        segments = tuple(
+            replace(
+                segment,
+                mask=(keep := segment.mask & (segment.versions >= oldest_allowed)),
+                logprobs=np.where(keep, segment.logprobs, np.float32(0)),
+                versions=np.where(keep, segment.versions, np.int32(-1)),
+            )
+            for segment in rollout.segments
+        )
+        return replace(rollout, segments=segments)
+
+    return replace(group, rollouts=tuple(map(fresh, group.rollouts)))

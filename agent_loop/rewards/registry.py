@@ -1,0 +1,73 @@
+"""Every reward source, by its key under `remote_agent`.
+
+To add a reward, write a module with its section (a `RewardConfig`) and its class, and add a field
+here. A reward outside this package needs no field: name it in `remote_agent.reward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from agent_loop.outside_parts import OutsidePart
+from agent_loop.rewards.combined import CombinedReward, Weighted
+from agent_loop.rewards.grader import GraderConfig
+from agent_loop.rewards.judge import JudgeConfig
+from agent_loop.rewards.protocol import RewardConfig, RewardSource
+from agent_loop.rewards.reported import LauncherReward, PostedReward
+from agent_loop.rewards.verifier import VerifierConfig
+from proxy.errors import ConfigurationError
+from proxy.section import Section
+
+
+class OutsideReward(OutsidePart, RewardConfig):
+    """A reward source of your own, named by the class of its section."""
+
+    def build(self) -> RewardSource:
+        return self.section(RewardConfig).build()
+
+
+class RewardsConfig(Section):
+    """Where a trial's reward comes from. If no source is configured, it comes from the launcher:
+    the function's return value, or Harbor's verifier.
+
+    Example: RewardsConfig(verifier=VerifierConfig(argv=("true",))).build_rewards()
+    """
+
+    verifier: VerifierConfig | None = None
+    """Reward from a program that runs in the trial's working directory after the agent has
+    ended."""
+    grader: GraderConfig | None = None
+    """Reward from a Python function."""
+    judge: JudgeConfig | None = None
+    """Reward from a language model."""
+    reward: OutsideReward | None = None
+    """Reward from a source of your own: `reward.target` names the class of its section."""
+    posted_rewards: bool = False
+    """Reward that was posted to the session (`POST /sessions/{id}/rewards`)."""
+    reward_weights: Mapping[str, float] = Field(default_factory=dict)
+    """Several sources are summed with these weights, by key (`posted` for `posted_rewards`); the
+    default weight is 1."""
+
+    def build_rewards(self) -> RewardSource:
+        """The configured source, or the weighted sum of several.
+
+        Raises:
+            ConfigurationError: a source refuses its settings, or a weight names no source.
+        """
+        sources = {name: value.build() for name, value in self if isinstance(value, RewardConfig)}
+        if self.posted_rewards:
+            sources["posted"] = PostedReward()
+        unknown = sorted(self.reward_weights.keys() - sources.keys())
+        if unknown:
+            raise ConfigurationError(
+                f"remote_agent.reward_weights: {unknown} is not configured; the configured sources "
+                f"are {list(sources)}"
+            )
+        if not sources:
+            return LauncherReward()
+        if len(sources) == 1 and not self.reward_weights:
+            return next(iter(sources.values()))
+        weights = self.reward_weights
+        return CombinedReward({n: Weighted(s, weights.get(n, 1.0)) for n, s in sources.items()})

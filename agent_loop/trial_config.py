@@ -1,0 +1,95 @@
+"""The sections of a configuration that a trial reads: the agent's limits, the sampling parameters,
+and the proxy that records the trial.
+
+Each is part of a larger section under the same key names: `TrialConfig` of `remote_agent`,
+`SamplingConfig` of `rollout`, `RecordingConfig` of `proxy_server`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from agent_loop.credit import CreditConfig
+from proxy.section import Section
+
+
+class TrialConfig(Section):
+    """Example: TrialConfig(timeout_s=120, max_retries=0)"""
+
+    await_reward_s: float = Field(0.0, ge=0)
+    """Seconds that a trial waits for a posted reward after its agent has ended; 0: only rewards
+    that were posted before then count."""
+    credit: CreditConfig = CreditConfig()
+    """Which turns the reward is credited to."""
+    model_name: str = "policy"
+    """The model name that agents are given."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds that an agent may run."""
+    max_retries: int = Field(1, ge=0)
+    """Number of retries of a trial that failed through no fault of its agent."""
+    retry_base_delay: float = Field(0.0, ge=0)
+    """Seconds before the first retry; doubled for each further retry."""
+    keep_workspaces: bool = False
+    """Keep each trial's working directory. Its logs are kept in any case."""
+    sandbox: Literal["light", "off"] = "light"
+    """`light`: local agents (`command`, `python`) run in a PID namespace of their own, and the
+    run's folder, the files of tasks and verifiers, and `hide` are empty for them. `off`: they can
+    read all of that, and what other agents record. Harbor's agents have Harbor's sandbox."""
+    hide: tuple[Path, ...] = ()
+    """Additional files and folders that are empty for local agents."""
+    hidden_fields: tuple[str, ...] | None = None
+    """Fields of a task that the agent does not get. None: `answer`, `answers`, `solution` and
+    `ground_truth` if a verifier, a grader or a judge gives the reward; these still get them."""
+
+    @property
+    def fields_hidden(self) -> frozenset[str]:
+        """The names of the hidden fields, after the default is resolved."""
+        return frozenset(self.hidden_fields or ())
+
+
+class SamplingConfig(Section):
+    """Example: SamplingConfig(temperature=1.0, max_tokens=2048)"""
+
+    temperature: float = Field(1.0, gt=0)
+    """Replaces the agent's own temperature in training; the trainer scales its logits by the same
+    value."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Must be 1: any other value would sample from another distribution than the trainer's."""
+    top_k: int = Field(-1, ge=-1)
+    """Must be -1 (all tokens), for the same reason."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens per answer; None: what the agent requests, within the context."""
+    max_turns: int | None = Field(None, ge=1)
+    """Maximum number of model calls per trial; None: the proxy's own limit."""
+    seeded: bool = False
+    """Make sampling reproducible from the run's seed; slower in large batches on a GPU."""
+
+    @property
+    def pinned(self) -> dict[str, float | int]:
+        """The parameters that replace the agent's own in a training session, besides the seed."""
+        pinned: dict[str, float | int] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.max_tokens is not None:
+            pinned["max_tokens"] = self.max_tokens
+        return pinned
+
+    @property
+    def session_limits(self) -> Mapping[str, int]:
+        """The session's limits, in the proxy's format."""
+        return {} if self.max_turns is None else {"max_turns": self.max_turns}
+
+
+class RecordingConfig(Section):
+    """Example: RecordingConfig(profile="claude-code", patience_s=10)"""
+
+    profile: str = "default"
+    """The proxy's profile of the agent: what is removed, matched and kept of its requests."""
+    patience_s: float = Field(60.0, ge=0)
+    """Seconds that a trial waits at its start and its end for a proxy that is being restarted."""

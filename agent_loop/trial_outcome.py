@@ -1,0 +1,179 @@
+"""Builds a `Rollout` from the recorded turns, the reward, and how the agent ended.
+
+`RemoteAgentLoop`, the swarm and the verl plug-in all build their rollouts here. The end of a trial
+determines the rollout's status:
+
+    the agent ended by itself                     → done (truncated if its last answer was)
+    the agent ran out of time, or crashed         → truncated; a verifier's reward counts
+    it crashed without a reward, or because a     → failed
+      call was cut on the proxy's side
+    it never got an answer from the model         → failed
+    launcher, verifier or proxy failed            → failed (`failed_rollout`)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agent_loop.credit import CreditConfig, assign_credit
+from agent_loop.records import AgentEnd, AgentResult, Graded, Rollout, RolloutStatus, Task
+from agent_loop.trajectory import build_segments
+from proxy.records import FinishReason, Reward, SessionKind, Turn, TurnStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What is known about a trial before it starts.
+
+    Example: Attempt("sum-17-9fJq", Task(…), SessionKind.TRAIN, seed=7, version=12)
+    """
+
+    trial_id: str
+    task: Task
+    kind: SessionKind = SessionKind.TRAIN
+    seed: int = 0
+    version: int = 0
+    """The policy's version when the trial starts."""
+    logs: str | None = None
+    """Folder with the agent's output."""
+    failed_before: int = 0
+    """Number of earlier trials of the same rollout that failed."""
+
+
+def build_rollout(
+    attempt: Attempt,
+    agent: AgentResult,
+    turns: Sequence[Turn],
+    graded: Graded,
+    *,
+    posted: Sequence[Reward] = (),
+    credit: CreditConfig | None = None,
+    times_s: Mapping[str, float] | None = None,
+) -> Rollout:
+    """The rollout of a trial that ran to its end.
+
+    `posted` holds all rewards that were posted for the session; rewards for the whole trial are
+    already part of `graded`. `times_s` is added to the recorded times (`agent`, `generate`).
+
+    Raises:
+        TrajectoryError: the turns are not a tree of sampled tokens.
+    """
+    credited = assign_credit(turns, graded.value, posted, credit or CreditConfig())
+    reward = _with_turn_rewards(graded, posted)
+    ending = _ending(attempt, agent, turns, reward)
+    untrained = range(len(turns)) if attempt.kind is SessionKind.EVAL else credited.untrained
+    return Rollout(
+        trial_id=attempt.trial_id,
+        task=attempt.task,
+        status=ending.status,
+        reward=reward.value,
+        segments=build_segments(turns, untrained=untrained),
+        reward_parts=reward.parts,
+        turn_returns=credited.returns,
+        turn_shares=credited.shares,
+        truncated_turns=_truncated(turns),
+        num_turns=len(_answered(turns)),
+        forks=_forks(turns),
+        started_version=attempt.version,
+        error=ending.error,
+        times_s={**_times_s(agent, turns), **(times_s or {})},
+        metrics=_metrics(attempt, agent, turns),
+        logs=attempt.logs,
+        seed=attempt.seed,
+    )
+
+
+def failed_rollout(
+    attempt: Attempt,
+    error: str,
+    *,
+    agent: AgentResult | None = None,
+    turns: Sequence[Turn] = (),
+    times_s: Mapping[str, float] | None = None,
+) -> Rollout:
+    """The rollout of a trial that failed through no fault of its agent, with everything that was
+    known by then."""
+    return Rollout(
+        trial_id=attempt.trial_id,
+        task=attempt.task,
+        status=RolloutStatus.FAILED,
+        reward=None,
+        truncated_turns=_truncated(turns),
+        num_turns=len(_answered(turns)),
+        forks=_forks(turns),
+        started_version=attempt.version,
+        error=error,
+        times_s={**_times_s(agent, turns), **(times_s or {})},
+        metrics=_metrics(attempt, agent, turns),
+        logs=attempt.logs,
+        seed=attempt.seed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    status: RolloutStatus
+    error: str | None = None
+
+
+def _ending(attempt: Attempt, agent: AgentResult, turns: Sequence[Turn], graded: Graded) -> _Ending:
+    """Status and error, by the table above."""
+    crashed = agent.end is AgentEnd.CRASHED
+    cut = bool(turns) and turns[-1].status in (TurnStatus.CUT, TurnStatus.OPEN)
+    log = f"; see {attempt.logs}/agent.log" if attempt.logs else ""
+    if not _answered(turns):
+        reason = f" ({agent.error}){log}" if agent.error else ""
+        return _Ending(
+            RolloutStatus.FAILED, f"the agent never had an answer from the model{reason}"
+        )
+    if crashed and (cut or graded.value is None):
+        return _Ending(RolloutStatus.FAILED, f"the agent crashed: {agent.error}{log}")
+    if agent.end is not AgentEnd.EXITED:
+        ended = agent.end.value.replace("_", " ")
+        return _Ending(RolloutStatus.TRUNCATED, f"the agent {ended}: {agent.error}")
+    if turns[-1].index in _truncated(turns):
+        return _Ending(RolloutStatus.TRUNCATED, "the last answer reached the length limit")
+    return _Ending(RolloutStatus.DONE)
+
+
+def _with_turn_rewards(graded: Graded, posted: Sequence[Reward]) -> Graded:
+    """If turns or branches have rewards and the trial has none, their sum is the trial's reward."""
+    of_turns = [reward.value for reward in posted if reward.turn is not None]
+    if graded.value is None and of_turns:
+        return Graded(sum(of_turns), graded.parts)
+    return graded
+
+
+def _answered(turns: Sequence[Turn]) -> list[Turn]:
+    return [turn for turn in turns if turn.sampled]
+
+
+def _truncated(turns: Sequence[Turn]) -> tuple[int, ...]:
+    lengths = (turn for turn in _answered(turns) if turn.finish_reason is FinishReason.LENGTH)
+    return tuple(turn.index for turn in lengths)
+
+
+def _forks(turns: Sequence[Turn]) -> Mapping[str, int]:
+    return Counter(turn.fork_cause.value for turn in turns if turn.fork_cause)
+
+
+def _times_s(agent: AgentResult | None, turns: Sequence[Turn]) -> Mapping[str, float]:
+    if agent is None:
+        return {}
+    return {"agent": agent.wall_s, "generate": sum(turn.duration_s or 0.0 for turn in turns)}
+
+
+def _metrics(
+    attempt: Attempt, agent: AgentResult | None, turns: Sequence[Turn]
+) -> Mapping[str, float]:
+    statuses = Counter(turn.status for turn in turns)
+    return {
+        **(agent.metrics if agent else {}),
+        "sampled_tokens": sum(len(turn.sampled_ids) for turn in _answered(turns)),
+        "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
+        "cut_turns": statuses[TurnStatus.CUT] + statuses[TurnStatus.OPEN],
+        "superseded_turns": statuses[TurnStatus.SUPERSEDED],
+        "failed_attempts": attempt.failed_before,
+    }

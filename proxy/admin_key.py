@@ -1,0 +1,97 @@
+"""The admin key: the configured one, or else the one in a file that the proxy creates.
+
+Invariant: a proxy that serves has an admin key. Precedence for servers and clients: explicit
+argument or setting > AGENTIC_PROXY_ADMIN_KEY > the file.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from proxy.config import ProxyConfig
+from proxy.errors import ConfigurationError, SessionError
+from proxy.kept_key import kept_key
+
+VARIABLE = "AGENTIC_PROXY_ADMIN_KEY"
+SUFFIX = ".admin-key"
+"""Appended to the name of a SQLite file."""
+STATE_FILE = Path("agentic-proxy", "admin-key")
+"""Path in the user's state folder, for stores that are not a file."""
+
+
+def check_admin_key(config: ProxyConfig, given: str | None) -> None:
+    """
+    Raises:
+        SessionError: 401; `given` is not the admin key.
+    """
+    wanted = b"" if config.admin_key is None else config.admin_key.get_secret_value().encode()
+    if not wanted or not hmac.compare_digest(
+        (given or "").encode("utf-8", "surrogateescape"), wanted
+    ):
+        raise SessionError(
+            "the control plane needs the admin key: send `Authorization: Bearer KEY`; `serve` "
+            "prints where the key is",
+            status=401,
+        )
+
+
+def with_admin_key(config: ProxyConfig) -> ProxyConfig:
+    """The configuration with an admin key: its own, or else the one in `key_file`, which is
+    created if it does not exist.
+
+    Raises:
+        ConfigurationError: the file cannot be created or read, or is empty.
+    """
+    if config.admin_key is not None:
+        return config
+    path = key_file(config)
+    try:
+        key = kept_key(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"admin_key_file: {path} cannot be used: {error.strerror}; set {VARIABLE}, or choose "
+            "another file"
+        ) from error
+    if not key:
+        raise ConfigurationError(f"admin_key_file: {path} is empty; remove it, or write a key")
+    return config.model_copy(update={"admin_key": SecretStr(key)})
+
+
+def key_file(config: ProxyConfig) -> Path:
+    """The path of the key file: `admin_key_file`; by default a file next to a SQLite store, and for
+    other stores a file in the user's state folder (`$XDG_STATE_HOME` or `~/.local/state`)."""
+    if config.admin_key_file is not None:
+        return config.admin_key_file.expanduser()
+    scheme, separator, rest = config.store.partition("://")
+    if not separator or scheme == "sqlite":
+        return Path((rest.removeprefix("/") if separator else config.store) + SUFFIX).absolute()
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, STATE_FILE)
+
+
+def client_key(
+    url: str, folder: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> str | None:
+    """The admin key for the proxy at `url`: the environment variable, or else, for a proxy on this
+    machine, the file next to the default store in `folder` (default: the working folder). None if
+    there is neither."""
+    if given := environment.get(VARIABLE):
+        return given
+    default = str(ProxyConfig.model_fields["store"].default)
+    path = (folder or Path.cwd()) / (default.removeprefix("sqlite:///") + SUFFIX)
+    return path.read_text().strip() if _is_here(url) and path.is_file() else None
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,120 @@
+"""The arguments of `agentic-proxy sessions …` and `replay`.
+
+Invariant: this module imports nothing that takes long, so that `--help` is fast. A command imports
+what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Literal, get_args
+
+Format = Literal["jsonl", "parquet", "binary"]
+Status = Literal["open", "completed", "expired"]
+Kind = Literal["train", "eval"]
+"""The values of `SessionStatus` and `SessionKind`, repeated here because their module takes too
+long to import; a test compares them."""
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `sessions` and `replay`."""
+    sessions = commands.add_parser("sessions", help="read the recorded sessions")
+    actions = sessions.add_subparsers(required=True, metavar="list|show|export")
+    _add_list(actions.add_parser("list", help="one line per session"))
+    _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
+    _add_export(actions.add_parser("export", help="write sessions to a file"))
+    _add_replay(commands.add_parser("replay", help="score a session again and compare"))
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from proxy.commands.sessions import list_sessions
+
+    return asyncio.run(list_sessions(arguments))
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from proxy.commands.sessions import show_session
+
+    return asyncio.run(show_session(arguments))
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from proxy.commands.sessions import export_sessions
+
+    return asyncio.run(export_sessions(arguments))
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from proxy.commands.sessions import replay_session
+
+    return asyncio.run(replay_session(arguments))
+
+
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    _add_filters(parser)
+    parser.set_defaults(run=_list)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    parser.add_argument("trial_id", help="the session's id, as `sessions list` prints it")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="the checkpoint's folder, whose tokenizer turns the recorded prompts into text",
+    )
+    parser.add_argument(
+        "--tokens", action="store_true", help="print each sampled token with its log-probability"
+    )
+    parser.set_defaults(run=_show)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    _add_filters(parser)
+    parser.add_argument(
+        "trial_id",
+        nargs="*",
+        help="export only these sessions (default: all that match the filters)",
+    )
+    parser.add_argument("--format", choices=get_args(Format), default="jsonl")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a file to write; a folder for binary"
+    )
+    parser.set_defaults(run=_export)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    parser.add_argument("trial_id", help="the session's id, as `sessions list` prints it")
+    parser.add_argument(
+        "--engine",
+        required=True,
+        metavar="URL",
+        help="a vLLM that serves the same weights, http://HOST:PORT or http://:KEY@HOST:PORT. To"
+        ' use the one that `serve` started, type "$(cat agentic-proxy-vllm.url)"',
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="NATS",
+        help="exit with code 1 if a log-probability differs by more",
+    )
+    parser.set_defaults(run=_replay)
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="the proxy's YAML file")
+    parser.add_argument("--store", metavar="URL", help="sqlite:///FILE or postgresql://…")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--status", choices=get_args(Status), help="only sessions with this status")
+    parser.add_argument("--kind", choices=get_args(Kind), help="only sessions of this kind")
+    parser.add_argument(
+        "--prefix", default="", metavar="TEXT", help="only sessions whose id begins with TEXT"
+    )

@@ -1,0 +1,84 @@
+"""Decides whether two JSON texts have the same value.
+
+An agent parses the arguments of a tool call and serialises them again in its own language.
+Invariant: a value is equal to the result of JavaScript's JSON.parse and JSON.stringify: `1.0` and
+`1`, `1e3` and `1000`, `-0` and `0` are equal, and integers beyond 2^53 that round to the same
+double.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+MAX_ARGUMENT_DEPTH = 100
+"""Levels of objects and lists in a call's arguments; deeper ones are text. It leaves room, in every
+dialect's answer and in the engine's request, below the 254 levels that can be written."""
+MAX_ARGUMENT_VALUES = 50_000
+"""Commas, objects and lists in a call's arguments; arguments with more are text. To read and write
+so many takes about 20 ms, and a history has many calls, which are each read with every request."""
+MAX_SAFE_INTEGER = 2**53
+"""Above this a double cannot represent every integer."""
+
+
+def parsed_arguments(text: str) -> Any:
+    """A tool call's arguments as a JSON value.
+
+    Invalid JSON, and JSON with more than MAX_ARGUMENT_DEPTH levels or MAX_ARGUMENT_VALUES values,
+    is returned unchanged; an empty string becomes `{}`.
+    """
+    if not text.strip():
+        return {}
+    if text.count(",") + text.count("{") + text.count("[") > MAX_ARGUMENT_VALUES:
+        return text
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    if text.count("{") + text.count("[") > MAX_ARGUMENT_DEPTH and is_deeper(
+        value, MAX_ARGUMENT_DEPTH
+    ):
+        return text
+    return value
+
+
+def canonical_arguments(text: str) -> bytes:
+    """The same bytes for equal arguments. Arguments that are not an object count as `{"arguments":
+    value}`, because dialects that require an object send them in this form."""
+    value = parsed_arguments(text)
+    if not isinstance(value, dict):
+        value = {"arguments": value}
+    if _SPELT_NUMBER.search(text):
+        value = _canonical(value)
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether what was read from JSON has more than `levels` levels of objects and lists."""
+    level = [value] if isinstance(value, dict | list) else []
+    while level and levels:
+        levels -= 1
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if type(each) is dict else each)
+            if type(inner) is dict or type(inner) is list
+        ]
+    return bool(level)
+
+
+_SPELT_NUMBER = re.compile(r"[0-9][.eE]|-0|[0-9]{16}")
+"""JSON without a match writes equal numbers in the same way."""
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, str | bool) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {key: _canonical(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_canonical(inner) for inner in value]
+    double = float(value)
+    return int(double) if double.is_integer() and abs(double) <= MAX_SAFE_INTEGER else double

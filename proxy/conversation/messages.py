@@ -1,0 +1,194 @@
+"""Conversations and messages, independent of the dialect.
+
+Every dialect parses its request into a `Conversation` and writes its answer from an assistant
+`Message`. `normalised` undoes changes that agents make to the form of their history but not to its
+content, so that all later code gets one form.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from proxy.conversation.json_values import parsed_arguments
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """Example: ToolCall(id="call_3f…", name="shell", arguments='{"cmd": "ls"}')"""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text as the model or the agent wrote it, possibly invalid. Calls are compared by its
+    parsed value."""
+
+
+@dataclass(slots=True)
+class Message:
+    """Example: Message("tool", "3 files", tool_call_id="call_3f…")"""
+
+    role: Role
+    text: str = ""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_call_id: str | None = None
+    """For a tool result: the id of its call."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Example: Conversation([Message("system", "Be brief."), Message("user", "Hello.")])"""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """In the form of Chat Completions: `{"type": "function", "function": {"name", …}}`."""
+    continues: int | None = None
+    """The turn that `messages` follow, if the agent names it instead of repeating its history."""
+    prefill: str | None = None
+    """Text by the agent that the answer begins with and the model continues."""
+    raw: str | list[int] | None = None
+    """A prompt without messages, as text or ids (Completions)."""
+
+    @property
+    def text_chars(self) -> int:
+        """Number of characters of text, reasoning and arguments; the length of a raw prompt."""
+        if self.raw is not None:
+            return len(self.raw)
+        return sum(message_chars(message) for message in self.messages)
+
+
+def message_chars(message: Message) -> int:
+    arguments = sum(len(call.arguments) for call in message.tool_calls)
+    return len(message.text) + len(message.reasoning or "") + arguments
+
+
+def arguments_object(call: ToolCall) -> dict[str, Any]:
+    """The arguments as the object that some dialects require.
+
+    Arguments that are not a JSON object are returned as `{"arguments": value}`.
+    """
+    arguments = parsed_arguments(call.arguments)
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+
+
+def normalised(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with one assistant message per answer.
+
+    - Adjacent assistant messages are joined: some agents split an answer with several calls.
+    - `call, result, call, result` of one answer becomes `calls, results`. The ids that the proxy
+      gives to the calls of one answer show that they belong together.
+    - An answer that was cut after its reasoning is removed if the agent retried: at the end of the
+      conversation, and before the answer that replaced it.
+    """
+    out: list[Message] = []
+    for message in messages:
+        before = _same_answer(out, message) if message.role == "assistant" else None
+        if before is None:
+            out.append(message)
+        else:
+            out[before] = _joined(out[before], message)
+    if len(out) > 1 and _is_only_reasoning(out[-1]):
+        out.pop()
+    return out
+
+
+def split_reasoning(message: Message) -> tuple[str, str]:
+    """An answer's reasoning and text, each without surrounding white space.
+
+    Some agents return the reasoning as `<think>…</think>` at the beginning of the text.
+    """
+    text, reasoning = message.text.strip(), (message.reasoning or "").strip()
+    if not reasoning and text.startswith(_THINK) and _END_THINK in text:
+        reasoning, _, text = text.removeprefix(_THINK).partition(_END_THINK)
+    return reasoning.strip(), text.strip()
+
+
+def new_call_id(answer: Sequence[ToolCall] = ()) -> str:
+    """An id for the call that follows those in `answer`; ids of one answer have the same beginning.
+
+    Example: `call_` + 20 random hexadecimal digits + `0002` for the third call.
+    """
+    groups = (_CALL_ID.fullmatch(call.id) for call in answer)
+    group = next((found["group"] for found in groups if found), None)
+    return f"{group or 'call_' + os.urandom(_GROUP_DIGITS // 2).hex()}{len(answer):04x}"
+
+
+def own_call_id(call_id: str, answer: Sequence[ToolCall]) -> str:
+    """The id of the call that follows those in `answer`: the model's own id, or a new one."""
+    ours = _CALL_ID.fullmatch(call_id)
+    if call_id and (ours is None or not answer):
+        return call_id
+    return new_call_id(answer)
+
+
+def dump_answer(message: Message) -> bytes:
+    """The JSON that a `Turn` records as its `answer`."""
+    return orjson.dumps(
+        {
+            "text": message.text,
+            "reasoning": message.reasoning,
+            "tool_calls": [
+                {"id": call.id, "name": call.name, "arguments": call.arguments}
+                for call in message.tool_calls
+            ],
+        }
+    )
+
+
+def load_answer(data: bytes) -> Message:
+    """The assistant message of a recorded turn's `answer`."""
+    fields = orjson.loads(data)
+    return Message(
+        "assistant",
+        fields["text"],
+        fields["reasoning"],
+        [ToolCall(call["id"], call["name"], call["arguments"]) for call in fields["tool_calls"]],
+    )
+
+
+_THINK, _END_THINK = "<think>", "</think>"
+_GROUP_DIGITS = 20
+_CALL_ID = re.compile(rf"(?P<group>call_[0-9a-f]{{{_GROUP_DIGITS}}})[0-9a-f]{{4}}")
+
+
+def _same_answer(messages: list[Message], message: Message) -> int | None:
+    """Index of the message that `message` continues as part of the same answer."""
+    last = len(messages) - 1
+    if last >= 0 and messages[last].role == "assistant":
+        return last
+    if not message.tool_calls or message.text or message.reasoning:
+        return None
+    while last >= 0 and messages[last].role == "tool":
+        last -= 1
+    if last < 0 or last == len(messages) - 1 or messages[last].role != "assistant":
+        return None
+    groups = {_call_group(call) for call in (*messages[last].tool_calls, *message.tool_calls)}
+    return last if len(groups) == 1 and None not in groups else None
+
+
+def _call_group(call: ToolCall) -> str | None:
+    found = _CALL_ID.fullmatch(call.id)
+    return found["group"] if found else None
+
+
+def _is_only_reasoning(message: Message) -> bool:
+    if message.role != "assistant" or message.text or message.tool_calls:
+        return False
+    return bool(message.reasoning)
+
+
+def _joined(first: Message, second: Message) -> Message:
+    texts = [message.text for message in (first, second) if message.text]
+    reasoning = [message.reasoning for message in (first, second) if message.reasoning]
+    if len(reasoning) == 2 and _is_only_reasoning(first):
+        reasoning = reasoning[1:]
+    calls = [*first.tool_calls, *second.tool_calls]
+    return Message("assistant", "\n".join(texts), "\n".join(reasoning) or None, calls)

@@ -1,0 +1,124 @@
+"""The common part of all HTTP servers: the runner, and reading a request's key and body.
+
+Invariant: never reads or decompresses more than `client_max_size` (`limits.body_bytes`) of a body.
+A request that is broken on the wire (framing, encoding, a client that disconnects) is the client's
+error: it gets a 4xx if a response is possible, and never causes a traceback in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import PayloadAccessError, RequestPayloadError
+
+from proxy.errors import RequestError
+
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_RAW_DEFLATE_BITS = -15
+_WIRE_ERRORS = (HttpProcessingError, RequestPayloadError, PayloadAccessError, ConnectionError)
+_UNPACKED = web.RequestKey("unpacked", bytes)
+
+
+def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
+    """A runner that leaves decompression to `read_body` and does not log clients' errors.
+
+    `options` are those of `web.AppRunner`.
+    """
+    log = logging.getLogger("aiohttp.server.requests")
+    log.addFilter(_is_our_error)
+    return web.AppRunner(app, access_log=None, auto_decompress=False, logger=log, **options)
+
+
+def api_key(headers: Mapping[str, str]) -> str | None:
+    """The key in `Authorization: Bearer …` or in `x-api-key`; None if there is none."""
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key") or None
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body, decompressed if its `Content-Encoding` is gzip or deflate.
+
+    Raises RequestError: 413 if the body is larger than `client_max_size`, compressed or not; 415
+    for another encoding; 400 for a body that does not match its encoding. A body whose declared
+    length is too large is not read at all.
+    """
+    if _UNPACKED in request:
+        return request[_UNPACKED]
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower()
+    if encoding not in ("identity", "", *_WINDOW_BITS):
+        raise RequestError(
+            f"Content-Encoding {encoding[:40]!r} is not supported; send the body as gzip, deflate "
+            "or uncompressed",
+            status=415,
+        )
+    body = await _read(request)
+    if body and encoding in _WINDOW_BITS:
+        # zlib releases the GIL, so that decompressing a large body delays no other request.
+        body = await asyncio.to_thread(_unpack, body, encoding, request.client_max_size)
+    request[_UNPACKED] = body
+    return body
+
+
+async def answer_expect(request: web.Request) -> None:
+    """Handles `Expect`. aiohttp's own handler quotes the header, which fails if it is not UTF-8."""
+    if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is supported")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+
+
+def forget_body(request: web.Request) -> None:
+    """Frees the body once the request is answered. aiohttp keeps a request until its connection
+    brings the next one, so that an idle connection would hold the memory of its last body."""
+    request.pop(_UNPACKED, None)
+
+
+async def _read(request: web.Request) -> bytes:
+    if (request.content_length or 0) > request.client_max_size:
+        raise _too_large(request.client_max_size)
+    body = bytearray()
+    try:
+        while chunk := await request.content.readany():
+            body += chunk
+            if len(body) > request.client_max_size:
+                raise _too_large(request.client_max_size)
+    except RequestPayloadError as error:
+        raise RequestError("the body's chunked encoding is invalid; send it again") from error
+    return bytes(body)
+
+
+def _unpack(packed: bytes, encoding: str, limit: int) -> bytes:
+    bits = _WINDOW_BITS[encoding]
+    if encoding == "deflate" and packed[0] & 0xF != 8:  # without the header of RFC 1950
+        bits = _RAW_DEFLATE_BITS
+    unpacker = zlib.decompressobj(bits)
+    try:
+        body = unpacker.decompress(packed, limit + 1)
+    except zlib.error as error:
+        raise RequestError(
+            f"the body is not {encoding}, as its Content-Encoding declares"
+        ) from error
+    if len(body) > limit:
+        raise _too_large(limit)
+    if not unpacker.eof or unpacker.unused_data:
+        wrong = "is cut off" if not unpacker.eof else "has data after its end"
+        raise RequestError(f"the {encoding} body {wrong}; send one complete {encoding} stream")
+    return body
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        f"the request body is larger than {limit} bytes (limits.body_bytes)", status=413
+    )
+
+
+def _is_our_error(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], _WIRE_ERRORS))

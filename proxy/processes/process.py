@@ -1,0 +1,131 @@
+"""One proxy process: starts an engine if none was given, and listens on the port.
+
+Invariant: it listens only after everything else has started, and when it ends, no process that it
+started is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from proxy.app import CONTROL_PLANE, STORE, build_app
+from proxy.config import EngineConfig, ProxyConfig
+from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.errors import ConfigurationError, EngineError, StoreError
+from proxy.http_request import app_runner
+from proxy.processes.workers import serve_workers
+from proxy.serving.ownership import own_address
+from proxy.siblings import Siblings
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Calls create few reference cycles, and a full collection walks every session's tree. So full
+collections are rare, and objects that exist at the start are exempt."""
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str], None]) -> None:
+    """Runs until SIGINT or SIGTERM. Calls `listening` with the actual configuration and the URL.
+
+    Raises:
+        ConfigurationError: the proxy cannot start, or `config` has no admin key.
+        EngineError: the proxy's own vLLM did not start, or died.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with _engine(config, stop) as with_engine:
+        if config.workers > 1:
+            await serve_workers(with_engine, stop, listening)
+            return
+        async with listen(with_engine) as (app, url):
+            listening(with_engine, url)
+            await stop.wait()
+            await withdraw(app, config)
+
+
+@asynccontextmanager
+async def listen(
+    config: ProxyConfig, *, own_socket: Path | None = None, siblings: Sequence[Path] = ()
+) -> AsyncIterator[tuple[web.Application, str]]:
+    """Listens on the port, and on `own_socket` if there is one; yields the proxy and its URL."""
+    app = build_app(config, siblings=Siblings(siblings))
+    runner = app_runner(app, handler_cancellation=True)
+    await runner.setup()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        if own_socket is not None:
+            own_socket.unlink(missing_ok=True)  # left by a process that crashed
+            await web.UnixSite(runner, str(own_socket)).start()
+        site = web.TCPSite(runner, config.host, config.port, reuse_port=own_socket is not None)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigurationError(
+                f"port: cannot listen on {config.host}:{config.port}: {error.strerror}; "
+                "free the port or choose another --port"
+            ) from error
+        host, port = next(address for address in runner.addresses if len(address) > 1)[:2]
+        reached_at = own_address(config, port, str(own_socket) if own_socket else None)
+        await app[STORE].announce(reached_at)
+        yield app, (config.public_url or f"http://{host}:{port}").rstrip("/")
+    finally:
+        await runner.cleanup()
+
+
+async def withdraw(app: web.Application, config: ProxyConfig) -> None:
+    """Releases the sessions, reports not ready, and gives load balancers time to notice."""
+    with contextlib.suppress(StoreError):  # the sessions are then released when the process ends
+        await app[STORE].announce(None)
+    app[CONTROL_PLANE].withdraw()
+    await asyncio.sleep(config.limits.unready_s)
+
+
+@asynccontextmanager
+async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[ProxyConfig]:
+    """The configuration with an engine: starts a vLLM if it has neither an engine nor a relay."""
+    if config.engines or config.relay.token is not None:
+        yield config
+        return
+    if config.model is None:
+        raise ConfigurationError("model is not set; give the folder of the checkpoint to serve")
+    options = VllmOptions(
+        model=config.model,
+        log=Path("agentic-proxy-vllm.log"),
+        max_context_tokens=config.max_context_tokens,
+    )
+    server = VllmServer(options)
+    _log.info("starting vLLM on %s, log in %s", options.model, options.log)
+    starting = asyncio.create_task(server.start())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if stopped.done():
+        starting.cancel()
+    stopped.cancel()
+    await starting
+    died = asyncio.create_task(_stop_when_it_dies(server, stop))
+    try:
+        yield config.model_copy(update={"engines": [EngineConfig(url=server.url)]})
+    finally:
+        died.cancel()
+        dead = not server.running
+        await server.stop()
+    if dead:
+        raise EngineError(f"vLLM ended: {server.last_words()} (log: {options.log})")
+
+
+async def _stop_when_it_dies(server: VllmServer, stop: asyncio.Event) -> None:
+    await server.wait()
+    stop.set()

@@ -1,0 +1,55 @@
+"""The process of `agentic-worker`: reads its settings and runs the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+from pydantic import ValidationError
+
+from proxy.engines.vllm import VllmEngine
+from proxy.errors import ConfigurationError
+from proxy.relay.fingerprint import fingerprint
+from proxy.relay.worker import RelayWorker, WorkerConfig
+
+SECRETS = frozenset({"token", "engine_api_key"})
+"""Read from the environment only, because every process on the machine can read a command line."""
+
+
+async def run_worker(config: WorkerConfig) -> None:
+    """Serves the engine until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigurationError: the model's folder or the engine cannot be used.
+        WorkerRefused: the proxy refuses the worker for good.
+    """
+    key = config.engine_api_key
+    engine = VllmEngine(config.engine, api_key=key.get_secret_value() if key else None)
+    try:
+        await engine.check()
+        worker = RelayWorker(engine, fingerprint(config.model), config)
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, worker.stop)
+        await worker.run()
+    finally:
+        await engine.close()
+
+
+def worker_config(given: dict[str, Any]) -> WorkerConfig:
+    """The settings from the command line (`given`) and the environment.
+
+    Raises:
+        ConfigurationError: one is missing or invalid; the message names its flag and variable.
+    """
+    try:
+        return WorkerConfig(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        value = "" if first["type"] == "missing" else f" (value: {first['input']!r})"
+        flag = "" if key in SECRETS else f"--{key.replace('_', '-')} or "
+        raise ConfigurationError(
+            f"{flag}AGENTIC_WORKER_{key.upper()}: {first['msg']}{value}"
+        ) from error

@@ -1,0 +1,21 @@
+"""The base class of the sections of a configuration file.
+
+Invariant: a section refuses unknown keys and is immutable, so that the value read at start is the
+value in use.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A section of a configuration file, which the code that uses it takes as it is.
+
+    Example:
+        class EvalConfig(Section):
+            repeats: int = Field(1, ge=1)
+            \"\"\"Trials per held-out task.\"\"\"
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

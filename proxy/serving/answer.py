@@ -1,0 +1,241 @@
+"""Samples one answer, streams it while it is sampled, and makes the record of its turn.
+
+Invariant: the turn holds exactly what the engine returned: each id with its log-probability and the
+version of the weights that sampled it, even if the answer was cut.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from proxy.conversation.message_keys import Key, RawKey, raw_key
+from proxy.conversation.messages import Message, dump_answer, load_answer
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.generation import Seam
+from proxy.metrics import Metrics
+from proxy.records import FinishReason, Ids, Turn, TurnStatus
+from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
+from proxy.rendering.prefix_stream import PrefixParser
+from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
+from proxy.rendering.stream import AnswerParser
+from proxy.routing import Router
+from proxy.serving.asked import Asked
+from proxy.serving.sessions import LiveSession
+from proxy.serving.stream import AnswerStream
+from proxy.wire.dialect import Outcome, Piece, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSource:
+    """What samples and parses an answer, and the stream that its pieces go to."""
+
+    router: Router
+    rendering: Rendering
+    metrics: Metrics
+    stream: AnswerStream
+    live: LiveSession
+
+
+class LiveAnswer:
+    """One answer of a call. Await `sample` once, then get the result from `finished`."""
+
+    def __init__(
+        self,
+        choice: int,
+        asked: Asked,
+        intent: Turn,
+        sampling: Sampling,
+        prompt: Ids,
+        source: AnswerSource,
+    ) -> None:
+        """`choice` is the answer's index in the call; `intent` is its turn before sampling."""
+        self._choice = choice
+        self._asked = asked
+        self._intent = intent
+        self._sampling = sampling
+        self._prompt = prompt
+        self._source = source
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._tokens: list[SampledToken] = []
+        self._finish = FinishReason.CUT
+        self._begun = time.perf_counter()
+        self._first_token_s: float | None = None
+        self._hidden_chars = self._begun_chars
+        """Number of characters still to be left out, because they are the agent's own prefill."""
+        self._parser = self._make_parser()
+        self._generation = source.router.generate(
+            prompt,
+            sampling,
+            request_id=f"{intent.session_id}#{intent.index}",
+            session_id=intent.session_id,
+            stream=self._streamed,
+        )
+        self._message = Message("assistant")
+        self._turn = intent
+
+    async def sample(self) -> None:
+        """Samples the answer. Raises EngineError or RequestError if it does not reach its end."""
+        self._begun = time.perf_counter()
+        async with aclosing(self._generation.stream()) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Seam):
+                    self._resumed(piece)
+                    continue
+                if self._first_token_s is None:
+                    self._first_token_s = time.perf_counter() - self._begun
+                self._take(piece)
+                if piece.finish_reason is not None:
+                    self._finish = piece.finish_reason
+                    return
+                if self._parser.ended:
+                    self._finish = FinishReason.STOP
+                    return
+
+    def finished(self) -> Turn:
+        """The turn to record: DONE, or CUT with what was sampled. Call it once."""
+        rest, self._message = self._parser.finish()
+        cut, size = self._finish is FinishReason.CUT, len(self._ids)
+        if self._finish is FinishReason.STOP and self._message.tool_calls:
+            self._finish = FinishReason.TOOL_CALLS
+        self._turn = replace(
+            self._intent,
+            sampled_ids=np.array(self._ids, np.int32),
+            logprobs=np.array(self._logprobs, np.float32),
+            versions=self._generation.versions,
+            finish_reason=self._finish,
+            status=TurnStatus.CUT if cut else TurnStatus.DONE,
+            first_token_s=self._first_token_s,
+            duration_s=time.perf_counter() - self._begun,
+            answer=dump_answer(self._said) if size else b"",
+            answer_key=self._answer_key().stored() if size else b"",
+        )
+        visible = [] if cut else self._visible(rest)
+        if visible:
+            self._source.stream.push(Piece(self._choice, visible))
+        return self._turn
+
+    def outcome(self) -> Outcome:
+        """The answer as the agent gets it, once it is recorded."""
+        return Outcome(
+            message=self._said,
+            finish_reason=self._finish,
+            prompt_tokens=self._turn.prompt_tokens,
+            cached_tokens=self._turn.shared_tokens,
+            completion_tokens=len(self._ids),
+            stop_string=self._parser.stop_string,
+            tokens=self._tokens,
+            turn=self._turn.index,
+            prompt_ids=self._prompt,
+            sampled_ids=self._turn.sampled_ids,
+        )
+
+    def _resumed(self, seam: Seam) -> None:
+        """An engine failed in mid-answer, and another call of an engine continues the answer."""
+        self._source.metrics.resumed(seam.cause.value)
+        self._source.live.publish(
+            "resumed",
+            index=self._intent.index,
+            at_token=seam.at_token,
+            from_engine=seam.from_engine,
+            to_engine=seam.to_engine,
+            cause=seam.cause.value,
+        )
+
+    def _take(self, chunk: Chunk) -> None:
+        self._ids += chunk.ids
+        self._logprobs += chunk.logprobs
+        tokens = self._shown(chunk) if self._asked.request.options.logprobs else []
+        self._tokens += tokens
+        deltas = self._visible(self._parser.feed(chunk.ids))
+        if deltas or tokens:
+            self._source.stream.push(Piece(self._choice, deltas, tokens))
+
+    def _make_parser(self) -> AnswerParser | PrefixParser:
+        """A whole answer is parsed at its end, a stream in the way its model family allows."""
+        streamed, opening = self._streamed, self._asked.opening.tolist()
+        plain = self._asked.request.conversation.raw is not None
+        before = self._prompt[-CONTEXT_TOKENS - len(opening) : -len(opening) or None]
+        common: dict[str, Any] = {
+            "stop": self._sampling.stop,
+            "calls": self._asked.request.options.tool_calls,
+            "one_call": not self._asked.request.options.parallel_calls,
+            "opening": opening,
+        }
+        tools = self._asked.request.conversation.tools
+        rendering = self._source.rendering
+        if streamed and not plain and rendering.markers is None:
+            return PrefixParser(rendering, before, tools, **common)
+        markers = rendering.markers if streamed else None
+        return AnswerParser(rendering, before, tools, markers=markers, plain=plain, **common)
+
+    @property
+    def _streamed(self) -> bool:
+        """Whether the answer is parsed while it is sampled: it is a stream, or the proxy may end it
+        before the engine does."""
+        options = self._asked.request.options
+        return self._asked.request.stream or bool(self._sampling.stop) or not options.parallel_calls
+
+    @property
+    def _begun_chars(self) -> int:
+        return len((self._asked.request.conversation.prefill or "").lstrip())
+
+    @property
+    def _said(self) -> Message:
+        """The message as the agent gets it, without the agent's own prefill."""
+        begun, message = self._begun_chars, self._message
+        return replace(message, text=message.text[begun:]) if begun else message
+
+    def _visible(self, deltas: list[Delta]) -> list[Delta]:
+        """Leaves out the agent's own prefill."""
+        out: list[Delta] = []
+        for delta in deltas:
+            if self._hidden_chars and isinstance(delta, TextDelta):
+                text, size = delta.text, min(self._hidden_chars, len(delta.text))
+                self._hidden_chars -= size
+                if size == len(text):
+                    continue
+                delta = TextDelta(text[size:])
+            out.append(delta)
+        return out
+
+    def _answer_key(self) -> Key:
+        # Based on the conversation's key, because a forced call is not part of the conversation.
+        asked, message = self._asked.keys[-1], self._message
+        if not isinstance(asked, RawKey):
+            return asked.answered(message, with_reasoning=self._source.live.tree.follows)
+        raw = self._asked.request.conversation.raw or ""
+        return raw_key(raw + message.text if isinstance(raw, str) else [*raw, *self._ids])
+
+    def _shown(self, chunk: Chunk) -> list[SampledToken]:
+        decode = self._source.rendering.tokenizer.decode
+        tops = chunk.top_logprobs or [[] for _ in chunk.ids]
+        return [
+            SampledToken(
+                decode([token]), logprob, tuple((decode([other]), value) for other, value in top)
+            )
+            for token, logprob, top in zip(chunk.ids, chunk.logprobs, tops, strict=True)
+        ]
+
+
+def replayed_outcome(stream: AnswerStream, choice: int, turn: Turn) -> Outcome:
+    """Pushes a recorded answer to the watchers in one piece."""
+    message = load_answer(turn.answer)
+    deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    if message.text:
+        deltas.append(TextDelta(message.text))
+    send_calls([], message.tool_calls, deltas)
+    stream.push(Piece(choice, deltas))
+    return Outcome(
+        message=message,
+        finish_reason=turn.finish_reason or FinishReason.STOP,
+        prompt_tokens=turn.prompt_tokens,
+        cached_tokens=turn.shared_tokens,
+        completion_tokens=len(turn.sampled_ids),
+        turn=turn.index,
+    )

@@ -1,0 +1,34 @@
+"""An agent's request and the keys that identify it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxy.conversation.message_keys import Key
+from proxy.records import Ids
+from proxy.wire.dialect import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the HTTP request tells about the caller, besides its body."""
+
+    dialect: str
+    arrived_at: float
+    """`time.monotonic()` when the request's headers were read."""
+    agent_id: str | None = None
+    is_retry: bool = False
+    """Whether the client marks the request as a retry (`x-stainless-retry-count` above 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request with its keys."""
+
+    request: Call
+    caller: Caller
+    keys: list[Key]
+    """One key per message of the conversation."""
+    request_key: Key
+    opening: Ids
+    """The beginning of the answer that is not sampled: of a forced call, or the agent's prefill."""

@@ -1,0 +1,399 @@
+"""A call: one request of an agent, from its place in the token tree to its recorded answers.
+
+    PLACING ─▶ BEGUN ─▶ SAMPLING ─▶ RECORDING ─▶ ENDED
+
+A call is one object and one task. The HTTP requests that wait for its answer (the first one and the
+retries that join it) only watch it.
+
+PLACING     nothing is recorded.
+            → BEGUN      the intents of all answers are durable.
+            → RECORDING  the answers are recorded already and are replayed (`retries`).
+            → ENDED      the request is refused (RequestError, SessionError), another process holds
+                         the session (HeldElsewhere), the store fails, or the call is aborted.
+                         Intents that were recorded, or may have been, are closed as CUT.
+BEGUN       every answer has a turn that is OPEN; nothing is sampled. → SAMPLING, always.
+SAMPLING    → RECORDING  every answer is sampled to its end; or the engine fails or the call is
+                         aborted, and incomplete answers become CUT.
+RECORDING   cannot be aborted.
+            → ENDED      every turn is DONE or CUT in the store; or recording fails, and the turns
+                         are closed as CUT without tokens (`Ownership.close`).
+ENDED       watchers get the answers or the error. When the answer has arrived at one of them, or
+            the last one has left, the call is settled: `arrived_answers` records which it was.
+
+`abort` is the only way to end a call early: the last watcher leaves, the session ends, the call
+takes longer than `limits.call_timeout_s`, or the proxy stops. It never interrupts a write to the
+store. Invariant: nothing is sampled before its intent is durable; no watcher gets an answer before
+its turns are durable; however a call ends, none of its turns stays OPEN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import numpy as np
+
+from proxy.errors import ContextOverflow, EngineError, ProxyError, StoreError
+from proxy.metrics import Metrics
+from proxy.records import Turn, TurnStatus
+from proxy.rendering.rendering import Rendering
+from proxy.routing import Router
+from proxy.sampling import as_record, resolve
+from proxy.serving.answer import AnswerSource, LiveAnswer, replayed_outcome
+from proxy.serving.arrived_answers import Deliveries
+from proxy.serving.asked import Asked
+from proxy.serving.ownership import Ownership
+from proxy.serving.retries import Replay
+from proxy.serving.sessions import LiveSession
+from proxy.serving.stream import AnswerStream
+from proxy.store.protocol import Store, TurnConflict
+from proxy.token_tree import Placement
+from proxy.wire.dialect import Outcome, Piece
+
+MAX_CONFLICTS = 16
+"""Number of times that other processes may take a turn's index before the call gives up."""
+THREADED_CHARS = 50_000
+"""Longer new text is tokenised in a thread: 50,000 characters take about 10 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Answers to be sampled, each with a recorded intent."""
+
+    answers: tuple[LiveAnswer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Recorded answers that are sent again."""
+
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The parts of the proxy that every call uses."""
+
+    store: Store
+    router: Router
+    rendering: Rendering
+    metrics: Metrics
+    ownership: Ownership
+    deliveries: Deliveries
+    context_tokens: int | None
+    """The configured limit on prompt and answer together, besides the engines' own."""
+    call_timeout_s: float
+
+    @property
+    def room(self) -> int | None:
+        """The smallest known limit on prompt and answer together."""
+        known = [n for n in (self.context_tokens, self.router.context_tokens) if n is not None]
+        return min(known, default=None)
+
+
+class CallState(Enum):
+    """See the module's docstring."""
+
+    PLACING = auto()
+    BEGUN = auto()
+    SAMPLING = auto()
+    RECORDING = auto()
+    ENDED = auto()
+
+
+class Watcher:
+    """One HTTP request that waits for a call's answer."""
+
+    def __init__(self, call: LiveCall) -> None:
+        self._call = call
+        self.arrived = False
+        """Set it when the whole answer was sent."""
+
+    def pieces(self, keep_alive_s: float) -> AsyncGenerator[Piece | None, None]:
+        """See `AnswerStream.pieces`."""
+        return self._call.stream.pieces(keep_alive_s)
+
+    async def outcomes(self) -> Sequence[Outcome]:
+        """See `AnswerStream.outcomes`."""
+        return await self._call.stream.outcomes()
+
+
+class LiveCall:
+    """A call of a session that this process serves. Call `start` once."""
+
+    def __init__(self, backend: Backend, live: LiveSession, asked: Asked) -> None:
+        self.asked = asked
+        self.state = CallState.PLACING
+        self.stream = AnswerStream()
+        self.turns: list[int] = []
+        """Index of each answer's turn; empty while placing."""
+        self.prompt_tokens = 0
+        self._backend = backend
+        self._live = live
+        self._unrecorded: set[int] = set()
+        """Turns whose intent is or may be durable, and whose answer is not."""
+        self._answered: list[int] = []
+        """Turns whose answers are recorded and sent to the watchers."""
+        self._watchers, self._interruptible = 0, True
+        self._aborted: ProxyError | None = None
+        self._task: asyncio.Task[list[Outcome]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the call has ended."""
+        return self.state is CallState.ENDED
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the call is being aborted."""
+        return self._aborted is not None
+
+    def start(self) -> None:
+        """Registers the call with its session and runs it."""
+        self._live.running.add(self)
+        self._live.retries.running[self.asked.request_key] = self
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._backend.call_timeout_s, self._time_out)
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._end)
+
+    def abort(self, why: ProxyError) -> None:
+        """Ends the call early with the error `why`. Further calls have no effect."""
+        if self._aborted is None and not self.ended and self.state is not CallState.RECORDING:
+            self._aborted = why
+            if self._interruptible and self._task is not None:
+                self._task.cancel()
+
+    async def wait(self) -> None:
+        """Returns when the call has ended in any way."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    @contextmanager
+    def watched(self) -> Iterator[Watcher]:
+        """Watches the call. If the last watcher leaves early, the call is aborted."""
+        watcher = Watcher(self)
+        self._watchers += 1
+        try:
+            yield watcher
+        finally:
+            self._watchers -= 1
+            if not self.ended and not self._watchers:
+                self.abort(EngineError("the client closed its connection"))
+            elif self.ended and (watcher.arrived or not self._watchers):
+                self._settle(arrived=watcher.arrived)
+
+    async def _run(self) -> list[Outcome]:
+        try:
+            opening = await self._open()
+            if isinstance(opening, Replayed):
+                self.state = CallState.RECORDING
+                return [
+                    replayed_outcome(self.stream, n, turn) for n, turn in enumerate(opening.turns)
+                ]
+            return await self._answer(opening.answers)
+        finally:
+            self._interruptible = False
+            if self._unrecorded:
+                await self._backend.ownership.close(self._live, self._unrecorded)
+
+    async def _open(self) -> Fresh | Replayed:
+        live, backend = self._live, self._backend
+        answers: list[LiveAnswer] = []
+        for _ in range(MAX_CONFLICTS):
+            # One call of a session at a time, because each needs a tree with all earlier turns.
+            async with live.placing:
+                await backend.ownership.settle(live)
+                if not answers:
+                    decision = live.retries.decide(live.tree, _being_sent(live), self.asked)
+                    if isinstance(decision, Replay):
+                        return await self._replay(decision)
+                    await self._supersede(decision.supersedes)
+                try:
+                    while len(answers) < self.asked.request.n:
+                        answers.append(await self._begin(len(answers)))
+                except TurnConflict:
+                    await backend.ownership.reload(live)
+                else:
+                    self.state = CallState.BEGUN
+                    return Fresh(tuple(answers))
+        raise StoreError("other proxies keep writing to this session; try again")
+
+    async def _replay(self, decision: Replay) -> Replayed:
+        live, indexes = self._live, decision.indexes
+        live.own.update(indexes)
+        self.turns, self._answered = list(indexes), list(indexes)
+        turns = await self._backend.store.get_turns(live.session.session_id, since=indexes[0])
+        found = tuple(turn for turn in turns if turn.index in indexes)
+        self.prompt_tokens = found[0].prompt_tokens
+        return Replayed(found)
+
+    async def _supersede(self, indexes: Sequence[int]) -> None:
+        live = self._live
+        for index in indexes:
+            with self._uninterrupted():
+                await self._backend.store.set_turn_status(
+                    live.session.session_id, index, TurnStatus.SUPERSEDED
+                )
+                live.tree.nodes[index].status = TurnStatus.SUPERSEDED
+                live.publish("superseded", index=index)
+
+    async def _begin(self, choice: int) -> LiveAnswer:
+        """Records an intent; returns its answer. Raises TurnConflict if the index is taken."""
+        live, backend, asked = self._live, self._backend, self.asked
+        if self.turns:
+            placement = live.tree.sibling(live.tree.nodes[self.turns[0]])
+        else:
+            placement = await self._place()
+        sampling = resolve(
+            live.session,
+            asked.request.options,
+            prompt_tokens=placement.shared_tokens + len(placement.prompt_ids),
+            context_tokens=backend.room,
+            stop_token_ids=backend.rendering.stop_token_ids,
+            sibling=choice,
+        )
+        turn = Turn(
+            session_id=live.session.session_id,
+            index=len(live.tree),
+            parent=placement.parent,
+            shared_tokens=placement.shared_tokens,
+            fork_cause=placement.cause,
+            prompt_ids=placement.prompt_ids,
+            request_key=asked.request_key.stored(),
+            sampling=as_record(sampling),
+            dialect=asked.caller.dialect,
+            agent_id=asked.caller.agent_id,
+            started_at=time.time(),
+        )
+        await self._record_intent(turn)
+        prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
+        source = AnswerSource(backend.router, backend.rendering, backend.metrics, self.stream, live)
+        return LiveAnswer(choice, asked, turn, sampling, prompt, source)
+
+    async def _place(self) -> Placement:
+        tree, rendering, asked = self._live.tree, self._backend.rendering, self.asked
+        conversation = asked.request.conversation
+        asked_before = tree.same_requests(asked.request_key)
+        if asked_before:
+            return tree.sibling(asked_before[-1])
+        since = tree.match(asked.keys).answered + 1
+        new_chars = sum(len(m.text) for m in conversation.messages[since:])
+        new_chars += len(conversation.raw or "")
+        if new_chars > THREADED_CHARS and self._backend.room is not None:
+            least = await asyncio.to_thread(rendering.least_tokens, conversation, since)
+            if least >= self._backend.room:
+                raise ContextOverflow(least, self._backend.room)
+        if asked.request.is_large or new_chars > THREADED_CHARS:
+            placement = await asyncio.to_thread(tree.place, conversation, asked.keys, rendering)
+        else:
+            placement = tree.place(conversation, asked.keys, rendering)
+        if len(asked.opening):
+            ids = np.concatenate([placement.prompt_ids, asked.opening])
+            return replace(placement, prompt_ids=ids)
+        return placement
+
+    async def _record_intent(self, turn: Turn) -> None:
+        """If it fails in any other way than by a conflict, the intent may have been recorded."""
+        live = self._live
+        self._unrecorded.add(turn.index)
+        live.own.add(turn.index)
+        with self._uninterrupted():
+            try:
+                await self._backend.store.begin_turn(turn)
+            except TurnConflict:
+                self._unrecorded.discard(turn.index)
+                live.own.discard(turn.index)
+                raise
+            live.tree.begin(turn)
+            self.turns.append(turn.index)
+            self.prompt_tokens = turn.prompt_tokens
+
+    async def _answer(self, answers: Sequence[LiveAnswer]) -> list[Outcome]:
+        self.state = CallState.SAMPLING
+        try:
+            await _sample_all(answers)
+        finally:
+            self.state = CallState.RECORDING
+            self._interruptible = False
+            for answer in answers:
+                await self._record(answer)
+        return [answer.outcome() for answer in answers]
+
+    async def _record(self, answer: LiveAnswer) -> None:
+        live, turn = self._live, answer.finished()
+        await self._backend.store.commit_turn(turn)
+        live.tree.commit(turn)
+        self._unrecorded.discard(turn.index)
+        if turn.status is TurnStatus.DONE:
+            self._answered.append(turn.index)
+        else:
+            live.own.discard(turn.index)
+        self._backend.metrics.recorded(turn)
+        live.publish("turn", index=turn.index, status=turn.status, finish_reason=turn.finish_reason)
+
+    @contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """An abort takes effect at the end of the block, which writes to the store."""
+        self._interruptible = False
+        try:
+            yield
+        except BaseException:
+            self._live.stale = True  # the store may have done what it says has failed
+            raise
+        finally:
+            self._interruptible = True
+            if self._aborted is not None:
+                raise asyncio.CancelledError
+
+    def _time_out(self) -> None:
+        limit_s = self._backend.call_timeout_s
+        message = f"the call did not end within {limit_s:g} s (limits.call_timeout_s)"
+        self.abort(EngineError(message, status=504))
+
+    def _end(self, task: asyncio.Task[list[Outcome]]) -> None:
+        self.state = CallState.ENDED
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._live.retries.running.get(self.asked.request_key) is self:
+            del self._live.retries.running[self.asked.request_key]
+        if task.cancelled():
+            self.stream.fail(self._aborted or EngineError("the call was cancelled; try again"))
+        elif (error := task.exception()) is not None:
+            self.stream.fail(error)
+        else:
+            self.stream.finish(task.result())
+        if not self._watchers:
+            self._settle(arrived=False)
+
+    def _settle(self, *, arrived: bool) -> None:
+        live = self._live
+        if self not in live.running:
+            return
+        live.running.discard(self)
+        live.retries.settle(self.turns, streamed=self.asked.request.stream, arrived=arrived)
+        for index in self._answered:
+            self._backend.deliveries.mark(live, index, arrived=arrived)
+
+
+async def _sample_all(answers: Sequence[LiveAnswer]) -> None:
+    """Samples all answers. If one fails, ends the others and raises its error."""
+    if len(answers) == 1:
+        await answers[0].sample()
+        return
+    tasks = [asyncio.create_task(answer.sample()) for answer in answers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _being_sent(live: LiveSession) -> set[int]:
+    return {index for call in live.running for index in call.turns}

@@ -1,0 +1,189 @@
+"""Turns a request into a call: identifies and admits it, then joins a running call or starts one.
+
+Invariant: nothing here writes to the store. Only a call's own task (`call`) does, so that a request
+that is cancelled while it waits here leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from proxy.config import SessionsConfig
+from proxy.conversation.message_keys import (
+    Key,
+    RawKey,
+    continued,
+    key_from_stored,
+    raw_key,
+)
+from proxy.conversation.messages import Conversation, load_answer
+from proxy.conversation.references import ReferringConversation
+from proxy.errors import EngineError, RequestError
+from proxy.records import EMPTY_IDS, Ids
+from proxy.serving.asked import Asked, Caller
+from proxy.serving.call import Backend, LiveCall
+from proxy.serving.sessions import LiveSession, Sessions
+from proxy.wire.dialect import Call
+
+LIMITS = {"max_turns", "max_tokens", "max_concurrent_calls"}
+"""Limits that a session may set for itself."""
+
+MAX_PREFILL_CHARS = 500_000
+"""Characters of an answer that the request begins: more than an answer of 100,000 tokens has."""
+THREADED_PREFILL_CHARS = 5000
+"""A longer one is tokenised outside the event loop: 5,000 characters take a few ms."""
+
+
+class Calls:
+    """The calls of this process."""
+
+    def __init__(self, backend: Backend, sessions: Sessions, limits: SessionsConfig) -> None:
+        """`limits` apply to sessions that do not set their own."""
+        self._backend = backend
+        self._sessions = sessions
+        self._limits = limits.model_dump(
+            include={"max_turns", "max_tokens", "max_concurrent_calls"}
+        )
+
+    async def open(self, live: LiveSession, request: Call, caller: Caller) -> LiveCall:
+        """Returns the running call that answers the request. The caller must watch it at once.
+
+        Raises RequestError, SessionError, HeldElsewhere or StoreError if no call was started.
+        """
+        opening = await self._opened(request)
+        if live.stale or live.unsettled - live.unheld:
+            async with live.placing:
+                await self._backend.ownership.settle(live)
+        keys = await self._keys(live, request)
+        asked = Asked(request, caller, keys, _request_key(keys[-1], request), opening)
+        joined = live.retries.joinable(asked)
+        if joined is not None:
+            return joined
+        self._admit(live, request)
+        call = LiveCall(self._backend, live, asked)
+        call.start()
+        return call
+
+    async def close(self, grace_s: float) -> None:
+        """Lets running calls end for `grace_s`, then aborts them. Returns when all have ended."""
+        calls = [call for live in self._sessions.in_memory for call in live.running]
+        if not calls:
+            return
+        waits = [asyncio.ensure_future(call.wait()) for call in calls]
+        await asyncio.wait(waits, timeout=grace_s)
+        for call in calls:
+            call.abort(EngineError("the proxy is stopping; try again"))
+        await asyncio.gather(*waits)
+
+    async def _keys(self, live: LiveSession, request: Call) -> list[Key]:
+        """One key per message; the last one is the key of the whole conversation."""
+        conversation = request.conversation
+        if request.referring is not None:
+            await self._resolve(live, request.referring)
+        if conversation.raw is not None:
+            return [raw_key(conversation.raw)]
+        if conversation.continues is not None:
+            return await self._continued(live, conversation, conversation.continues)
+        make_keys = partial(live.known_keys.keys, conversation, with_reasoning=live.tree.follows)
+        return [*(await asyncio.to_thread(make_keys) if request.is_large else make_keys())]
+
+    async def _resolve(self, live: LiveSession, referring: ReferringConversation) -> None:
+        """Resolves references. Raises RequestError (404) for one that is not in the record."""
+        if not all(live.tree.answered(index) for index in referring.turns):
+            async with live.placing:
+                await self._backend.ownership.reload(live)
+        session_id = live.session.session_id
+        turns = await self._backend.store.get_turns(session_id, since=min(referring.turns))
+        referring.resolve({turn.index: load_answer(turn.answer) for turn in turns if turn.answer})
+        live.profile.scrubbed(referring.conversation)
+
+    async def _continued(
+        self, live: LiveSession, conversation: Conversation, index: int
+    ) -> list[Key]:
+        if not live.tree.answered(index):  # another process may have recorded it
+            async with live.placing:
+                await self._backend.ownership.reload(live)
+        if not live.tree.answered(index):
+            raise RequestError(
+                f"previous_response_id: turn {index} of this session has no answer",
+                param="previous_response_id",
+                status=404,
+            )
+        session_id = live.session.session_id
+        turn = (await self._backend.store.get_turns(session_id, since=index))[0]
+        answered = key_from_stored(turn.answer_key)
+        if isinstance(answered, RawKey):
+            raise RequestError(
+                f"previous_response_id: turn {index} of this session has no messages",
+                param="previous_response_id",
+            )
+        return [*continued(conversation, answered, load_answer(turn.answer))]
+
+    async def _opened(self, request: Call) -> Ids:
+        """See `_opening`; a long prefill is tokenised in a thread. Raises RequestError."""
+        prefill = request.conversation.prefill or ""
+        if len(prefill) > MAX_PREFILL_CHARS:
+            raise RequestError(
+                f"the assistant's last message is to be continued and has {len(prefill)} "
+                f"characters, at most {MAX_PREFILL_CHARS} are allowed; send less of it",
+                param="messages",
+                status=413,
+            )
+        if len(prefill) > THREADED_PREFILL_CHARS:
+            return await asyncio.to_thread(self._opening, request)
+        return self._opening(request)
+
+    def _opening(self, request: Call) -> Ids:
+        """Raises RequestError."""
+        rendering = self._backend.rendering
+        forced, prefill = request.options.forced, request.conversation.prefill
+        if forced is None:
+            return EMPTY_IDS if prefill is None else rendering.prefill(prefill)
+        offered = [tool["function"]["name"] for tool in request.conversation.tools]
+        if not offered or forced.name not in (None, *offered):
+            raise RequestError(
+                f"tool_choice: {forced.name or 'a call'!r} is required, but the tools are "
+                f"{', '.join(offered)[:200] or 'empty'}; name one of them",
+                param="tool_choice",
+            )
+        if prefill is not None:
+            raise RequestError(
+                "tool_choice: a tool call cannot be required if the last message is the "
+                "assistant's; remove one of the two",
+                param="tool_choice",
+            )
+        only = offered[0] if len(offered) == 1 else None
+        return rendering.opening(forced.name or only)
+
+    def _admit(self, live: LiveSession, request: Call) -> None:
+        """Raises RequestError if a limit of the session does not allow this call.
+
+        Turns that ended before their first token (an engine was down) do not count.
+        """
+        limits = {**self._limits, **live.session.limits}
+        if live.in_flight >= limits["max_concurrent_calls"]:
+            raise RequestError(
+                f"{live.in_flight} calls of this session are in flight, and its "
+                f"max_concurrent_calls is {limits['max_concurrent_calls']}; wait for one to end",
+                status=429,
+                code="max_concurrent_calls",
+                retry_after_s=1.0,
+            )
+        running = sum(call.asked.request.n for call in live.running if not call.ended)
+        turns = live.tree.sampled_turns + running + request.n
+        for name, value in (("max_turns", turns), ("max_tokens", live.tree.sampled_tokens)):
+            if value > limits[name]:
+                raise RequestError(
+                    f"this session has reached its {name} of {limits[name]}", status=403, code=name
+                )
+
+
+def _request_key(asked: Key, request: Call) -> Key:
+    """The request's key: a forced call or a prefill makes it another request."""
+    forced, prefill = request.options.forced, request.conversation.prefill
+    if isinstance(asked, RawKey):
+        return asked
+    if forced is not None:
+        return asked.begun("forced", forced.name or "")
+    return asked if prefill is None else asked.begun("prefill", prefill)

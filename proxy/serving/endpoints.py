@@ -1,0 +1,234 @@
+"""The agents' endpoints: authorise → parse → call → write the answer, whole or as a stream.
+
+Invariant: a stream's terminal event is sent only after its turns are recorded, and nothing is sent
+before the first piece, so that a call that fails before it returns its HTTP status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from proxy.config import LimitsConfig
+from proxy.errors import ProxyError, RequestError
+from proxy.http_request import api_key, read_body
+from proxy.metrics import Metrics
+from proxy.rendering.rendering import Rendering
+from proxy.serving.asked import Caller
+from proxy.serving.call import LiveCall, Watcher
+from proxy.serving.calls import Calls
+from proxy.serving.exchange import Exchange, Exchanges
+from proxy.serving.ownership import serve_or_forward
+from proxy.serving.sessions import LiveSession, Sessions
+from proxy.wire.body import Body, parse_call
+from proxy.wire.dialect import KEEP_ALIVE, Call, Dialect
+
+_PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
+
+COUNT = "/count_tokens"
+MAX_AGENT_ID_CHARS = 200
+
+
+class AgentEndpoints:
+    """Handles every path under `/v1/` and `/{trial_id}/v1/`."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        calls: Calls,
+        rendering: Rendering,
+        dialects: Mapping[str, Dialect],
+        metrics: Metrics,
+        limits: LimitsConfig,
+        *,
+        model_name: str,
+    ) -> None:
+        """`dialects` are keyed by route; `model_name` is the name in `/v1/models`."""
+        self._sessions = sessions
+        self._calls = calls
+        self._rendering = rendering
+        self._dialects = dialects
+        self._limits = limits
+        self._model_name = model_name
+        self._exchanges = Exchanges(sessions, metrics)
+        self._in_flight = 0
+        metrics.in_flight.set_function(lambda: self._in_flight)
+        self._process = os.urandom(8).hex()
+        self._answers = itertools.count()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Raises web.HTTPNotFound for a path that is not an endpoint."""
+        trial, route = split_path(request.path)
+        if request.method == "GET" and route == "responses":
+            return _no_websocket(request)
+        dialect = self._dialects.get(route.removesuffix(COUNT))
+        if route.partition("/")[0] == "models" and request.method == "GET":
+            dialect = self._dialects["chat/completions"]
+        elif dialect is None or request.method != "POST":
+            raise web.HTTPNotFound(text=f"no route {request.method} {request.path}")
+
+        async def endpoint(exchange: Exchange) -> web.StreamResponse:
+            live = await self._sessions.authorise(api_key(request.headers), trial)
+            exchange.live = live
+            with live.used():
+                if request.method == "GET":
+                    return self._models(route.partition("/")[2])
+                if route.endswith(COUNT):
+                    return await self._count(exchange, live)
+                return await self._answer(exchange, live)
+
+        return await self._exchanges.serve(Exchange(request, dialect, route), endpoint)
+
+    async def _answer(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
+        self._admit()
+        self._in_flight += 1
+        try:
+            request = await self._parse(exchange, live)
+            caller = _caller(exchange, live)
+
+            async def serve() -> web.StreamResponse:
+                exchange.call = None
+                exchange.call = await self._calls.open(live, request, caller)
+                with exchange.call.watched() as watcher:
+                    response = await self._write(exchange, exchange.call, watcher, request)
+                    watcher.arrived = True
+                    return response
+
+            return await serve_or_forward(exchange.request, serve)
+        finally:
+            self._in_flight -= 1
+
+    async def _write(
+        self, exchange: Exchange, call: LiveCall, watcher: Watcher, request: Call
+    ) -> web.StreamResponse:
+        if request.stream:
+            return await self._stream(exchange, call, watcher, request)
+        body = exchange.dialect.whole(request, self._answer_id(), await watcher.outcomes())
+        response = web.Response(body=body, content_type="application/json")
+        await response.prepare(exchange.request)
+        await response.write_eof()
+        return response
+
+    async def _stream(
+        self, exchange: Exchange, call: LiveCall, watcher: Watcher, request: Call
+    ) -> web.StreamResponse:
+        writer = exchange.dialect.writer(request, self._answer_id())
+        response = _event_stream()
+
+        async def send(data: bytes) -> None:
+            if not response.prepared:
+                await response.prepare(exchange.request)
+                data = writer.start(call.prompt_tokens, call.turns[0]) + data
+            await response.write(data)
+
+        async for piece in watcher.pieces(self._limits.keep_alive_s):
+            if piece is not None:
+                await send(writer.piece(piece))
+            elif call.turns:
+                await send(KEEP_ALIVE)
+        try:
+            outcomes = await watcher.outcomes()
+        except ProxyError as error:
+            if not response.prepared:
+                raise
+            await send(writer.error(error))
+        else:
+            await send(writer.end(outcomes))
+        await response.write_eof()
+        return response
+
+    async def _parse(self, exchange: Exchange, live: LiveSession) -> Call:
+        """Raises RequestError."""
+        body = Body(await read_body(exchange.request))
+        dialect, headers = exchange.dialect, exchange.request.headers
+        if body.is_large:
+            call = await asyncio.to_thread(parse_call, dialect, body, headers)
+        else:
+            call = parse_call(dialect, body, headers)
+        call.conversation = live.profile.scrubbed(call.conversation)
+        return call
+
+    async def _count(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
+        """Counts the tokens of a prompt; nothing is sampled or recorded."""
+        call = await self._parse(exchange, live)
+        ids = await asyncio.to_thread(self._rendering.full, call.conversation)
+        prefill = call.conversation.prefill
+        if prefill is None:
+            return _json({"input_tokens": len(ids)})
+        begun = len(await asyncio.to_thread(self._rendering.prefill, prefill))
+        return _json({"input_tokens": len(ids) + begun})
+
+    def _models(self, wanted: str) -> web.Response:
+        """The model list in a form that is valid for OpenAI and Anthropic. Any name is served."""
+        name = wanted or self._model_name
+        model = {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "agentic-proxy",
+        }
+        if wanted:
+            return _json(model)
+        return _json({"object": "list", "data": [model], "has_more": False})
+
+    def _answer_id(self) -> str:
+        """Unique among all processes: a random prefix and a counter."""
+        return f"{self._process}{next(self._answers):08x}"
+
+    def _admit(self) -> None:
+        if self._in_flight >= self._limits.in_flight_calls:
+            raise RequestError(
+                f"{self._in_flight} calls are in flight, and limits.in_flight_calls is "
+                f"{self._limits.in_flight_calls}; try again later",
+                status=429,
+                retry_after_s=1.0,
+            )
+
+
+def split_path(path: str) -> tuple[str | None, str]:
+    """`/{trial_id}/v1/chat/completions` → (trial_id, "chat/completions"); `/v1/v1` is `/v1`."""
+    found = _PATH.fullmatch(path)
+    return (found["trial"], found["route"]) if found else (None, "")
+
+
+def _event_stream() -> web.StreamResponse:
+    return web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+        }
+    )
+
+
+def _no_websocket(request: web.Request) -> web.Response:
+    """After a 426 Codex switches to HTTP at once; after any other status it retries first."""
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        return web.Response(status=426, text="WebSocket is not supported; use POST /v1/responses")
+    raise web.HTTPNotFound(text="responses cannot be retrieved; POST /v1/responses creates one")
+
+
+def _json(data: dict[str, Any]) -> web.Response:
+    return web.Response(body=orjson.dumps(data), content_type="application/json")
+
+
+def _caller(exchange: Exchange, live: LiveSession) -> Caller:
+    headers = exchange.request.headers
+    agent_id = next((headers[name] for name in live.profile.agents if name in headers), None)
+    retries = headers.get("x-stainless-retry-count", "0")
+    return Caller(
+        dialect=exchange.dialect.name,
+        arrived_at=exchange.arrived_at,
+        agent_id=agent_id and agent_id[:MAX_AGENT_ID_CHARS],
+        is_retry=retries.isascii() and retries.isdigit() and int(retries[:9]) > 0,
+    )

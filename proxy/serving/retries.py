@@ -1,0 +1,151 @@
+"""Retries: decides how a request is answered that was sent before.
+
+    an earlier, equal request is ...                     the new request ...
+    running, and the new one is marked as a retry        joins it (`RetryBook.running`)
+    answered, but the answer did not arrive              gets that answer replayed (`Replay`)
+    answered, arrived, and the new one is a retry        gets it replayed once
+    cut, and the new one is a retry or in another form   is sampled; nothing is superseded
+    answered, and the new one came after the answer, in
+      another form (stream or not) or with a larger
+      max_tokens, or is a second retry                   is sampled, and supersedes the answer
+    anything else                                        is sampled as a sibling
+
+"Answered" means that the turn is DONE and no later turn continues it. A request can only repeat
+what was sent before it arrived: two concurrent requests never supersede each other, however they
+differ. Invariant: a superseded answer is never trained, and an answer that an agent may still
+continue is never superseded by a request that was sent before the answer arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.conversation.message_keys import Key
+from proxy.records import TurnStatus
+from proxy.serving.asked import Asked
+from proxy.token_tree import Node, TokenTree
+
+if TYPE_CHECKING:
+    from proxy.serving.call import LiveCall
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The recorded answers of these turns are replayed."""
+
+    indexes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resample:
+    """New turns are sampled. The agent rejected the answers of the turns in `supersedes`."""
+
+    supersedes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndedCall:
+    """A call of this process that has ended: its turns, its form, and when the agent had it."""
+
+    turns: tuple[int, ...]
+    streamed: bool
+    settled_at: float
+    """`time.monotonic()`."""
+
+
+@dataclass(slots=True)
+class RetryBook:
+    """What a session remembers about its calls in order to answer their retries."""
+
+    running: dict[Key, LiveCall] = field(default_factory=dict)
+    """Request key → the latest running call, which a retry joins."""
+    lost: set[int] = field(default_factory=set)
+    """Answered turns whose answer is known not to have arrived."""
+    ended: dict[int, EndedCall] = field(default_factory=dict)
+    """By turn; turns that another process began have none."""
+    repeated: set[int] = field(default_factory=set)
+    """Turns that were repeated already: cut ones, and arrived ones replayed to a retry."""
+
+    def joinable(self, asked: Asked) -> LiveCall | None:
+        """The running call that the request joins; None if it is not a retry of one."""
+        running = self.running.get(asked.request_key)
+        if running is None or not asked.caller.is_retry or running.abandoned:
+            return None
+        return running
+
+    def settle(self, turns: Iterable[int], *, streamed: bool, arrived: bool) -> None:
+        """Records that a call has ended, and whether its answers arrived."""
+        indexes = tuple(turns)
+        attempt = EndedCall(indexes, streamed, time.monotonic())
+        for index in indexes:
+            self.ended[index] = attempt
+            if arrived:
+                self.lost.discard(index)
+            else:
+                self.lost.add(index)
+
+    def decide(self, tree: TokenTree, sending: AbstractSet[int], asked: Asked) -> Replay | Resample:
+        """Decides how the request is answered, and remembers it. Call it while placing.
+
+        `sending` are the turns whose answers are on their way, which no agent can have rejected.
+        """
+        same = tree.same_requests(asked.request_key)
+        if not same:
+            return Resample()
+        open_ended = [n for n in same if n.status is TurnStatus.DONE and not n.children]
+        arrived = [node for node in open_ended if node.index not in sending]
+        lost = [node.index for node in open_ended if node.index in self.lost][-asked.request.n :]
+        if len(lost) == asked.request.n:
+            self.lost.difference_update(lost)
+            return Replay(tuple(lost))
+        if self._repeats_a_cut_call(same, asked):
+            return Resample()
+        again = self._for_a_retry(arrived, asked)
+        if again:
+            self.repeated.update(again)
+            return Replay(again)
+        return Resample(self._superseded(arrived, asked))
+
+    def _repeats_a_cut_call(self, same: list[Node], asked: Asked) -> bool:
+        for node in reversed(same):
+            if node.status is not TurnStatus.CUT or node.index in self.repeated:
+                continue
+            attempt = self.ended.get(node.index)
+            if asked.caller.is_retry or _in_another_form(attempt, asked):
+                self.repeated.update(attempt.turns if attempt else (node.index,))
+                return True
+        return False
+
+    def _for_a_retry(self, arrived: list[Node], asked: Asked) -> tuple[int, ...]:
+        """The latest arrived answers, if they were not replayed to a retry in this form before."""
+        if not asked.caller.is_retry:
+            return ()
+        latest = [node.index for node in arrived][-asked.request.n :]
+        new = self.repeated.isdisjoint(latest) and not any(
+            _in_another_form(self.ended.get(index), asked) for index in latest
+        )
+        return tuple(latest) if new and len(latest) == asked.request.n else ()
+
+    def _superseded(self, arrived: list[Node], asked: Asked) -> tuple[int, ...]:
+        room = asked.request.options.max_tokens
+        before = [node for node in arrived if self._arrived_before(node.index, asked)]
+        found = {n.index for n in before if room is not None and (n.truncated_at or room) < room}
+        if before:
+            latest = before[-1].index
+            attempt = self.ended.get(latest)
+            if asked.caller.is_retry or _in_another_form(attempt, asked):
+                own = attempt.turns if attempt else (latest,)
+                found.update(node.index for node in before if node.index in own)
+        return tuple(sorted(found))
+
+    def _arrived_before(self, index: int, asked: Asked) -> bool:
+        attempt = self.ended.get(index)
+        return attempt is None or attempt.settled_at < asked.caller.arrived_at
+
+
+def _in_another_form(attempt: EndedCall | None, asked: Asked) -> bool:
+    return attempt is not None and attempt.streamed != asked.request.stream

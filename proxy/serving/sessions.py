@@ -1,0 +1,351 @@
+"""The sessions of this process: authorisation, and the token trees in memory.
+
+Invariant: a request gets access only to the session whose key it carries (or, with `auto_create` on
+loopback, to the one that its path names). The store is the source of truth; this is a cache of at
+most `sessions.cached` trees, which never drops a session with state that is not in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import shortuuid
+
+from proxy.config import SessionsConfig
+from proxy.conversation.known_keys import KnownKeys
+from proxy.errors import RequestError, SessionError, StoreError
+from proxy.profiles import AgentProfile, Profiles
+from proxy.records import Session, SessionKind, SessionStatus, Turn, TurnStatus
+from proxy.serving.retries import RetryBook
+from proxy.store.protocol import Store, Undelivered
+from proxy.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from proxy.serving.call import LiveCall
+
+MAX_ID_CHARS = 256
+MAX_REFUSALS = 100
+"""Number of refused calls per session that are recorded as events; the metrics count all."""
+CLOSING = ""
+"""Wakes the listeners of a session that has ended. It is not sent to them as an event."""
+_SEGMENT = re.compile(r"[A-Za-z0-9._~@:+=,-]+")
+_RESERVED = frozenset(
+    {".", "..", "v1", "sessions", "engines", "health", "ready", "metrics", "policy_version"}
+    | {"rewards", "events", "trajectories", "complete", "openapi.json"}
+)
+"""Path segments that name routes."""
+
+
+@dataclass(slots=True)
+class LiveSession:
+    """A session with its tree in memory.
+
+    Invariant: a process has at most one LiveSession per session. It stays in memory while `in_use`.
+    """
+
+    session: Session
+    profile: AgentProfile
+    tree: TokenTree = field(init=False)
+    retries: RetryBook = field(default_factory=RetryBook)
+    known_keys: KnownKeys = field(default_factory=KnownKeys)
+    running: set[LiveCall] = field(default_factory=set)
+    """Calls that have not ended, or whose answer is still on its way."""
+    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a call is placed and its intents are recorded."""
+    own: set[int] = field(default_factory=set)
+    """Turns begun by this process that are open, or whose delivery is not recorded yet."""
+    unsettled: frozenset[int] = frozenset()
+    """Turns of other processes that were open or on their way when the tree was read."""
+    unheld: frozenset[int] = frozenset()
+    """Those of `unsettled` whose process no longer holds the session, because it is stopping."""
+    closing: set[asyncio.Task[None]] = field(default_factory=set)
+    """Attempts to close turns. Until they succeed, it is unknown whether the index is free."""
+    stale: bool = False
+    """A write failed, so the tree may differ from the store; the next call reads it again."""
+    users: int = 0
+    """Number of HTTP requests that were authorised and not answered yet."""
+    refusals: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    listeners: set[asyncio.Queue[dict[str, Any]]] = field(default_factory=set)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the session must stay in memory."""
+        return bool(self.users or self.running or self.own or self.listeners)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of calls that have not ended."""
+        return sum(not call.ended for call in self.running)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Keeps the session in memory."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+
+    def read(self, turns: Sequence[Turn], undelivered: Undelivered) -> None:
+        """Replaces the tree by the store's turns."""
+        self.tree = TokenTree(turns, follows=self.profile.follows)
+        still_open = {turn.index for turn in turns if turn.status is TurnStatus.OPEN}
+        self.unsettled = frozenset((still_open | undelivered.pending) - self.own)
+        self.retries.lost = (self.retries.lost & self.own) | (undelivered.lost - self.own)
+        self.stale = False
+
+    def publish(self, kind: str, **data: Any) -> None:
+        """Sends an event to every listener; a listener that is too slow loses events."""
+        for queue in self.listeners:
+            if not queue.full():
+                queue.put_nowait({"kind": kind, "at": time.time(), **data})
+
+
+class Sessions:
+    """Creates sessions, finds them by key or id, and keeps the live ones in memory."""
+
+    def __init__(self, store: Store, config: SessionsConfig, profiles: Profiles) -> None:
+        self._store = store
+        self._profiles = profiles
+        self._config = config
+        self._live: OrderedDict[str, LiveSession] = OrderedDict()
+        self._loading: dict[str, asyncio.Future[LiveSession]] = {}
+        self._ids_by_key: OrderedDict[bytes, str] = OrderedDict()
+
+    async def create(
+        self,
+        trial_id: str | None = None,
+        *,
+        kind: SessionKind = SessionKind.TRAIN,
+        sampling: Mapping[str, Any] | None = None,
+        profile: str = "default",
+        limits: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_s: float | None = None,
+    ) -> tuple[Session, str]:
+        """Creates a session. Returns it and its API key, which is not stored.
+
+        Raises:
+            RequestError: the id cannot be part of a path, or the profile does not exist.
+            SessionError: 409, the id exists.
+        """
+        self._profiles.get(profile)
+        session_id = shortuuid.uuid() if trial_id is None else check_id(trial_id)
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        now = time.time()
+        session = Session(
+            session_id=session_id,
+            key_hash=key_hash(key),
+            kind=kind,
+            status=SessionStatus.OPEN,
+            created_at=now,
+            expires_at=now + (ttl_s or self._config.ttl_s),
+            sampling=dict(sampling or {}),
+            profile=profile,
+            limits=dict(limits or {}),
+            metadata=dict(metadata or {}),
+        )
+        if not await self._store.create_session(session):
+            raise SessionError(f"session {session_id!r} already exists", status=409)
+        return session, key
+
+    async def authorise(self, key: str | None, trial_id: str | None) -> LiveSession:
+        """The session that a data-plane call belongs to.
+
+        Raises:
+            SessionError: 401 the key is missing, unknown or another session's; 409 the session is
+                completed; 410 it has expired.
+        """
+        if trial_id is not None and self._config.auto_create:
+            live = await self._find_or_create(check_id(trial_id))
+        else:
+            live = await self._by_key(key)
+            if trial_id is not None and live.session.session_id != trial_id:
+                raise _unauthorised()
+        if live.session.status is SessionStatus.OPEN and time.time() >= live.session.expires_at:
+            await self._expire(live)
+        self._check_open(live.session)
+        return live
+
+    async def get(self, session_id: str) -> LiveSession:
+        """The session with its tree. Raises SessionError (404) if it does not exist."""
+        live = self._live.get(session_id)
+        if live is not None:
+            self._live.move_to_end(session_id)
+            return live
+        loading = self._loading.get(session_id)
+        if loading is None:
+            loading = asyncio.ensure_future(self._load(session_id))
+            self._loading[session_id] = loading
+            loading.add_done_callback(lambda _: self._loaded(session_id, loading))
+        live = await asyncio.shield(loading)
+        return self._live.setdefault(session_id, live)  # it may have been evicted in between
+
+    def _loaded(self, session_id: str, loading: asyncio.Future[LiveSession]) -> None:
+        if self._loading.get(session_id) is loading:
+            del self._loading[session_id]
+
+    @property
+    def in_memory(self) -> list[LiveSession]:
+        """The sessions whose trees are cached."""
+        return list(self._live.values())
+
+    async def complete(self, session_id: str) -> None:
+        """Ends a session: later calls get 409, calls in flight are cut."""
+        live = await self.get(session_id)
+        now = time.time()
+        await self._store.set_status(session_id, SessionStatus.COMPLETED, now)
+        live.session.status = SessionStatus.COMPLETED
+        live.session.completed_at = now
+        await self.record_event(live, "completed")
+        self._close(live, "completed")
+
+    async def delete(self, session_id: str) -> None:
+        live = await self.get(session_id)
+        await self._store.delete_session(session_id)
+        live.session.status = SessionStatus.COMPLETED
+        self._ids_by_key.pop(live.session.key_hash, None)
+        live.publish("deleted")
+        self._close(live, "deleted")
+        self._live.pop(session_id, None)
+
+    def ended_elsewhere(self, session_id: str, kind: str) -> None:
+        """Ends the session's calls in this process after another one completed or deleted it. That
+        process has sent the event to all listeners."""
+        live = self._live.pop(session_id, None)
+        if live is not None:
+            live.session.status = SessionStatus.COMPLETED
+            self._ids_by_key.pop(live.session.key_hash, None)
+            self._close(live, kind)
+
+    async def record_event(self, live: LiveSession, kind: str, **data: Any) -> None:
+        """Stores an event and sends it to all listeners."""
+        seq = await self._store.add_event(live.session.session_id, kind, data)
+        live.publish(kind, seq=seq, **data)
+
+    async def refused(self, live: LiveSession, **what: Any) -> None:
+        """Records a call that was answered with an error, at most MAX_REFUSALS per session."""
+        live.refusals += 1
+        if live.refusals <= MAX_REFUSALS:
+            with contextlib.suppress(StoreError):
+                await self.record_event(live, "refused", **what)
+
+    async def _expire(self, live: LiveSession) -> None:
+        now = time.time()
+        await self._store.set_status(live.session.session_id, SessionStatus.EXPIRED, now)
+        live.session.status = SessionStatus.EXPIRED
+        await self.record_event(live, "expired")
+        self._close(live, "expired")
+
+    def _close(self, live: LiveSession, kind: str) -> None:
+        live.closed.set()
+        live.known_keys.clear()
+        live.publish(CLOSING)
+        for call in list(live.running):
+            call.abort(_ended(live.session, kind))
+
+    async def _find_or_create(self, session_id: str) -> LiveSession:
+        try:
+            return await self.get(session_id)
+        except SessionError as error:
+            if error.status != 404:
+                raise
+        try:
+            await self.create(session_id, kind=SessionKind.EVAL)
+        except SessionError as error:
+            if error.status != 409:  # 409: another call created it first
+                raise
+        self._loading.pop(session_id, None)  # it may have begun before the session existed
+        return await self.get(session_id)
+
+    async def _by_key(self, key: str | None) -> LiveSession:
+        if not key:
+            raise SessionError(
+                "missing API key: set OPENAI_API_KEY (or ANTHROPIC_API_KEY) to the session's key",
+                status=401,
+            )
+        digest = key_hash(key)
+        session_id = self._ids_by_key.get(digest)
+        if session_id is None:
+            session = await self._store.find_by_key(digest)
+            if session is None:
+                raise _unauthorised()
+            session_id = session.session_id
+            self._ids_by_key[digest] = session_id
+            while len(self._ids_by_key) > 4 * self._config.cached:
+                self._ids_by_key.popitem(last=False)
+        live = await self.get(session_id)
+        if not hmac.compare_digest(live.session.key_hash, digest):
+            raise _unauthorised()
+        return live
+
+    def _check_open(self, session: Session) -> None:
+        if session.status is SessionStatus.COMPLETED:
+            raise _ended(session, "completed")
+        if session.status is SessionStatus.EXPIRED:
+            raise SessionError(f"session {session.session_id!r} has expired", status=410)
+
+    async def _load(self, session_id: str) -> LiveSession:
+        session = await self._store.get_session(session_id)
+        if session is None:
+            raise SessionError(f"session {session_id!r} does not exist", status=404)
+        turns = await self._store.get_turns(session_id)
+        undelivered = await self._store.undelivered(session_id)
+        if session_id in self._live:  # it was read twice concurrently
+            return self._live[session_id]
+        live = LiveSession(session, self._profiles.get(session.profile))
+        live.read(turns, undelivered)
+        if session.status is not SessionStatus.OPEN:
+            live.closed.set()
+        self._live[session_id] = live
+        self._evict()
+        return live
+
+    def _evict(self) -> None:
+        excess = len(self._live) - self._config.cached
+        if excess > 0:
+            all_idle = (i for i, s in self._live.items() if not s.in_use)
+            for session_id in list(itertools.islice(all_idle, excess)):
+                del self._live[session_id]
+
+
+def check_id(session_id: str) -> str:
+    """Returns the id. Raises RequestError if it cannot be part of a path."""
+    segments = session_id.split("/")
+    wrong = [s for s in segments if not _SEGMENT.fullmatch(s) or s.lower() in _RESERVED]
+    if len(session_id) > MAX_ID_CHARS or wrong:
+        raise RequestError(
+            f"trial_id: {session_id[:MAX_ID_CHARS]!r} is not a valid id: use at most "
+            f"{MAX_ID_CHARS} characters of A-Z a-z 0-9 . _ ~ @ : + = , - and /, "
+            "and no name of a route between slashes",
+            param="trial_id",
+        )
+    return session_id
+
+
+def key_hash(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogatepass")).digest()
+
+
+def _ended(session: Session, kind: str) -> SessionError:
+    return SessionError(f"session {session.session_id!r} is {kind}", status=409)
+
+
+def _unauthorised() -> SessionError:
+    return SessionError(
+        "this API key does not belong to the session; use the key that its creation returned",
+        status=401,
+    )

@@ -1,0 +1,10 @@
+"""The recorded tokens of a session: which of them a request continues, or why it forks.
+
+`tree` places requests, `causes` finds the reason for a fork, and `paths` assembles a turn's tokens
+from those that each turn on its path added.
+"""
+
+from proxy.token_tree.paths import common_prefix
+from proxy.token_tree.tree import Node, Placement, TokenTree
+
+__all__ = ["Node", "Placement", "TokenTree", "common_prefix"]

@@ -1,0 +1,62 @@
+"""Assembles a turn's path from the tokens that each turn on it added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from proxy.records import EMPTY_IDS, Ids
+
+
+class OwnTokens(Protocol):
+    """The tokens that one turn adds to its parent's path (see `records`)."""
+
+    @property
+    def parent(self) -> int | None: ...
+
+    @property
+    def shared_tokens(self) -> int: ...
+
+    @property
+    def prompt_ids(self) -> Ids: ...
+
+    @property
+    def sampled_ids(self) -> Ids: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def path_tokens(self) -> int: ...
+
+
+def path(turns: Sequence[OwnTokens], index: int) -> Ids:
+    """The whole path of the turn `index` including its answer, `[T]`."""
+    return prefix(turns, index, turns[index].path_tokens)
+
+
+def prefix(turns: Sequence[OwnTokens], index: int | None, length: int) -> Ids:
+    """The first `length` tokens of a turn's path, `[length]`."""
+    spans: list[Ids] = []
+    while index is not None and length > 0:
+        turn = turns[index]
+        if length > turn.prompt_tokens:
+            spans.append(turn.sampled_ids[: length - turn.prompt_tokens])
+            length = turn.prompt_tokens
+        if length > turn.shared_tokens:
+            spans.append(turn.prompt_ids[: length - turn.shared_tokens])
+            length = turn.shared_tokens
+        index = turn.parent
+    return np.concatenate(spans[::-1]) if spans else EMPTY_IDS
+
+
+def common_prefix(left: Ids, right: Ids) -> int:
+    """Length of the longest common prefix of two arrays."""
+    size = min(len(left), len(right))
+    if size == 0:
+        return 0
+    differs = left[:size] != right[:size]
+    first = int(differs.argmax())
+    return first if differs[first] else size

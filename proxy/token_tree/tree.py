@@ -1,0 +1,357 @@
+"""Finds the recorded tokens that a request continues, or else where and why it forks.
+
+A request is placed by its keys (see `conversation.message_keys`): the last message that is a
+recorded answer determines the turn to continue. If the renderer can prove that the new messages
+only append to that turn's path, the request **extends** it. Every other request is rendered as a
+whole and **forks** after the longest prefix that it shares with a recorded path.
+
+Invariant: for every placement, `path(parent)[:shared_tokens] + prompt_ids` is the whole prompt,
+and `parent` is the turn that added the last shared token. A tree that is rebuilt from the stored
+turns places every request like the tree that recorded them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from proxy.conversation.message_keys import ConversationKey, Key, RawKey, key_from_stored, raw_key
+from proxy.conversation.messages import Conversation, Message, load_answer
+from proxy.errors import RequestError
+from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
+from proxy.rendering.rendering import Rendering
+from proxy.token_tree.causes import AnswerMarks, cause_of, is_quoted
+from proxy.token_tree.paths import common_prefix, path, prefix
+
+QUOTED_TURNS = 64
+"""Number of latest turns that are searched for a line that a summary quotes; bounds the cost."""
+FORK_CANDIDATES = 16
+"""Number of paths that are compared with a prompt token by token to find where it forks: the most
+likely ones and the latest ones."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A turn in memory: arrays and digests."""
+
+    index: int
+    parent: int | None
+    shared_tokens: int
+    prompt_ids: Ids
+    request_key: Key
+    status: TurnStatus
+    sampled_ids: Ids = field(default_factory=lambda: EMPTY_IDS)
+    answer_key: Key | None = None
+    """None until something was sampled."""
+    marks: AnswerMarks | None = None
+    """Summary of the answer; None without an answer."""
+    children: int = 0
+    """Number of turns that continue its answer. (Siblings share only its prompt.)"""
+    truncated_at: int | None = None
+    """The `max_tokens` at which the answer was truncated."""
+    sampled: bool = False
+    """Whether it counts as a turn of the session, that is, was not cut before its first token."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.shared_tokens + len(self.prompt_ids)
+
+    @property
+    def path_tokens(self) -> int:
+        return self.prompt_tokens + len(self.sampled_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The last recorded answer in a conversation."""
+
+    answered: int
+    """Index of the last message that is a recorded answer; -1 if there is none."""
+    node: int | None
+    """The turn of that answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A request's place in the tree, and the tokens that it adds there."""
+
+    parent: int | None
+    shared_tokens: int
+    prompt_ids: Ids
+    cause: ForkCause | None
+
+
+class TokenTree:
+    """The turns of one session. Not thread-safe: one task at a time places and records."""
+
+    def __init__(self, turns: Iterable[Turn] = (), *, follows: bool = False) -> None:
+        """With `follows`, keys include the reasoning (a profile with `history: follow`)."""
+        self.follows = follows
+        self.nodes: list[Node] = []
+        self.sampled_tokens = 0
+        self.sampled_turns = 0
+        self._by_answer: dict[bytes, int] = {}
+        self._by_request: dict[bytes, list[int]] = {}
+        self._by_body: dict[bytes, int] = {}
+        self._raw_lengths: set[int] = set()
+        for turn in turns:
+            self.begin(turn)
+            if turn.status is not TurnStatus.OPEN:
+                self.commit(turn)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def begin(self, turn: Turn) -> None:
+        """Adds a turn whose intent is recorded. Turns must be added in order of index."""
+        if turn.index != len(self.nodes):
+            raise ValueError(f"turn {turn.index} does not follow {len(self.nodes)} turns")
+        node = Node(
+            turn.index,
+            turn.parent,
+            turn.shared_tokens,
+            turn.prompt_ids,
+            key_from_stored(turn.request_key),
+            turn.status,
+        )
+        self.nodes.append(node)
+        self._by_request.setdefault(node.request_key.chain, []).append(turn.index)
+        self._remember_body(node.request_key, turn.index)
+        if turn.parent is not None:
+            parent = self.nodes[turn.parent]
+            parent.children += turn.shared_tokens > parent.prompt_tokens
+
+    def knows(self, turn: Turn) -> bool:
+        """Whether this turn was committed to this tree."""
+        node = self.nodes[turn.index] if turn.index < len(self.nodes) else None
+        if node is None or node.request_key != key_from_stored(turn.request_key):
+            return False
+        return node.status is not TurnStatus.OPEN
+
+    def answered(self, index: int) -> bool:
+        """Whether the turn exists and has an answer."""
+        return index < len(self.nodes) and self.nodes[index].answer_key is not None
+
+    def commit(self, turn: Turn) -> None:
+        """Adds the answer of a turn that was begun, or replaces it."""
+        node = self.nodes[turn.index]
+        self.sampled_tokens += len(turn.sampled_ids) - len(node.sampled_ids)
+        self.sampled_turns -= node.sampled
+        node.status = turn.status
+        node.sampled_ids = turn.sampled_ids
+        node.sampled = turn.status is not TurnStatus.CUT or len(turn.sampled_ids) > 0
+        self.sampled_turns += node.sampled
+        if turn.finish_reason is FinishReason.LENGTH:
+            node.truncated_at = turn.sampling.get("max_tokens")
+        if turn.answer_key:
+            node.answer_key = key_from_stored(turn.answer_key)
+            self._by_answer[node.answer_key.chain] = turn.index
+            self._remember_body(node.answer_key, turn.index)
+            if isinstance(node.answer_key, RawKey):
+                self._raw_lengths.add(node.answer_key.length)
+        if turn.answer:
+            node.marks = AnswerMarks.of(load_answer(turn.answer))
+
+    def _remember_body(self, key: Key, index: int) -> None:
+        if isinstance(key, ConversationKey):
+            self._by_body[key.body] = index
+
+    def same_requests(self, request_key: Key) -> list[Node]:
+        """The turns with this request key, in order."""
+        return [self.nodes[i] for i in self._by_request.get(request_key.chain, ())]
+
+    def prompt(self, parent: int | None, shared_tokens: int, prompt_ids: Ids) -> Ids:
+        """The whole prompt of a turn or placement, `[T]`."""
+        return np.concatenate([prefix(self.nodes, parent, shared_tokens), prompt_ids])
+
+    def path(self, index: int) -> Ids:
+        """A turn's whole path including its answer, `[T]`."""
+        return path(self.nodes, index)
+
+    def prompt_end(self, node: Node) -> Ids:
+        """The last tokens of a turn's prompt: its own, or those of the turn that it resamples."""
+        while not len(node.prompt_ids) and node.parent is not None:
+            node = self.nodes[node.parent]
+        return node.prompt_ids
+
+    def match(self, keys: Sequence[Key]) -> Match:
+        """The last message of a conversation that is a recorded answer."""
+        for position in reversed(range(len(keys))):
+            node = self._by_answer.get(keys[position].chain)
+            if node is not None:
+                return Match(position, node)
+        return Match(-1, None)
+
+    def place(
+        self, conversation: Conversation, keys: Sequence[Key], rendering: Rendering
+    ) -> Placement:
+        """Places a request. Raises RequestError if the conversation cannot be rendered."""
+        same = self.same_requests(keys[-1])
+        if same:
+            return self.sibling(same[-1])
+        if conversation.raw is not None:
+            return self._place_raw(conversation.raw, rendering)
+        match = self.match(keys)
+        if match.node is not None:
+            extended = self._extend(conversation, match, rendering)
+            if extended is not None:
+                return extended
+        return self._fork(conversation, keys, match, rendering)
+
+    def sibling(self, node: Node) -> Placement:
+        """The placement of another answer to the prompt of `node`."""
+        shared = node.prompt_tokens
+        return Placement(self._owner(node.index, shared), shared, EMPTY_IDS, ForkCause.SIBLING)
+
+    def _extend(
+        self, conversation: Conversation, match: Match, rendering: Rendering
+    ) -> Placement | None:
+        node = self.nodes[match.node or 0]
+        new = conversation.messages[match.answered + 1 :]
+        foreign = any(message.role == "assistant" for message in new)
+        suffix = None
+        if not foreign:
+            calls = conversation.messages[match.answered].tool_calls
+            suffix = rendering.bridge(
+                self.prompt_end(node), node.sampled_ids, new, conversation.tools, calls
+            )
+        if suffix is None:
+            last = node.sampled_ids[-1] if len(node.sampled_ids) else -1
+            suffix = rendering.suffix_after(conversation, match.answered, int(last))
+        if suffix is None:
+            return None
+        cause = ForkCause.FOREIGN_ASSISTANT if foreign else None
+        if cause is None and node.children:
+            cause = ForkCause.ROLLED_BACK
+        return Placement(node.index, node.path_tokens, suffix, cause)
+
+    def _place_raw(self, raw: str | list[int], rendering: Rendering) -> Placement:
+        """Places a prompt without messages: it continues the longest recorded text that it begins
+        with."""
+        if isinstance(raw, str):
+            for length in sorted((n for n in self._raw_lengths if n <= len(raw)), reverse=True):
+                index = self._by_answer.get(raw_key(raw[:length]).chain)
+                if index is None:
+                    continue
+                node = self.nodes[index]
+                spoken = rendering.before_stop(node.sampled_ids.tolist())
+                if raw[:length].endswith(rendering.tokenizer.decode(spoken)):
+                    suffix = np.array(rendering.tokenizer.encode(raw[length:]), np.int32)
+                    shared = node.prompt_tokens + len(spoken)
+                    cause = None if shared == node.path_tokens else ForkCause.EDITED
+                    return Placement(index, shared, suffix, cause)
+            ids = rendering.tokenizer.encode(raw, add_special_tokens=True)
+        else:
+            ids = raw
+        prompt = np.array(ids, np.int32)
+        parent, shared = self._deepest_common_point(prompt, Match(-1, None), [])
+        whole = parent is not None and shared == self.nodes[parent].path_tokens
+        cause = None if whole or not self.nodes else ForkCause.NEW_CONVERSATION
+        return Placement(parent, shared, prompt[shared:], cause)
+
+    def _fork(
+        self, conversation: Conversation, keys: Sequence[Key], match: Match, rendering: Rendering
+    ) -> Placement:
+        if conversation.continues is not None:
+            raise RequestError(
+                "previous_response_id: this model's chat template cannot append to that response; "
+                "send the whole input instead",
+                param="previous_response_id",
+            )
+        prompt = rendering.full(conversation)
+        if not self.nodes:
+            return Placement(None, 0, prompt, None)
+        cause = self._cause(conversation, keys, match)
+        parent, shared = self._deepest_common_point(prompt, match, keys)
+        return Placement(parent, shared, prompt[shared:], cause)
+
+    def _deepest_common_point(
+        self, prompt: Ids, match: Match, keys: Sequence[Key]
+    ) -> tuple[int | None, int]:
+        likely = [match.node] if match.node is not None else []
+        for key in reversed(keys):
+            likely += self._by_request.get(key.chain, ())[-2:]
+        recent = range(len(self.nodes) - 1, max(-1, len(self.nodes) - 1 - FORK_CANDIDATES), -1)
+        best, best_shared = None, 0
+        known: dict[int, int] = {}
+        for index in dict.fromkeys([*likely[:FORK_CANDIDATES], *recent]):
+            shared = self._common(index, prompt, known)
+            if shared > best_shared:
+                best, best_shared = index, shared
+        return self._owner(best, best_shared), best_shared
+
+    def _common(self, index: int, prompt: Ids, known: dict[int, int]) -> int:
+        """Length of the common prefix of a turn's path and a prompt. `known` holds the results of
+        earlier turns, so that each turn's own tokens are compared once."""
+        chain = []
+        at: int | None = index
+        while at is not None and at not in known:
+            chain.append(at)
+            at = self.nodes[at].parent
+        shared = len(prompt) if at is None else known[at]
+        for at in reversed(chain):
+            node = self.nodes[at]
+            if shared >= node.shared_tokens:
+                shared = node.shared_tokens
+                for own in (node.prompt_ids, node.sampled_ids):
+                    same = common_prefix(own, prompt[shared:])
+                    shared += same
+                    if same < len(own):
+                        break
+            known[at] = shared
+        return shared
+
+    def _owner(self, index: int | None, shared: int) -> int | None:
+        """The turn on the path of `index` that added token `shared - 1` of the path."""
+        while index is not None and self.nodes[index].shared_tokens >= shared:
+            index = self.nodes[index].parent
+        return index
+
+    def _cause(self, conversation: Conversation, keys: Sequence[Key], match: Match) -> ForkCause:
+        messages = conversation.messages
+        known = next((i for i in reversed(range(len(keys))) if self._knows(keys[i])), -1)
+        if known >= 0 and known + 1 < len(messages):
+            asked = self.same_requests(keys[known])
+            return self._cause_after(messages[known + 1], asked, match)
+        if known >= 0:  # every message is known, but the turn could not be extended
+            return ForkCause.UNPROVABLE_BRIDGE
+        for position in reversed(range(len(keys))):
+            key = keys[position]
+            if isinstance(key, RawKey) or not key.has_body:
+                continue
+            other = self._by_body.get(key.body)
+            if other is not None:
+                return self._cause_at(self.nodes[other], key, messages[position + 1 :], match)
+        recent = [node.marks for node in self.nodes[-QUOTED_TURNS:] if node.marks is not None]
+        if is_quoted(messages, recent):
+            return ForkCause.COMPACTION
+        return ForkCause.NEW_CONVERSATION
+
+    def _cause_at(
+        self, other: Node, key: ConversationKey, following: list[Message], match: Match
+    ) -> ForkCause:
+        """Why a conversation forks that has the messages of `other`, but another key."""
+        recorded = other.request_key
+        if isinstance(recorded, RawKey) or recorded.system != key.system:
+            return ForkCause.SYSTEM_CHANGED
+        if recorded.tools != key.tools:
+            return ForkCause.TOOLS_CHANGED
+        # The same request except for a forced call.
+        return self._cause_after(following[0], [other], match) if following else ForkCause.SIBLING
+
+    def _cause_after(self, message: Message, asked: list[Node], match: Match) -> ForkCause:
+        """Why `message` differs from the record after the last known message."""
+        if message.role == "assistant":
+            answers = [node.marks for node in asked if node.marks is not None]
+            return cause_of(message, answers, follows=self.follows)
+        node = None if match.node is None else self.nodes[match.node]
+        if asked:
+            return ForkCause.ROLLED_BACK
+        if node is not None and node.children:
+            return ForkCause.EDITED
+        return ForkCause.UNPROVABLE_BRIDGE
+
+    def _knows(self, key: Key) -> bool:
+        return key.chain in self._by_answer or key.chain in self._by_request

@@ -1,0 +1,125 @@
+"""The swarm server refuses clients without the token and pages of other sites."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from agent_loop.swarm import cli
+from agent_loop.swarm.token import TOKEN_VARIABLE, client_token, server_token
+from tests.agent_loop.swarm.conftest import TOKEN, StartSwarm
+
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def test_server_without_a_configured_token_makes_one_that_only_its_user_can_read(
+    tmp_path: Path,
+) -> None:
+    made = server_token(tmp_path, {})
+    assert len(made) > 30
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    assert server_token(tmp_path, {}) == made
+    assert server_token(tmp_path, {TOKEN_VARIABLE: "given"}) == "given"
+
+
+def test_clients_read_the_token_of_a_server_on_this_machine_alone(tmp_path: Path) -> None:
+    made = server_token(tmp_path, {})
+    assert client_token("http://127.0.0.1:8100", tmp_path, {}) == made
+    assert client_token("http://localhost:8100/", tmp_path, {}) == made
+    assert client_token("http://trainer:8100", tmp_path, {}) == ""
+    assert client_token("http://127.0.0.1.evil.test", tmp_path, {}) == ""
+    assert client_token("http://trainer:8100", tmp_path, {TOKEN_VARIABLE: "given"}) == "given"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"Host": "evil.test"}, 403),
+        ({"Origin": "http://evil.test"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/config", "/v1/stop", "/v1/episodes", "/trainer/hello"])
+async def test_foreign_page_is_refused_even_with_the_token(
+    start_swarm: StartSwarm, path: str, headers: dict[str, str], expected: int
+) -> None:
+    swarm = await start_swarm(rolling=False)
+    sent = {"Content-Type": "application/json", **AUTHORIZED, **headers}
+    method = "PUT" if path == "/v1/config" else "POST"
+    async with swarm.http.request(method, swarm.url + path, data=b"{}", headers=sent) as response:
+        assert response.status == expected
+        assert set((await response.json())["error"]) == {"code", "message"}
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/trainer/records/e", "/v1/episodes/e/outcome"])
+async def test_token_that_is_not_utf_8_is_a_wrong_token(start_swarm: StartSwarm, path: str) -> None:
+    swarm = await start_swarm(rolling=False)
+    port = int(swarm.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer "
+    writer.write(head.encode() + b"\xff\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    assert line.split()[1] == b"401"
+
+
+def test_status_of_a_server_that_does_not_answer_fails_without_waiting_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    attempts: list[object] = []
+
+    def hang_up() -> None:
+        try:
+            while True:
+                connection, address = listener.accept()
+                attempts.append(address)
+                connection.close()
+        except OSError:
+            return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        code = cli.main(["status", url, "--state-dir", str(tmp_path)])
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert code == 1
+    assert len(attempts) <= 2  # aiohttp itself repeats a GET whose connection was closed
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{url} cannot be reached" in line
+    assert "agentic-train --swarm-server" in line
+
+
+def test_status_of_something_that_is_not_a_url_says_what_to_give(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["status", "127.0.0.1:8100"]) == 1
+    assert "like http://127.0.0.1:8100" in capsys.readouterr().err
+
+
+def test_help_imports_neither_torch_nor_aiohttp() -> None:
+    program = """
+import sys
+from agent_loop.swarm.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+heavy = {"torch", "vllm", "aiohttp", "pydantic", "rich", "numpy"} & set(sys.modules)
+sys.exit(f"imported: {sorted(heavy)}" if heavy else 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "watch" in done.stdout

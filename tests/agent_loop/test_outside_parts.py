@@ -1,0 +1,110 @@
+"""A launcher and a reward from outside the package are configured by the class of their section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from agent_loop.launchers.protocol import Launcher, LauncherConfig
+from agent_loop.records import AgentEnd, AgentResult, FinishedTrial, Graded, Trial
+from agent_loop.remote_agent_config import RemoteAgentConfig
+from agent_loop.rewards.protocol import RewardConfig, RewardSource
+from proxy.errors import ConfigurationError
+from tests.agent_loop.conftest import MakeTrial
+from tests.agent_loop.recorded import finished
+
+HERE = "tests.agent_loop.test_outside_parts"
+
+
+class EchoConfig(LauncherConfig):
+    """A launcher whose agent ends at once."""
+
+    says: str
+
+    def build(self) -> Launcher:
+        return EchoLauncher(self)
+
+
+class EchoLauncher:
+    overhead_s = 1.0
+
+    def __init__(self, config: EchoConfig) -> None:
+        self._config = config
+
+    async def run(self, trial: Trial) -> AgentResult:
+        return AgentResult(AgentEnd.CRASHED, error=f"{self._config.says} {trial.trial_id}")
+
+    async def close(self) -> None:
+        pass
+
+
+class ConstantConfig(RewardConfig):
+    """The same reward for every trial."""
+
+    value: float = 0.5
+
+    def build(self) -> RewardSource:
+        return ConstantReward(self)
+
+
+class ConstantReward:
+    def __init__(self, config: ConstantConfig) -> None:
+        self._config = config
+
+    async def grade(self, finished: FinishedTrial) -> Graded:
+        return Graded(self._config.value)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_launcher_from_outside_runs_trials(make_trial: MakeTrial) -> None:
+    launcher = {"target": f"{HERE}:EchoConfig", "settings": {"says": "hello"}}
+    config = RemoteAgentConfig.model_validate({"launcher": launcher})
+    assert config.agents == ["launcher"]
+    result = await config.build_launcher().run(make_trial())
+    assert result.error == "hello t-1"
+
+
+async def test_reward_from_outside_is_summed_with_the_others(make_trial: MakeTrial) -> None:
+    config = RemoteAgentConfig.model_validate(
+        {
+            "reward": {"target": f"{HERE}:ConstantConfig"},
+            "verifier": {"argv": ["true"]},
+            "reward_weights": {"reward": 4},
+        }
+    )
+    trial = make_trial()
+    trial.workspace.mkdir()
+    rewards = config.build_rewards()
+    assert await rewards.grade(finished(trial)) == Graded(3.0, {"reward": 0.5, "verifier": 1.0})
+    await rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    [
+        ({"target": "no_such_package:Config"}, "No module named 'no_such_package'"),
+        ({"target": f"{HERE}:Missing"}, "no attribute 'Missing'"),
+        ({"target": f"{HERE}:ConstantConfig"}, "not a subclass of LauncherConfig"),
+        ({"target": f"{HERE}:EchoConfig"}, r"settings\.says: Field required"),
+        (
+            {"target": f"{HERE}:EchoConfig", "settings": {"says": "a", "louder": 1}},
+            r"settings\.louder: Extra inputs",
+        ),
+    ],
+)
+def test_part_that_cannot_be_used_is_refused_by_name(
+    launcher: dict[str, object], told: str
+) -> None:
+    config = RemoteAgentConfig.model_validate({"launcher": launcher})
+    with pytest.raises(ConfigurationError, match=told):
+        config.build_launcher((Path(),))
+
+
+def test_second_agent_in_addition_to_one_from_outside_is_refused() -> None:
+    both = {"launcher": {"target": f"{HERE}:EchoConfig"}, "command": {"argv": ["true"]}}
+    with pytest.raises(ValidationError, match=r"several agents: remote_agent\.command"):
+        RemoteAgentConfig.model_validate(both)

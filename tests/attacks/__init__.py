@@ -1,0 +1,1 @@
+"""Attacks on a proxy process: hostile HTTP, kills, soaks. `make test` runs short ones."""

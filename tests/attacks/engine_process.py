@@ -1,0 +1,33 @@
+"""A scripted engine as a separate process that can be killed: arguments CHECKPOINT PORT DELAY_S.
+
+Its answer names the length of its prompt, so that every answer of a conversation is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from proxy.config import RenderingConfig
+from proxy.engines.scripted import ScriptedEngine, text_script
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
+
+
+async def main(checkpoint: Path, port: int, token_delay_s: float) -> None:
+    rendering = Rendering(load_tokenizer(checkpoint), RenderingConfig())
+    script = text_script(
+        lambda prompt: f"That is {len(prompt)} characters, thank you.",
+        decode=rendering.tokenizer.decode,
+        encode=rendering.tokenizer.encode,
+        end_ids=rendering.stop_token_ids[:1],
+    )
+    engine = ScriptedEngine(script, token_delay_s=token_delay_s, remember_calls=False)
+    sys.stdout.write(f"{await engine.start(port=port)}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

@@ -1,0 +1,286 @@
+"""Agents make calls while proxy, workers, engine and PostgreSQL are killed repeatedly.
+
+    make kill-loop KILLS=1000 SEED=7
+
+What must hold: every answer that an agent got is in the record, once, in its order; no turn stays
+open; every session's turns form one path whose prompts are what the engine was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import orjson
+import yaml
+
+from proxy.client import ProxyClient, SessionHandle
+from proxy.conversation.messages import load_answer
+from proxy.records import TurnStatus
+from tests.attacks.victim import ADMIN_KEY
+from tests.postgres_server import PostgresServer, binaries, postgres_process
+from tests.proxy.checkpoint import write_checkpoint
+
+TARGETS = ("proxy", "worker", "engine", "postgres")
+AGENTS = 4
+TURNS_PER_KILL = 10
+"""Answers between two kills, all agents together."""
+TOKEN_DELAY_S = 0.001
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Program:
+    """A process on a fixed port that is killed and started again."""
+
+    argv: Sequence[str]
+    log: Path
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", *self.argv),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {"AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY},
+            )
+        assert self.process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            if not await self.process.stdout.readline():
+                raise RuntimeError(f"{self.argv[0]} did not start: {self.log.read_text()[-2000:]}")
+        self.up.set()
+
+    async def kill(self) -> None:
+        assert self.process is not None
+        self.up.clear()
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+    def kill_child(self, rng: random.Random) -> None:
+        """One of its worker processes; it starts another itself."""
+        assert self.process is not None
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        with suppress(ProcessLookupError, IndexError):
+            os.kill(int(rng.choice(children)), signal.SIGKILL)
+
+
+class Agent:
+    """A conversation of `turns` calls, each repeated until it is answered."""
+
+    def __init__(self, session: SessionHandle, proxy: Program, answered: asyncio.Queue[int]):
+        self.session, self.proxy, self.answered = session, proxy, answered
+        self.answers: list[str] = []
+        self.refusals: Counter[int] = Counter()
+        self.cuts = 0
+        """Streams that ended without their terminal event."""
+
+    async def run(self, turns: int, rng: random.Random) -> None:
+        messages: list[dict[str, str]] = [{"role": "user", "content": "Begin."}]
+        for turn in range(turns):
+            answer = await self._answer(messages, stream=rng.random() < 0.5)
+            self.answers.append(answer)
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": f"Go on, {turn}."},
+            ]
+            self.answered.put_nowait(turn)
+
+    async def _answer(self, messages: list[dict[str, str]], *, stream: bool) -> str:
+        while True:
+            await self.proxy.up.wait()
+            with suppress(aiohttp.ClientError, ConnectionError):
+                answer = await self._call(messages, stream=stream)
+                if answer is not None:
+                    return answer
+            await asyncio.sleep(0.01)  # as a client's back-off: what was killed will be up again
+
+    async def _call(self, messages: list[dict[str, str]], *, stream: bool) -> str | None:
+        """None: refused with a status that tells a client to try again."""
+        body = {"model": "m", "messages": messages, "stream": stream}
+        headers = {"Authorization": f"Bearer {self.session.api_key}"}
+        url = f"{self.session.base_url}/chat/completions"
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(url, json=body, headers=headers) as response,
+        ):
+            data = await response.read()
+        if response.status in (429, 502, 503, 504):
+            self.refusals[response.status] += 1
+            return None
+        assert response.status == 200, (response.status, data)
+        if not stream:
+            return str(orjson.loads(data)["choices"][0]["message"]["content"])
+        *events, last, _ = data.split(b"\n\n")
+        if last != b"data: [DONE]":
+            self.cuts += 1
+            return None  # cut: the terminal event is missing
+        chunks = [orjson.loads(e.removeprefix(b"data: ")) for e in events if e.startswith(b"data:")]
+        return "".join(
+            c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]
+        )
+
+
+@dataclass(slots=True)
+class Scene:
+    """Everything that can be killed."""
+
+    proxy: Program
+    engine: Program
+    postgres: PostgresServer | None
+    control: ProxyClient
+    rng: random.Random
+
+    async def kill(self, target: str) -> None:
+        if target == "proxy":
+            await self.proxy.kill()
+            await self.proxy.start()
+        elif target == "worker":
+            self.proxy.kill_child(self.rng)
+        elif target == "engine":
+            await self.engine.kill()
+            await self.engine.start()
+        elif self.postgres is not None:
+            await asyncio.to_thread(self.postgres.kill)
+            await asyncio.to_thread(self.postgres.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    kills: Counter[str]
+    answers: int
+    lost: list[str]
+    doubled: list[str]
+    open: list[str]
+    failed_calls: int
+    """Calls that an agent had to repeat: refused, or cut in mid-stream."""
+
+    @property
+    def broken(self) -> list[str]:
+        return [*self.lost, *self.doubled, *self.open]
+
+    def summary(self) -> str:
+        kills = ", ".join(f"{n} of {target}" for target, n in self.kills.items())
+        return (
+            f"{sum(self.kills.values())} kills ({kills}), {self.answers} answers: "
+            f"{len(self.lost)} lost, {len(self.doubled)} doubled, {len(self.open)} open"
+        )
+
+
+@asynccontextmanager
+async def scene(folder: Path, targets: Sequence[str], rng: random.Random) -> AsyncIterator[Scene]:
+    """SQLite, or PostgreSQL where it is a target; two workers where they are."""
+    checkpoint = write_checkpoint(folder / "model")
+    async with AsyncExitStack() as stack:
+        resources = stack.enter_context(ExitStack())
+        postgres = None
+        if "postgres" in targets:
+            programs = binaries()
+            if programs is None:
+                raise RuntimeError("PostgreSQL is not installed: apt-get install postgresql")
+            postgres = resources.enter_context(postgres_process(programs))
+        engine_port, port = _free_port(), _free_port()
+        engine = Program(
+            ("tests.attacks.engine_process", str(checkpoint), str(engine_port), str(TOKEN_DELAY_S)),
+            folder / "engine.log",
+        )
+        config = folder / "proxy.yaml"
+        settings = {
+            "model": str(checkpoint),
+            "port": port,
+            "engines": [{"url": f"http://127.0.0.1:{engine_port}"}],
+            "store": postgres.url if postgres else f"sqlite:///{folder}/sessions.db",
+            "workers": 2 if "worker" in targets else 1,
+        }
+        config.write_text(yaml.safe_dump(settings))
+        proxy = Program(("proxy", "serve", "--config", str(config)), folder / "proxy.log")
+        for program in (engine, proxy):
+            stack.push_async_callback(program.kill)
+            await program.start()
+        control = ProxyClient(f"http://127.0.0.1:{port}", ADMIN_KEY)
+        yield Scene(proxy, engine, postgres, await stack.enter_async_context(control), rng)
+
+
+async def kill_loop(folder: Path, targets: Sequence[str], kills: int, seed: int) -> Report:
+    """Raises AssertionError where an agent got an answer that is not a retryable refusal."""
+    rng = random.Random(seed)
+    turns = TURNS_PER_KILL * (kills + 1) // AGENTS + 1
+    killed: Counter[str] = Counter()
+    async with scene(folder, targets, rng) as place:
+        answered: asyncio.Queue[int] = asyncio.Queue()
+        sessions = [await place.control.create_session() for _ in range(AGENTS)]
+        agents = [Agent(session, place.proxy, answered) for session in sessions]
+        async with asyncio.TaskGroup() as group:
+            for agent in agents:
+                group.create_task(agent.run(turns, random.Random(rng.random())))
+            for _ in range(kills):
+                for _ in range(rng.randint(1, TURNS_PER_KILL)):
+                    await answered.get()
+                await asyncio.sleep(rng.random() * 0.05)  # any moment of a call, not just its end
+                target = rng.choice(targets)
+                killed[target] += 1
+                await place.kill(target)
+        return await _examine(place.control, agents, killed)
+
+
+async def _examine(control: ProxyClient, agents: list[Agent], killed: Counter[str]) -> Report:
+    lost: list[str] = []
+    doubled: list[str] = []
+    still_open: list[str] = []
+    for agent in agents:
+        trial = agent.session.trial_id
+        _, turns = await control.get_turns(trial)
+        done = [load_answer(t.answer).text for t in turns if t.status is TurnStatus.DONE]
+        lost += [f"{trial}: {text}" for text in (Counter(agent.answers) - Counter(done)).elements()]
+        extra = Counter(done) - Counter(agent.answers)
+        doubled += [f"{trial}: {text}" for text in extra.elements()]
+        if not lost and not doubled and done != agent.answers:
+            lost.append(f"{trial}: the order of answers is another one")
+        still_open += [f"{trial}#{t.index}" for t in turns if t.status is TurnStatus.OPEN]
+    return Report(
+        killed,
+        answers=sum(len(agent.answers) for agent in agents),
+        lost=lost,
+        doubled=doubled,
+        open=still_open,
+        failed_calls=sum(agent.refusals.total() + agent.cuts for agent in agents),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kill-loop-") as folder:
+        report = asyncio.run(kill_loop(Path(folder), given.targets, given.kills, given.seed))
+    sys.stdout.write(f"seed {given.seed}: {report.summary()}\n")
+    for line in report.broken[:20]:
+        sys.stdout.write(f"BROKEN {line}\n")
+    return int(bool(report.broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""An answer of a real vLLM that breaks and goes on, against the one that does not break."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import numpy as np
+import pytest
+
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm_server import VllmServer
+from proxy.errors import EngineError
+from proxy.generation import Seam
+from proxy.records import FinishReason, Ids
+from proxy.routing import Router
+
+pytestmark = pytest.mark.engine
+PROMPT = np.arange(20, 60, dtype=np.int32)
+GREEDY = Sampling(max_tokens=32, temperature=0.0)
+
+
+class BreakingEngine(VllmEngine):
+    """Each of its first calls breaks after one of the numbers of tokens in `breaks`."""
+
+    breaks: list[int]
+
+    async def generate(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> AsyncGenerator[Chunk, None]:
+        left = self.breaks.pop(0) if self.breaks else sampling.max_tokens + 1
+        whole = super().generate(
+            prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt, stream=stream
+        )
+        async for chunk in whole:
+            left -= len(chunk.ids)
+            if left < 0:
+                raise EngineError("the connection broke")
+            yield chunk
+
+
+@pytest.mark.parametrize("breaks", [[0], [1], [9], [31], [5, 10, 4]], ids=str)
+async def test_greedy_answer_that_breaks_is_that_of_an_undisturbed_call(
+    vllm: VllmServer, breaks: list[int]
+) -> None:
+    engine = BreakingEngine(vllm.url)
+    engine.breaks = [100, *breaks]
+    await engine.check()
+    router = Router([engine], check_interval_s=0.05)
+    await router.start()
+    ids: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for number in range(2):
+        generation = router.generate(PROMPT, GREEDY, request_id=f"s#{number}", session_id="s")
+        pieces = [piece async for piece in generation.stream()]
+        chunks = [piece for piece in pieces if isinstance(piece, Chunk)]
+        ids.append([token for chunk in chunks for token in chunk.ids])
+        logprobs.append([value for chunk in chunks for value in chunk.logprobs])
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        (span,) = generation.versions
+        assert (span.start, span.end) == (0, 32)
+    await router.close()
+    assert ids[1] == ids[0]
+    np.testing.assert_allclose(logprobs[1], logprobs[0], atol=1e-3)
+    seams = sum(isinstance(piece, Seam) for piece in pieces)
+    assert seams == len([tokens for tokens in breaks if tokens])

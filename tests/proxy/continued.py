@@ -1,0 +1,25 @@
+"""A script for engines that fail: it goes on with an answer that another call began."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from proxy.engines.scripted import Script
+
+
+class Continued:
+    """Answers as `script` does. A prompt that ends with a part of an answer gets the rest of it."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.answers: dict[tuple[int, ...], Sequence[int]] = {}
+        """The whole answers, by the prompt that had none of their tokens."""
+
+    def __call__(self, prompt_ids: list[int]) -> Sequence[int]:
+        for prompt, answer in self.answers.items():
+            done = len(prompt_ids) - len(prompt)
+            if 0 <= done <= len(answer) and tuple(prompt_ids) == (*prompt, *answer[:done]):
+                return answer[done:]
+        answer = self._script(prompt_ids)
+        self.answers[tuple(prompt_ids)] = answer
+        return answer

@@ -1,0 +1,70 @@
+"""Worker processes that end during their start, simulated by a small program."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from proxy.config import ProxyConfig
+from proxy.errors import ConfigurationError
+from proxy.processes import workers
+
+STAND_IN = """
+import os, pathlib, signal, sys
+starts = pathlib.Path(sys.argv[1])
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+if count < int(sys.argv[2]):
+    if sys.argv[3] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(int(sys.argv[3]))
+print("listening", flush=True)
+sys.stdin.buffer.read()
+"""
+
+
+async def serve(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, failures: int, how: str
+) -> tuple[int, bool]:
+    """Runs a worker whose first starts fail; returns their number and whether it listened."""
+    starts = folder / "starts"
+    command = (sys.executable, "-c", STAND_IN, str(starts), str(failures), how)
+    monkeypatch.setattr(workers, "WORKER", command)
+    monkeypatch.setattr(workers, "RESTART_DELAY_S", 0.001)
+    stop, listened = asyncio.Event(), asyncio.Event()
+
+    def listening(config: ProxyConfig, url: str) -> None:
+        listened.set()
+        stop.set()
+
+    try:
+        async with asyncio.timeout(30):
+            await workers.serve_workers(ProxyConfig(port=0, workers=1), stop, listening)
+    finally:
+        count = len(starts.read_text())
+    return count, listened.is_set()
+
+
+async def test_worker_killed_during_its_start_is_restarted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert await serve(monkeypatch, tmp_path, failures=2, how="killed") == (3, True)
+
+
+async def test_worker_that_keeps_failing_to_start_ends_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"ended 5 times in a row .* code -9"):
+        await serve(monkeypatch, tmp_path, failures=99, how="killed")
+    assert (tmp_path / "starts").read_text() == "x" * workers.MAX_FAILED_STARTS
+
+
+async def test_invalid_configuration_ends_the_proxy_at_the_first_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match="see its message above"):
+        await serve(monkeypatch, tmp_path, failures=99, how="2")
+    assert (tmp_path / "starts").read_text() == "x"

@@ -1,0 +1,56 @@
+"""What a request may cost: long prefills and long arguments are bounded, and leave the loop."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.conversation.json_values import (
+    MAX_ARGUMENT_VALUES,
+    canonical_arguments,
+    parsed_arguments,
+)
+from proxy.rendering.rendering import Rendering
+from proxy.serving.calls import MAX_PREFILL_CHARS, THREADED_PREFILL_CHARS
+from tests.proxy.conftest import RunningProxy
+
+
+def body(prefill: str) -> dict[str, Any]:
+    said = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": prefill}]
+    return {"messages": said, "max_tokens": 5}
+
+
+async def test_a_prefill_beyond_the_bound_is_refused_by_name(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    status, answer = await proxy.post(session, "messages", body("a" * (MAX_PREFILL_CHARS + 1)))
+    assert status == 413
+    assert str(MAX_PREFILL_CHARS) in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["messages", "messages/count_tokens"])
+async def test_a_long_prefill_is_tokenised_outside_the_event_loop(
+    proxy: RunningProxy, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_loop: list[bool] = []
+    original = Rendering.prefill
+
+    def watched(rendering: Rendering, text: str) -> Any:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return original(rendering, text)
+
+    monkeypatch.setattr(Rendering, "prefill", watched)
+    session = await proxy.session()
+    await proxy.post(session, route, body("word " * THREADED_PREFILL_CHARS))
+    assert in_loop == [False]
+
+
+def test_arguments_with_very_many_values_are_text_and_are_equal_to_themselves_only() -> None:
+    few = orjson.dumps({"a": [1] * (MAX_ARGUMENT_VALUES // 2)}).decode()
+    many = orjson.dumps({"a": [1] * (MAX_ARGUMENT_VALUES + 1)}).decode()
+    assert parsed_arguments(few) == orjson.loads(few)
+    assert parsed_arguments(many) == many
+    assert canonical_arguments(many) == canonical_arguments(many)
+    assert canonical_arguments(many) != canonical_arguments(many.replace("1]", "2]"))

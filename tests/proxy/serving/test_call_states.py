@@ -1,0 +1,281 @@
+"""Calls against a real store, in which any await can fail, be cancelled, hang, or be the last.
+
+After each step the invariants of a call hold (see `proxy/serving/call.py`). When all calls have
+ended, no turn is open, no session is held, and the tree in memory equals the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from proxy.config import SessionsConfig
+from proxy.conversation.messages import Conversation, Message, load_answer
+from proxy.errors import ProxyError
+from proxy.metrics import Metrics
+from proxy.profiles import Profiles
+from proxy.records import Turn, TurnStatus
+from proxy.rendering.rendering import Rendering
+from proxy.routing import Router
+from proxy.serving import arrived_answers, ownership
+from proxy.serving.arrived_answers import Deliveries
+from proxy.serving.asked import Caller
+from proxy.serving.call import Backend
+from proxy.serving.calls import Calls
+from proxy.serving.ownership import Ownership
+from proxy.serving.sessions import LiveSession, Sessions
+from proxy.store.sqlite import SqliteStore
+from proxy.token_tree import TokenTree
+from proxy.wire.dialect import Call, Options
+from tests.proxy.serving.faulty_parts import CrashError, FaultKind, GatedEngine, Gates, faulty
+
+QUESTIONS = ("One?", "Two?")
+faults = st.sampled_from(["fail", "cancel", "crash", "stand"])
+awaits = st.integers(0, 12)
+
+
+class Process:
+    """The parts of one proxy process that serve calls."""
+
+    def __init__(self, file: Path, rendering: Rendering) -> None:
+        self.gates = Gates()
+        self.store = SqliteStore(file)
+        store = faulty(self.store, self.gates)
+        self.ownership, self.deliveries = Ownership(store), Deliveries(store)
+        self.sessions = Sessions(store, SessionsConfig(), Profiles({}))
+        backend = Backend(
+            store,
+            Router([GatedEngine(rendering, self.gates)]),
+            rendering,
+            Metrics(),
+            self.ownership,
+            self.deliveries,
+            context_tokens=None,
+            call_timeout_s=60.0,
+        )
+        self.calls = Calls(backend, self.sessions, SessionsConfig())
+
+    def kill(self) -> None:
+        """Acts like `kill -9`: nothing more reaches the store, and the lock is released."""
+        self.gates.killed = True
+        self.store._owner.release()
+
+
+@dataclass
+class Agent:
+    """A request of an agent, and the texts of its answers."""
+
+    task: asyncio.Task[list[str]]
+    retry: bool
+
+
+class CallMachine(RuleBasedStateMachine):
+    """Agents call, disconnect and retry; the process fails in all ways and is killed."""
+
+    rendering: Rendering
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.folder = tempfile.TemporaryDirectory()
+        self.file = Path(self.folder.name) / "s.sqlite"
+        self.agents: list[Agent] = []
+        self.old: list[Process] = []
+        self.uncertain: set[str] = set()
+        """Texts that a killed process delivered without a durable mark."""
+        self.run(self.begin())
+
+    async def begin(self) -> None:
+        self.process = Process(self.file, self.rendering)
+        _, self.key = await self.process.sessions.create("t")
+        self.reader = SqliteStore(self.file)
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 5))
+
+    @rule(
+        question=st.sampled_from(QUESTIONS),
+        stream=st.booleans(),
+        retry=st.booleans(),
+        n=st.sampled_from([1, 1, 2]),
+    )
+    def ask(self, question: str, stream: bool, retry: bool, n: int) -> None:
+        conversation = Conversation([Message("user", question)])
+        request = Call("m", conversation, Options(), n=n, stream=stream)
+        work = self.answered(request, retry)
+        self.agents.append(Agent(self.loop.create_task(work), retry))
+
+    async def answered(self, request: Call, retry: bool) -> list[str]:
+        process, caller = self.process, Caller("chat", self.loop.time(), is_retry=retry)
+        live = await process.sessions.authorise(self.key, None)
+        with live.used():
+            call = await process.calls.open(live, request, caller)
+            with call.watched() as watcher:
+                outcomes = await watcher.outcomes()
+                recorded = await self.reader.get_turns("t")
+                for outcome in outcomes:
+                    turn = recorded[outcome.turn]
+                    assert turn.status in (TurnStatus.DONE, TurnStatus.SUPERSEDED)
+                    assert load_answer(turn.answer).text == outcome.message.text
+                watcher.arrived = True
+                return [outcome.message.text for outcome in outcomes]
+
+    @rule(kind=faults, after=awaits)
+    def arm(self, kind: FaultKind, after: int) -> None:
+        self.process.gates.arm(kind, after)
+
+    @rule(count=st.integers(0, 50))
+    def hang_up(self, count: int) -> None:
+        running = [agent for agent in self.agents if not agent.task.done()]
+        if running:
+            running[count % len(running)].task.cancel()
+
+    @rule(steps=st.integers(1, 30))
+    def go_on(self, steps: int) -> None:
+        async def turn_over() -> None:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+
+        self.run(turn_over())
+
+    @rule()
+    def evict(self) -> None:
+        live = self.process.sessions._live.get("t")
+        if live is not None and not live.in_use:
+            del self.process.sessions._live["t"]
+
+    @rule()
+    def kill(self) -> None:
+        marked = self.run(self.reader.undelivered("t"))
+        for turn in self.run(self.reader.get_turns("t")):
+            if turn.answer and turn.index in marked.pending | marked.lost:
+                self.uncertain.add(load_answer(turn.answer).text)
+        self.process.kill()
+        self.old.append(self.process)
+        for agent in self.agents:
+            agent.task.cancel()
+        self.process = self.run(self.start_again())
+
+    async def start_again(self) -> Process:
+        return Process(self.file, self.rendering)
+
+    @rule()
+    def come_to_rest(self) -> None:
+        self.run(self.rest())
+
+    async def rest(self) -> None:
+        self.process.gates.disarm()
+        for agent in self.agents:
+            with suppress(ProxyError, CrashError, asyncio.CancelledError):
+                await agent.task
+        live = self.process.sessions._live.get("t")
+        while live is not None and (live.own or live.running):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        recorded = await self.reader.get_turns("t")
+        assert TurnStatus.OPEN not in {turn.status for turn in recorded}
+        assert not (await self.reader.undelivered("t")).pending
+        if live is not None:
+            async with live.placing:
+                await self.process.ownership.settle(live)
+            assert nodes(live.tree) == nodes(TokenTree(recorded))
+        self.check_deliveries()
+
+    def check_deliveries(self) -> None:
+        """An answer that arrived at a request is replayed only to a retry."""
+        done = [a for a in self.agents if not a.task.cancelled() and not a.task.exception()]
+        fresh = [text for agent in done if not agent.retry for text in agent.task.result()]
+        assert all(fresh.count(text) == 1 or text in self.uncertain for text in fresh)
+
+    @invariant()
+    def every_open_turn_has_a_call_or_is_being_closed(self) -> None:
+        recorded: list[Turn] = self.run(self.reader.get_turns("t"))
+        live = self.process.sessions._live.get("t")
+        for turn in recorded:
+            if turn.status is TurnStatus.OPEN and (live is None or turn.index not in live.own):
+                again = self.run(self.reader.get_turns("t"))  # it may have been closed in between
+                assert again[turn.index].status is not TurnStatus.OPEN
+        held = self.held(live) if live is not None else set()
+        assert live is None or live.own <= held
+        assert [turn.index for turn in recorded] == list(range(len(recorded)))
+        texts = [load_answer(t.answer).text for t in recorded if t.status is TurnStatus.DONE]
+        assert len(set(texts)) == len(texts)
+
+    def held(self, live: LiveSession) -> set[int]:
+        """Turns with a reason to be held: a running call, a closing attempt, a pending mark."""
+        held = {pending.mark.index for pending in self.process.deliveries._pending}
+        if self.process.deliveries._writing is not None or self.process.ownership._closing:
+            return live.own
+        for call in live.running:
+            held |= {*call.turns, *call._unrecorded}
+        return held
+
+    def teardown(self) -> None:
+        try:
+            self.run(self.rest())
+        finally:
+            self.loop.run_until_complete(self.end())
+            self.loop.close()
+            self.folder.cleanup()
+
+    async def end(self) -> None:
+        await self.process.deliveries.close()
+        await self.process.ownership.stop()
+        for process in self.old:
+            process.deliveries._pending.clear()
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=0.01)
+        await self.process.store.close()
+        await self.reader.close()
+        for process in self.old:
+            await process.store._writer.close()
+            process.store._reading.close()
+
+
+def nodes(tree: TokenTree) -> list[Any]:
+    return [
+        (
+            *(node.parent, node.shared_tokens, node.status, node.request_key, node.answer_key),
+            *(node.prompt_ids.tolist(), node.sampled_ids.tolist(), node.children),
+        )
+        for node in tree.nodes
+    ]
+
+
+@contextmanager
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(arrived_answers, "DELAY_S", 0.0)
+    monkeypatch.setattr(arrived_answers, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(ownership, "CLOSE_DELAYS_S", (0.0,))
+    yield
+
+
+def test_no_turn_stays_open_or_is_lost_if_any_await_fails(
+    rendering: Rendering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Machine(CallMachine):
+        pass
+
+    Machine.rendering = rendering
+    with quick_retries(monkeypatch):
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=30,
+                stateful_step_count=25,
+                deadline=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )

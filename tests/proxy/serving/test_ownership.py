@@ -1,0 +1,141 @@
+"""Calls of a session that another process holds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from proxy.client import ProxyClientError, SessionHandle
+from proxy.config import load_config
+from proxy.serving import ownership
+from proxy.serving.ownership import FORWARDED, own_address
+from proxy.store import open_store
+from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.store.test_conformance import an_intent
+
+CHAT = "chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello."}]}
+
+
+@pytest.fixture
+async def proxy(start_proxy: StartProxy, tmp_path: Path) -> RunningProxy:
+    return await start_proxy(store=f"sqlite:///{tmp_path}/shared.sqlite")
+
+
+@asynccontextmanager
+async def held(session: SessionHandle, address: str, tmp_path: Path) -> AsyncIterator[None]:
+    """The session is held by a process with address `address` that has a call of it in flight."""
+    store = await open_store(f"sqlite:///{tmp_path}/shared.sqlite")
+    await store.announce(address)
+    await store.begin_turn(an_intent(session.trial_id))
+    yield
+    await store.close()
+
+
+@asynccontextmanager
+async def holder(answer: bytes) -> AsyncIterator[str]:
+    """The address of a server that responds with `answer` to any request and disconnects."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+
+
+async def test_living_holder_that_does_not_answer_gives_503_with_its_address(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    session = await proxy.session()
+    async with held(session, "http://127.0.0.1:1", tmp_path):
+        status, reply = await proxy.post(session, CHAT, HELLO)
+    assert status == 503
+    assert "http://127.0.0.1:1" in reply["error"]["message"]
+    assert "peer_url" in reply["error"]["message"]
+    assert not proxy.engine.calls
+    assert (await proxy.post(session, CHAT, HELLO))[0] == 200
+
+
+async def test_holder_that_dies_during_an_answer_breaks_the_agents_stream(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    session = await proxy.session()
+    half = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    url = f"{session.base_url}/{CHAT}"
+    async with (
+        holder(half) as address,
+        held(session, address, tmp_path),
+        proxy.http.post(url, json=HELLO, headers=headers) as response,
+    ):
+        assert await response.content.read(5) == b"hello"
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.content.read()
+    assert not proxy.engine.calls
+
+
+async def test_forwarded_request_is_not_forwarded_again(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    session = await proxy.session()
+    async with held(session, "http://127.0.0.1:1", tmp_path):
+        status, reply = await proxy.post(session, CHAT, HELLO, **{FORWARDED: "1"})
+    assert status == 421
+    assert "serves this session's calls" in reply["error"]["message"]
+
+
+def test_own_address_is_reachable_by_other_processes() -> None:
+    def address(own_socket: str | None = None, **settings: str) -> str:
+        return own_address(load_config(None, admin_key="a", **settings), 8001, own_socket)
+
+    assert address(host="10.0.0.7") == "http://10.0.0.7:8001"
+    assert address(host="::1") == "http://[::1]:8001"
+    assert address(peer_url="http://gpu-0:80/") == "http://gpu-0:80"
+    assert address(own_socket="/run/0.sock") == "unix:/run/0.sock"
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        own = urlsplit(address(host="0.0.0.0"))
+        socket.create_connection((own.hostname, server.getsockname()[1]), 5).close()
+    assert urlsplit(address(host="::")).hostname not in (None, "::")
+
+
+@asynccontextmanager
+async def stopped_process() -> AsyncIterator[str]:
+    """The address of a process that accepts connections and never answers (`SIGSTOP`)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+async def test_stopped_holder_is_detected_and_its_calls_get_503(
+    proxy: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(ownership, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ownership, "RETRY_DELAYS_S", (0.01,))
+    session = await proxy.session()
+    async with stopped_process() as address, held(session, address, tmp_path):
+        status, reply = await proxy.post(session, CHAT, HELLO)
+    assert status == 503
+    assert address in reply["error"]["message"]
+
+
+async def test_completing_a_session_fails_while_its_holder_is_stopped(
+    proxy: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "TELL_TIMEOUT_S", 0.05)
+    session = await proxy.session()
+    async with stopped_process() as address, held(session, address, tmp_path):
+        with pytest.raises(ProxyClientError, match="did not confirm") as caught:
+            await proxy.control.complete(session.trial_id)
+        assert caught.value.status == 503
+    await proxy.control.complete(session.trial_id)

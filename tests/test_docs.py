@@ -1,0 +1,135 @@
+"""Code blocks of the README and docs/: commands exist, configurations load, Python compiles."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from proxy.config import ProxyConfig
+from proxy.relay.worker import WorkerConfig
+from trainer.algorithms.advantages import Grpo
+from trainer.config import TrainerConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FILE_NAME = re.compile(
+    r"`((?:proxy|agent_loop|trainer|harbor_sdk|docker|examples|benchmarks|tests)/[\w/.-]+\.\w+)`"
+)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+# The module that parses each command's flags.
+COMMANDS = {
+    "agentic-proxy": "proxy",
+    "agentic-worker": "proxy/relay",  # flags are the fields of WorkerConfig
+    "agentic-train": "trainer",
+    "agentic-swarm": "agent_loop/swarm",
+    "harbor-server": "harbor_sdk/server",
+}
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+# Placeholders of required keys that a block leaves out because it is about something else.
+REQUIRED = {
+    "model": {"path": "/models/qwen3"},
+    "data": {"train_files": ["tasks.jsonl"]},
+    "remote_agent": {"command": {"argv": ["agent"]}},
+}
+
+
+class Median(Grpo):
+    """The advantage that docs/contributing.md names."""
+
+    name: str = "median"  # type: ignore[assignment]
+    floor: float = 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.splitlines()[0][:40]}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = [
+        Block(page.name, language, text)
+        for page in PAGES
+        for language, text in BLOCK.findall(page.read_text())
+        if language in languages
+    ]
+    assert found
+    return found
+
+
+def command_lines(block: Block) -> list[list[str]]:
+    """Words of each line, without comments, variables in front, and `. activate` lines."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    bare = [[word for i, word in enumerate(line) if i or "=" not in word] for line in words]
+    return [line[1:] if line and "=" in line[0] else line for line in bare if line]
+
+
+def known_flags(command: str) -> set[str]:
+    if command == "agentic-worker":
+        return {f"--{name.replace('_', '-')}" for name in WorkerConfig.model_fields}
+    files = (ROOT / COMMANDS[command]).rglob("*.py")
+    return set(re.findall(r'"(--[a-z][a-z-]*)"', "\n".join(file.read_text() for file in files)))
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=str)
+def test_commands_and_their_flags_exist(block: Block) -> None:
+    for line in command_lines(block):
+        command, *rest = line
+        name = Path(command).name
+        if name == "make":
+            targets = {word for word in rest if "=" not in word}
+            assert targets <= TARGETS, targets - TARGETS
+        elif name in COMMANDS:
+            flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
+            assert flags <= known_flags(name), flags - known_flags(name)
+        elif command.startswith("examples/"):
+            assert (ROOT / command).exists(), command
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_configurations_load_in_their_model(block: Block) -> None:
+    # Parts of a user's own package are imported when the configuration loads.
+    text = block.text.replace("my_package.advantages:Median", "tests.test_docs:Median")
+    values = yaml.safe_load(text)
+    if values.keys() <= ProxyConfig.model_fields.keys() and "data" not in values:
+        ProxyConfig.model_validate({"model": "/models/qwen3", **values})
+    else:
+        TrainerConfig.model_validate({**REQUIRED, **values})
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_compiles_and_imports_what_exists(block: Block) -> None:
+    tree = ast.parse(block.text)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), block.page, "exec"), {})
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    names = {
+        (page.name, name)
+        for page in PAGES
+        for name in FILE_NAME.findall(page.read_text())
+        if "my_" not in name
+    }
+    missing = {(page, name) for page, name in names if not (ROOT / name).exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "package", ["proxy", "agent_loop", "agent_loop.swarm", "trainer", "harbor_sdk"]
+)
+def test_each_package_has_an_api_page_in_the_navigation(package: str) -> None:
+    pages = re.findall(r"api/\w+\.md", (ROOT / "mkdocs.yml").read_text())
+    texts = [(ROOT / "docs" / page).read_text() for page in pages]
+    assert sum(f"::: {package}\n" in text for text in texts) == 1

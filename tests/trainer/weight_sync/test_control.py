@@ -1,0 +1,67 @@
+"""Requests to engines that die, refuse, or answer what cannot be used."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.trainer.fake_engine import fake_engine
+from trainer.errors import WeightSyncError
+from trainer.weight_sync.control import EngineControl
+
+
+def with_key(url: str) -> str:
+    return url.replace("http://", "http://:secret@")
+
+
+def test_engine_that_dies_while_an_update_waits_ends_the_wait_with_its_url_and_no_key() -> None:
+    with fake_engine() as (engine, url):
+        engine.never_answers = "/update_weights"
+        control = EngineControl([with_key(url)])
+
+        def die() -> None:
+            engine.waiting.wait()
+            engine.is_dead = True
+
+        death = threading.Thread(target=die)
+        death.start()
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError) as caught:
+            control.update_weights({})
+        death.join()
+        control.close()
+        assert time.monotonic() - started < 20
+    told = str(caught.value)
+    assert told.startswith(f"{url}: the engine died while POST /update_weights waited")
+    assert "start it again, and then the run" in told
+    assert "secret" not in told
+
+
+def test_slow_engine_that_is_healthy_is_waited_for() -> None:
+    with fake_engine() as (engine, url):
+        engine.never_answers = "/finish_weight_update"
+        control = EngineControl([url])
+        control.next_version = 3
+
+        def release() -> None:
+            while "/health" not in engine.calls:
+                engine.waiting.wait()
+            engine.released.set()
+
+        slow = threading.Thread(target=release)
+        slow.start()
+        control.finish_weight_update()
+        slow.join()
+        assert control.weight_versions() == ["3"]
+        control.close()
+
+
+def test_engine_that_is_not_there_is_named_without_its_key() -> None:
+    with fake_engine() as (_, url):
+        pass
+    control = EngineControl([with_key(url)])
+    with pytest.raises(WeightSyncError, match=f"POST {url}/resume failed: .*is the engine up"):
+        control.resume()
+    control.close()

@@ -1,0 +1,107 @@
+"""Parts of an algorithm: each is one class with its formula, its settings and its source.
+
+Each kind of part (advantage, loss, aggregation, …) has a protocol and, below its classes in the
+same module, one registry, `Parts`. The configuration chooses a part by its `name`; `module:Class`
+names a part from outside this package:
+
+    advantage: {name: "my_package.advantages:Median", floor: 0.1}
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+
+class Part(BaseModel):
+    """The immutable settings of a part. The class of a kind of part adds the formula."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NamedPart(Part):
+    """A part that is chosen by its name."""
+
+    name: str = ""
+    """The name that chooses the part. For a class outside this package, the registry sets it to
+    `module:Class`."""
+
+
+P = TypeVar("P", bound=NamedPart)
+
+
+@dataclass(frozen=True)
+class Parts(Generic[P]):
+    """The registry of one kind of part, and the validator of every field that holds one.
+
+    Example: LOSSES = Parts(Loss, (Ppo, Gspo)), and in a model `loss: Annotated[Loss, LOSSES]`:
+        loss: gspo                          # a name alone takes the default settings
+        loss: {name: ppo, clip_high: 0.3}
+        loss: {name: "my_package:MyLoss"}
+    """
+
+    kind: type[NamedPart]
+    """The protocol that a class from outside must subclass."""
+    classes: tuple[type[P], ...]
+    """The classes of this package; each has its name as the default of its field `name`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name_of(each) for each in self.classes)
+
+    def find(self, name: str) -> type[P]:
+        """The class with that name. Raises ValueError: it does not exist or is of another kind."""
+        for each in self.classes:
+            if name_of(each) == name:
+                return each
+        kind = self.kind.__name__.lower()
+        module, colon, attribute = name.partition(":")
+        if not colon:
+            raise ValueError(
+                f"{kind} {name!r} is unknown; the names are {', '.join(self.names)}, "
+                "and module:Class for a class of your own"
+            )
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from error
+        if not (isinstance(found, type) and issubclass(found, self.kind)):
+            raise ValueError(
+                f"{kind} {name!r} is not a subclass of "
+                f"{self.kind.__module__}.{self.kind.__qualname__}"
+            )
+        return cast("type[P]", found)
+
+    def parse(self, value: Any) -> P:
+        """The part that a value of the configuration describes: a part, its name, or a mapping with
+        its name and settings.
+
+        Raises ValueError (pydantic's ValidationError for settings that the part refuses).
+        """
+        if isinstance(value, self.kind):
+            own = f"{type(value).__module__}:{type(value).__qualname__}"
+            return cast("P", value if value.name else value.model_copy(update={"name": own}))
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            raise ValueError(
+                f"give a name, one of {', '.join(self.names)}, or a mapping with a key name"
+            )
+        return self.find(value["name"]).model_validate(dict(value))
+
+    def __get_pydantic_core_schema__(
+        self, _source: Any, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.parse, serialization=core_schema.simple_ser_schema("any")
+        )
+
+
+def name_of(part: type[NamedPart]) -> str:
+    """The name by which the configuration chooses the class."""
+    return str(part.model_fields["name"].default)

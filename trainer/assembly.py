@@ -1,0 +1,168 @@
+"""Builds the parts of a run from the configuration, and a `Fit` that is ready to run.
+
+Invariant: `assemble` finds all errors that can be found in the configuration, the task files, the
+agent's command and the checkpoint, before any process is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import orjson
+
+from agent_loop.evaluator import Evaluator
+from agent_loop.launchers.protocol import Launcher
+from agent_loop.records import Task
+from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.rewards.protocol import RewardSource
+from agent_loop.swarm.launcher import SwarmLauncher
+from agent_loop.tasks import TaskStream, held_out_tasks, training_tasks
+from proxy.client import ProxyClient
+from proxy.records import Ids
+from trainer.checkpoint import Checkpoints
+from trainer.cluster import open_cluster
+from trainer.cluster.rank_zero import Restore
+from trainer.cluster.ranks import device_of
+from trainer.cluster.services import RunServices
+from trainer.config import TrainerConfig
+from trainer.fit import Fit, Producer
+from trainer.models import check_models
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
+from trainer.run.log import RunLog
+from trainer.weight_sync.probe import probe_ids
+
+_SWARM_PROBE = 'The clients of the swarm hold the tasks. 0123456789, {"name": "value"}.'
+
+
+@dataclass(slots=True)
+class RunParts:
+    """The parts of a run that exist before any process is started."""
+
+    config: TrainerConfig
+    held_out: list[Task]
+    launcher: Launcher
+    rewards: RewardSource
+    probe: Ids
+    """The text, as token ids, on which trainer and engines are compared."""
+
+    def loop(self, folder: RunFolder, proxy: ProxyClient) -> RemoteAgentLoop:
+        """The loop that runs single trials."""
+        data, agent = self.config.data, self.config.remote_agent
+        return RemoteAgentLoop(
+            proxy,
+            self.launcher,
+            self.rewards,
+            folder.trials,
+            trial=self.config.remote_agent,
+            sampling=self.config.rollout,
+            recording=self.config.proxy_server,
+            hidden=[
+                folder.path,
+                *(*data.train_files, *data.val_files, *data.harbor_roots),
+                *agent.private_files,
+            ],
+        )
+
+    def evaluator(self, loop: RemoteAgentLoop) -> Evaluator | None:
+        """The evaluator; None if there are no held-out tasks."""
+        if not self.held_out:
+            return None
+        return Evaluator(
+            loop,
+            self.held_out,
+            self.config.eval,
+            concurrency=self.config.rollout.concurrency,
+            seed=self.config.trainer.seed,
+        )
+
+
+@dataclass(slots=True)
+class SwarmParts(RunParts):
+    """The clients of a swarm bring the tasks; an agent of the run's own only evaluates."""
+
+
+@dataclass(slots=True)
+class TaskParts(RunParts):
+    """The run draws the tasks, and its agents try them."""
+
+    tasks: TaskStream
+
+
+def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
+    """Checks the configuration and builds the parts.
+
+    Raises:
+        ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
+    """
+    check_models(config.model, config.algorithm)
+    if config.cluster.backend == "local":
+        device_of(config.trainer.device)
+    agent, data = config.remote_agent, config.data
+    agent.check_sandbox()
+    rewards = agent.build_rewards()
+    held_out = held_out_tasks(data, needs_prompt=agent.needs_prompt)[: config.eval.limit]
+    text = _text(held_out[0]) if held_out else ""
+    if config.swarm is not None:
+        launcher = agent.build_launcher(data.harbor_roots) if agent.agents else SwarmLauncher()
+        probe = probe_ids(config.model.path, text or _SWARM_PROBE)
+        return SwarmParts(config, held_out, launcher, rewards, probe)
+    tasks = training_tasks(data, needs_prompt=agent.needs_prompt)
+    probe = probe_ids(config.model.path, text or _text(tasks.draw()))
+    tasks.restore({})
+    launcher = agent.build_launcher(data.harbor_roots)
+    return TaskParts(config, held_out, launcher, rewards, probe, tasks)
+
+
+@asynccontextmanager
+async def open_fit(
+    parts: RunParts,
+    log: RunLog,
+    control: RunControl,
+    make_producer: Callable[[RemoteAgentLoop], Producer],
+) -> AsyncIterator[Fit]:
+    """Starts the processes, restores the last checkpoint, and yields a `Fit` that can `run`.
+
+    On exit it ends the agents first, then the engines and the proxy.
+    """
+    config, folder, say = parts.config, log.folder, log.progress.say
+    checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=config.trainer.keep_last)
+    async with (
+        open_cluster(config, folder, control) as cluster,
+        cluster.trainer(parts.probe.tolist()) as rank_zero,
+    ):
+        state = await control.wait_for(rank_zero.ask(Restore(checkpoints)))
+        if config.remote_agent.sandbox == "off":
+            say(
+                "warning: remote_agent.sandbox=off: agents can read this run's files, its keys and "
+                "the verifier's answers"
+            )
+        log.progress.phase(state.step, "starting the engine and the proxy")
+        around = RunServices(config, folder, control, cluster, rank_zero, say)
+        async with around.running() as services:
+            loop = parts.loop(folder, services.proxy)
+            producer, evaluator = make_producer(loop), parts.evaluator(loop)
+            fit = Fit(
+                config.trainer,
+                config.eval,
+                rank_zero,
+                services.engines,
+                producer,
+                evaluator,
+                checkpoints,
+                log,
+                control,
+            )
+            fit.resume_from(state)
+            try:
+                yield fit
+            finally:
+                await producer.close()
+                await loop.close()
+
+
+def _text(task: Task) -> str:
+    """The text of a task, which is similar to what agents send."""
+    return orjson.dumps(dict(task.data), default=str).decode()

@@ -1,0 +1,117 @@
+"""The interface of the place where a run's processes are. Implementations: `local`, `ray_cluster`.
+
+Invariant: everything that a cluster has started ends with the run, whichever way the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+
+from proxy.section import Section
+from trainer.cluster.proxy_server import ProxyServerConfig
+from trainer.cluster.rank_zero import RankZero
+from trainer.trainer import RanksConfig
+
+
+class ClusterConfig(Section):
+    """Section `cluster`. Example: ClusterConfig(backend="ray", strategy="PACK")"""
+
+    backend: Literal["local", "ray"] = "local"
+    """Where engines and ranks run: processes on this machine, or actors on a Ray cluster."""
+    address: str | None = None
+    """Address of a running Ray cluster, as for `ray.init`; None: start one for this run, on this
+    machine."""
+    namespace: str = "agentic-rl"
+    """Ray namespace of the named actors: `engine-0`, `rank-0`, `proxy`."""
+    strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    """Strategy of the placement group. `engine.weight_transfer: shm` needs `STRICT_PACK`, which
+    places everything on one node."""
+    share_gpus: bool = False
+    """Engine i and rank i share a GPU, of which Ray reserves half for each; otherwise each has its
+    own GPU."""
+    engine_cpus: float = Field(1.0, ge=0)
+    """CPUs reserved for each engine."""
+    engine_gpus: int | None = Field(None, ge=0)
+    """Number of GPUs reserved for each engine, which uses all of them; None: 1 if the cluster has
+    GPUs. A rank has one GPU if engines have GPUs."""
+    rank_cpus: float = Field(1.0, ge=0)
+    """CPUs reserved for each rank."""
+    proxy: Literal["driver", "actor"] = "driver"
+    """Where the proxy runs: on the node of the driver and its agents, or on the node of engine 0.
+    Its store is in `trainer.run_dir`, which must be accessible on that node."""
+    ready_timeout_s: float = Field(120.0, gt=0)
+    """Seconds to wait until the cluster has enough free resources."""
+
+
+class ProcessesConfig(RanksConfig):
+    """The sections that the processes of a run read: ranks, engines and proxy."""
+
+    proxy_server: ProxyServerConfig = ProxyServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+class Replica(Protocol):
+    """An engine that the run started, with the whole model."""
+
+    url: str
+
+    async def start(self) -> None:
+        """Starts the engine and returns when it answers at `url`. After `wait` has returned, starts
+        a new engine.
+
+        Raises:
+            EngineError, TrainerError: the engine could not be started.
+        """
+        ...
+
+    async def wait(self) -> str:
+        """Returns when it has ended; the result says how."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class ProxyService(Protocol):
+    """The recording proxy as a process of its own."""
+
+    admin_key: str
+    url: str
+
+    async def start(self) -> None:
+        """Returns when it answers at `url`. After `wait` has returned, starts it again at the same
+        URL."""
+        ...
+
+    async def wait(self) -> str:
+        """Returns when it has ended; the result says how."""
+        ...
+
+    async def set_engines(self, engines: Sequence[dict[str, str]]) -> None:
+        """Sets the engines that the proxy uses from its next start on, each a
+        `proxy.config.EngineConfig`."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class Cluster(Protocol):
+    """Starts the processes of a run."""
+
+    def replica(self, number: int) -> Replica: ...
+
+    def proxy(self, settings: dict[str, Any]) -> ProxyService:
+        """`settings` are the keys of `proxy.config.ProxyConfig` that the run decides."""
+        ...
+
+    def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[RankZero]:
+        """Starts the ranks and builds the models; trainer and engines are compared on `probe`.
+
+        Raises:
+            ConfigError: a path is not a checkpoint of a causal model.
+            TrainerError: a rank ended.
+        """
+        ...

@@ -1,0 +1,169 @@
+"""Section `proxy_server`, and the recording proxy as a separate process.
+
+Invariant: the proxy ends with the run, even if the run is killed (`proxy/engines/guard.py`). A
+restarted proxy listens on the same port and opens the same store, so that agents that retry
+continue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from agent_loop.trial_config import RecordingConfig
+from proxy.admin_key import VARIABLE as ADMIN_KEY_VARIABLE
+from proxy.client import ProxyClient
+from proxy.engines import guard
+from proxy.secrecy import pipe_with
+from trainer.errors import ConfigError, TrainerError
+
+POLL_S = 0.1  # seconds between two checks whether a starting proxy is ready
+LOG_TAIL_BYTES = 2000
+
+STOP_GRACE_S = 10.0
+"""Seconds for the proxy to end the calls in flight and to store their turns."""
+
+
+class ProxyServerConfig(RecordingConfig):
+    """Section `proxy_server`. Example: ProxyServerConfig(port=8000, renderer="template")"""
+
+    url: str | None = None
+    """URL of a running proxy, whose admin key is in AGENTIC_PROXY_ADMIN_KEY; None: start a proxy.
+    The engines of a running proxy must be listed in `engine.urls`, so that they receive the
+    weights; the run does not restart them."""
+    host: str = "127.0.0.1"
+    """Address on which the proxy that the run starts listens."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port on which that proxy listens; 0: a free port."""
+    llm_proxy_ip: str | None = None
+    """Address at which agents on other machines reach the proxy; None: `host`."""
+    renderer: str = "auto"
+    """How messages become tokens: the name of a renderer, `template`, or `auto`."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, such as `enable_thinking`."""
+    start_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that the proxy may take to answer after its start."""
+
+
+class ProxyProcess:
+    """Example: proxy = ProxyProcess(config.proxy_server, settings, folder.logs / "proxy.log")"""
+
+    def __init__(
+        self,
+        config: ProxyServerConfig,
+        settings: dict[str, Any],
+        folder: Path,
+        admin_key: str | None = None,
+    ) -> None:
+        """`settings` are the keys of `proxy.config.ProxyConfig` that the run decides. Without an
+        `admin_key` a new one is made."""
+        self._config = config
+        self._port = config.port or _free_port(config.host)
+        self._settings = settings
+        self._folder = folder
+        self.log = folder / "proxy.log"
+        self._process: asyncio.subprocess.Process | None = None
+        self.admin_key = admin_key or secrets.token_urlsafe(32)
+        self.url = f"http://{config.host}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the proxy's guard, which ends the proxy when this process ends."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Starts the proxy, and returns when it answers.
+
+        Raises:
+            ConfigError: its port is in use.
+            TrainerError: it ended, or did not answer in time.
+        """
+        check_port(self._config.host, self._port)
+        settings = self._settings | self._address() | {"admin_key": self.admin_key}
+        with self.log.open("ab") as log, pipe_with(yaml.safe_dump(settings)) as config_fd:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(STOP_GRACE_S)),
+                *(sys.executable, "-m", "proxy", "serve", "--config", f"/dev/fd/{config_fd}"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={k: v for k, v in os.environ.items() if k != ADMIN_KEY_VARIABLE},
+                pass_fds=(config_fd,),
+                start_new_session=True,  # the run handles Ctrl-C: the agents end first
+            )
+        await self._answers(self._process)
+
+    def _address(self) -> dict[str, Any]:
+        address: dict[str, Any] = {"host": self._config.host, "port": self._port}
+        if (reached_by := self._config.llm_proxy_ip) is not None:
+            address["public_url"] = f"http://{reached_by}:{self._port}"
+        return address
+
+    async def set_engines(self, engines: Sequence[dict[str, str]]) -> None:
+        """Sets the engines that the proxy uses from its next start on, each a
+        `proxy.config.EngineConfig`."""
+        self._settings["engines"] = list(engines)
+
+    async def stop(self) -> None:
+        """Ends the proxy, and returns when it has ended."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+
+    async def wait(self) -> str:
+        """Returns when it has ended; the result says how."""
+        assert self._process is not None
+        code = await self._process.wait()
+        return f"code {code}: {self.tail()} (log: {self.log})"
+
+    def tail(self) -> str:
+        text = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return text.splitlines()[-1] if text else "without output"
+
+    async def _answers(self, process: asyncio.subprocess.Process) -> None:
+        deadline = asyncio.get_running_loop().time() + self._config.start_timeout_s
+        async with ProxyClient(self.url, self.admin_key, timeout_s=2.0) as client:
+            while not await client.ready():
+                with contextlib.suppress(TimeoutError):
+                    code = await asyncio.wait_for(process.wait(), POLL_S)
+                    raise TrainerError(
+                        f"the proxy ended at start with code {code}: {self.tail()} "
+                        f"(log: {self.log})"
+                    )
+                if asyncio.get_running_loop().time() > deadline:
+                    await self.stop()
+                    raise TrainerError(
+                        f"the proxy did not answer within {self._config.start_timeout_s:g} s "
+                        f"(proxy_server.start_timeout_s); see {self.log}"
+                    )
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if another process listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"proxy_server.port={port}: cannot listen on {host}:{port} ({error.strerror}); "
+                "choose another port, or 0 for a free one"
+            ) from error

@@ -1,0 +1,109 @@
+"""The event loop's access to rank 0 of the trainer, which runs in a thread or in a Ray actor.
+
+The loop sends it requests: small frozen dataclasses whose method `on` is their only handler and
+runs where the models are. Requests are served one at a time, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from trainer.algorithms.token_loss import Metrics
+from trainer.checkpoint import Checkpoints
+from trainer.trainer import RunState, Trainer
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+RANK_END_KNOWN_S = 5.0
+"""Seconds within which the parent knows the end of a rank after the rank's connections closed."""
+
+
+class RankRequest(Protocol[T_co]):
+    """A request to rank 0. It is pickled if rank 0 is a Ray actor."""
+
+    def on(self, trainer: Trainer) -> T_co: ...
+
+
+class SendRequest(Protocol):
+    """Sends a request to the trainer, and returns the result."""
+
+    def __call__(self, request: RankRequest[T], /) -> Awaitable[T]: ...
+
+
+class RankZero:
+    """Example:
+    state = await rank_zero.ask(Restore(checkpoints))
+    await rank_zero.ask(Connect(urls))
+    metrics = await rank_zero.ask(SyncWeights())
+    """
+
+    def __init__(self, send: SendRequest, others: asyncio.Task[None] | None = None) -> None:
+        """`others` is a task that fails with a TrainerError when a rank other than 0 has ended."""
+        self._send = send
+        self._others = others
+
+    async def ask(self, request: RankRequest[T]) -> T:
+        """Returns the request's result, or raises the error of its handler."""
+        try:
+            return await self._send(request)
+        except RuntimeError as error:  # collectives raise it if another rank has ended
+            if self._others is None:
+                raise
+            await asyncio.wait({self._others}, timeout=RANK_END_KNOWN_S)
+            if self._others.done() and (why := self._others.exception()) is not None:
+                raise why from error
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Loads the last checkpoint."""
+
+    checkpoints: Checkpoints
+
+    def on(self, trainer: Trainer) -> RunState:
+        return trainer.restore(self.checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connects the trainer to its engines, which do not have its weights yet."""
+
+    engine_urls: Sequence[str]
+
+    def on(self, trainer: Trainer) -> None:
+        trainer.connect(self.engine_urls)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncWeights:
+    """Sends the policy's weights to every engine."""
+
+    def on(self, trainer: Trainer) -> Metrics:
+        return trainer.sync_weights()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreText:
+    """Computes the log-probabilities of a text under the current weights."""
+
+    ids: Sequence[int]
+
+    def on(self, trainer: Trainer) -> list[float]:
+        return trainer.score(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Writes a checkpoint; `loop` is the training loop's own state."""
+
+    checkpoints: Checkpoints
+    loop: dict[str, Any]
+    best: bool
+
+    def on(self, trainer: Trainer) -> None:
+        trainer.save(self.checkpoints, self.loop, best=self.best)

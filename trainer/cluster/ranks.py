@@ -1,0 +1,80 @@
+"""A rank of the trainer: its seat among the others, and its models on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from trainer.errors import ConfigError
+from trainer.models import Models, build_models
+from trainer.policy.parallel import Ranks, Seat
+from trainer.trainer import RanksConfig
+
+
+def models_of_rank(config: RanksConfig, seat: Seat | None = None) -> Models:
+    """Builds the models on the configured device. With a `seat`, waits until all ranks have joined
+    and builds this rank's part of the models.
+
+    Raises:
+        ConfigError: a path is not a checkpoint of a causal model.
+    """
+    device = device_of(config.trainer.device, seat)
+    ranks = Ranks() if seat is None else Ranks.join(seat, device)
+    torch.manual_seed(config.trainer.seed)
+    return build_models(
+        config.model,
+        config.optimizer,
+        config.algorithm,
+        device=device,
+        ranks=ranks,
+        batches=config.trainer.steps,
+    )
+
+
+def device_of(name: str, seat: Seat | None = None) -> torch.device:
+    """The device that `trainer.device` names; with a `seat`, the rank's own GPU.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and seat is not None:
+        name = f"cuda:{seat.local_rank}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"trainer.device={name}: not a device; use cpu, cuda, cuda:N or auto"
+        ) from error
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ConfigError(
+            f"trainer.device={name}: PyTorch {torch.__version__} finds {gpus} CUDA GPUs here; use "
+            "trainer.device=cpu or auto, or install a CUDA build of PyTorch and its driver"
+        )
+    return device
+
+
+def torchrun_seat(environment: Mapping[str, str]) -> Seat | None:
+    """This process's seat, from the environment variables of torchrun; None if they are not set."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    rank, size, local_rank = (
+        int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
+    return Seat(rank, size, "env://", local_rank) if size > 1 else None
+
+
+def check_seat(config: RanksConfig, seat: Seat) -> None:
+    """Checks that torchrun and the configuration have the same number of ranks.
+
+    Raises:
+        ConfigError: the numbers differ.
+    """
+    if config.trainer.ranks != seat.size:
+        raise ConfigError(
+            f"trainer.ranks={config.trainer.ranks}: torchrun has started {seat.size} ranks; "
+            "give both the same number"
+        )

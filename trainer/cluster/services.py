@@ -1,0 +1,152 @@
+"""The processes around a run: engines and proxy, started before it and ended after it.
+
+Invariant: after the exit of `RunServices.running`, by success, error or cancellation, no process is
+left; each process also ends by itself when this process is killed. Within the context, a proxy or
+an engine that ends is started again; if it keeps ending, the run ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.admin_key import client_key
+from proxy.client import ProxyClient
+from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
+from trainer.cluster.engines import RunEngines
+from trainer.cluster.proxy_server import check_port
+from trainer.cluster.rank_zero import RankZero
+from trainer.errors import ConfigError, TrainerError
+from trainer.run.control import RunControl, first_to_end
+from trainer.run.folder import RunFolder
+from trainer.weight_sync.control import EngineControl
+
+MAX_PROXY_ENDS = 5
+"""Number of ends of the proxy after which the run ends with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The access of a run to the processes around it."""
+
+    engines: RunEngines
+    proxy: ProxyClient
+    """The proxy's control plane."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunServices:
+    """The engines and the proxy of a run.
+
+    Example:
+    around = RunServices(config, folder, control, cluster, rank_zero, print)
+    async with around.running() as services:
+        await services.engines.send_weights()
+    """
+
+    config: ProcessesConfig
+    folder: RunFolder
+    control: RunControl
+    cluster: Cluster
+    rank_zero: RankZero
+    say: Callable[[str], None]
+    """Called with a line for the user whenever a process had to be started again."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Services]:
+        """Starts engines and proxy and connects the trainer to the engines.
+
+        Raises:
+            EngineError, ConfigurationError, TrainerError: one of them could not be started.
+        """
+        server = self.config.proxy_server
+        async with AsyncExitStack() as stack:
+            if server.url is None:
+                check_port(server.host, server.port)
+            engines = await self._start_engines(stack)
+            if server.url is not None:
+                key = _admin_key(server.url)
+                yield Services(
+                    engines, await stack.enter_async_context(ProxyClient(server.url, key))
+                )
+                return
+            proxy = await self._start_proxy(engines, stack)
+            client = await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
+            ended = asyncio.create_task(_keep_running(engines, proxy, client, self.say))
+            stack.push_async_callback(_cancel, ended)
+            self.control.watch(ended)
+            yield Services(engines, client)
+
+    async def _start_engines(self, stack: AsyncExitStack) -> RunEngines:
+        engine, wait_for = self.config.engine, self.control.wait_for
+        if engine.urls:
+            with closing(EngineControl(engine.urls)) as running:
+                await wait_for(asyncio.to_thread(running.check))
+            engines = RunEngines(self.rank_zero, given_urls=engine.urls)
+        else:
+            replicas = [self.cluster.replica(number) for number in range(engine.replicas)]
+            engines = RunEngines(self.rank_zero, replicas, restarts=engine.restarts, say=self.say)
+        stack.push_async_callback(engines.stop)
+        await wait_for(engines.start())
+        return engines
+
+    async def _start_proxy(self, engines: RunEngines, stack: AsyncExitStack) -> ProxyService:
+        config, server = self.config, self.config.proxy_server
+        settings: dict[str, Any] = {
+            "model": str(config.model.path),
+            "store": f"sqlite:///{self.folder.sessions.absolute()}",
+            "max_context_tokens": config.engine.max_context_tokens,
+            "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
+        }
+        proxy = self.cluster.proxy(settings)
+        await proxy.set_engines(engines.named)
+        stack.push_async_callback(proxy.stop)
+        await self.control.wait_for(proxy.start())
+        return proxy
+
+
+def _admin_key(url: str) -> str:
+    """The admin key of a proxy that the run did not start.
+
+    Raises:
+        ConfigError: it is neither in the environment nor in the proxy's file.
+    """
+    key = client_key(url)
+    if key is None:
+        raise ConfigError(
+            f"proxy_server.url={url!r}: its admin key is missing; set AGENTIC_PROXY_ADMIN_KEY "
+            "to the key (`agentic-proxy serve` prints which file it is in)"
+        )
+    return key
+
+
+async def _keep_running(
+    engines: RunEngines, proxy: ProxyService, client: ProxyClient, say: Callable[[str], None]
+) -> None:
+    """Restarts what ends. Never returns, but raises a TrainerError when a process keeps ending."""
+    keeping: list[Coroutine[Any, Any, None]] = [
+        _keep_proxy_running(proxy, say),
+        engines.keep_running(proxy, client),
+    ]
+    await first_to_end(keeping)
+
+
+async def _keep_proxy_running(proxy: ProxyService, say: Callable[[str], None]) -> None:
+    """Restarts the proxy whenever it ends. Nothing is lost, because all of its state is in its
+    store and agents retry."""
+    for restart in range(1, MAX_PROXY_ENDS + 1):
+        how = await proxy.wait()
+        if restart < MAX_PROXY_ENDS:
+            say(f"warning: the proxy ended with {how}; starting it again")
+            await proxy.start()
+    raise TrainerError(f"the proxy ended {MAX_PROXY_ENDS} times, with {how}")
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, TrainerError):
+        await task

@@ -1,0 +1,99 @@
+"""A template for a training loop of your own, which calls the public steps.
+
+    python -m trainer.main_low_level --config my.yaml [key=value …]
+
+Copy this file and change the loop: everything in `train` is a call that you may replace, repeat or
+leave out. It samples, then trains, in one process; it saves once, at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from agent_loop.producers.groups import RunsTrials, rollout_seed
+from agent_loop.records import Group, Task
+from agent_loop.tasks import TaskStream
+from proxy.records import SessionKind
+from trainer.algorithms.token_loss import Metrics
+from trainer.assembly import SwarmParts, assemble
+from trainer.checkpoint import Checkpoints
+from trainer.cluster.local import LocalCluster, OneThread
+from trainer.cluster.rank_zero import RankZero
+from trainer.cluster.ranks import models_of_rank
+from trainer.cluster.services import RunServices
+from trainer.config import TrainerConfig
+from trainer.config_sources import load
+from trainer.errors import ConfigError
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
+from trainer.trainer import RanksConfig, Trainer, trained_batch
+
+
+async def train(
+    trainer: Trainer, agents: RunsTrials, tasks: TaskStream, config: RanksConfig
+) -> list[Metrics]:
+    """Runs the loop; returns the metrics of each step."""
+    history: list[Metrics] = []
+    trainer.sync_weights()
+    while trainer.step < config.trainer.steps:
+        drawn = [tasks.draw() for _ in range(config.rollout.groups_per_step)]
+        groups = [await sample(agents, task, trainer, config) for task in drawn]
+        batch = trained_batch(groups)
+        metrics = trainer.compute_logprobs(batch)
+        trainer.compute_ref_logprobs(batch)
+        trainer.compute_values(batch)
+        metrics |= trainer.compute_advantages(batch)
+        metrics |= trainer.update(batch)
+        metrics |= trainer.sync_weights()
+        metrics["reward/mean"] = float(batch.rewards.mean())
+        history.append(metrics)
+        print(f"step {trainer.step}: reward {metrics['reward/mean']:.3f}")  # noqa: T201
+    return history
+
+
+async def sample(agents: RunsTrials, task: Task, trainer: Trainer, config: RanksConfig) -> Group:
+    """The group of one task, whose trials run at the same time."""
+    name = f"step-{trainer.step}-{task.task_id}"
+    seeds = [
+        rollout_seed(config.trainer.seed, trainer.step, n) for n in range(config.rollout.group_size)
+    ]
+    trials = [
+        agents.run(task, kind=SessionKind.TRAIN, seed=seed, version=trainer.version)
+        for seed in seeds
+    ]
+    return Group(name, task, list(await asyncio.gather(*trials)))
+
+
+async def run(config: TrainerConfig) -> list[Metrics]:
+    """Starts the engines and the proxy around `train`, and saves at the end."""
+    parts, control = assemble(config), RunControl()
+    if isinstance(parts, SwarmParts):
+        raise ConfigError("swarm: this loop draws its own tasks; remove the section")
+    folder = RunFolder.create(config.trainer.run_dir)
+    trainer = Trainer(config, models_of_rank(config), parts.probe.tolist())
+    cluster = LocalCluster(config, folder, control)
+    with OneThread(trainer) as thread:
+        rank_zero = RankZero(thread.send)  # reconnects the trainer if an engine is replaced
+        around = RunServices(config, folder, control, cluster, rank_zero, print)
+        async with around.running() as services:
+            agents = parts.loop(folder, services.proxy)
+            history = await train(trainer, agents, parts.tasks, config)
+            await agents.close()
+    trainer.save(Checkpoints(folder.checkpoints, keep_last=1), {})
+    return history
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, action="append", required=True)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(argv)
+    asyncio.run(run(load(arguments.config, arguments.overrides, os.environ)))
+
+
+if __name__ == "__main__":
+    main()

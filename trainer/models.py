@@ -1,0 +1,320 @@
+"""The models of one rank of the trainer, and the steps that all ranks execute together.
+
+`Models` holds only the models that the algorithm needs: the policy and, depending on the algorithm,
+a critic, a reference and a teacher. Rank 0 leads: `Models.together(step)` sends the step to the
+other ranks, which `follow`, and executes it, too. A step is a small frozen dataclass, and its
+method `on` is its only handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.token_loss import Metrics
+from trainer.batch import Batch
+from trainer.checkpoint import read_state, write_state
+from trainer.errors import ConfigError
+from trainer.optimizer import OptimizerConfig
+from trainer.policy.critic import Critic
+from trainer.policy.model import ModelConfig, load_settings
+from trainer.policy.parallel import Ranks
+from trainer.policy.policy import Policy, Scores
+from trainer.policy.update import update_critic, update_policy
+from trainer.weight_sync.segment import Named
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class FrozenModel(Protocol):
+    """A model that scores recorded tokens and is not trained."""
+
+    def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores: ...
+
+
+class CollectiveStep(Protocol[T_co]):
+    """A computation that every rank executes on its own models at the same time."""
+
+    def on(self, models: Models) -> T_co: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersOff:
+    """A frozen model with the initial weights of a LoRA policy, which needs no copy of them."""
+
+    policy: Policy
+
+    def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
+        with self.policy.adapters_off():
+            return self.policy.compute_logprobs(batch, temperature=temperature)
+
+
+@dataclass(slots=True)
+class Models:
+    """Example:
+    models = build_models(ModelConfig(path=…), OptimizerConfig(), AlgorithmConfig(preset="ppo"))
+    scores = models.together(ComputeLogprobs(batch, temperature=1.0))
+    """
+
+    policy: Policy
+    algorithm: Algorithm
+    critic: Critic | None = None
+    reference: FrozenModel | None = None
+    teacher: FrozenModel | None = None
+    updates: int = 0
+    """Number of batches trained on."""
+
+    def together(self, step: CollectiveStep[T]) -> T:
+        """Executes the step on every rank; to be called on rank 0 only. Returns rank 0's result."""
+        self.policy.ranks.tell(step)
+        return step.on(self)
+
+    def weights(self) -> Generator[Named]:
+        """`(name, tensor)` as in a Hugging Face checkpoint, gathered one by one from all ranks.
+
+        If you stop early, close the generator before the next step, because the other ranks gather
+        every weight in any case.
+        """
+        self.policy.ranks.tell(GatherWeights())
+        named = self.policy.named_hf_parameters()
+        try:
+            for each in named:  # noqa: UP028 (`yield from` would close `named` with this generator)
+                yield each
+        finally:
+            for _ in named:
+                pass
+
+    def finish(self) -> None:
+        """Ends `follow` on the other ranks."""
+        self.policy.ranks.tell(Finish())
+
+    def save_state(self, folder: Path) -> None:
+        """Writes `state_dict` to the folder, each rank its own shards."""
+        self.together(SaveState(folder))
+
+    def load_state(self, folder: Path) -> None:
+        """Reads what `save_state` wrote, possibly with another number of ranks."""
+        self.together(LoadState(folder))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on except the frozen models, for torch's DCP."""
+        state: dict[str, Any] = {
+            "policy": self.policy.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "steps": self.updates,
+        }
+        return state if self.critic is None else state | {"critic": self.critic.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.policy.load_state_dict(state["policy"])
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.updates = int(state["steps"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeLogprobs:
+    """Scores the batch with the policy and sets `batch.prox_logprobs`."""
+
+    batch: Batch
+    temperature: float
+
+    def on(self, models: Models) -> Scores:
+        scores = models.policy.compute_logprobs(self.batch, temperature=self.temperature)
+        self.batch.prox_logprobs = scores.logprobs
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeReference:
+    """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if there are such models."""
+
+    batch: Batch
+    temperature: float
+
+    def on(self, models: Models) -> None:
+        batch = self.batch
+        if models.reference is not None:
+            scores = models.reference.compute_logprobs(batch, temperature=self.temperature)
+            batch.ref_logprobs = scores.logprobs
+        if models.teacher is not None:
+            scores = models.teacher.compute_logprobs(batch, temperature=self.temperature)
+            batch.teacher_logprobs = scores.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeValues:
+    """Sets `batch.values` if there is a critic."""
+
+    batch: Batch
+
+    def on(self, models: Models) -> None:
+        if models.critic is not None:
+            self.batch.values = models.critic.compute_values(self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Trains the critic on the batch, then the policy, except during the critic's warm-up."""
+
+    batch: Batch
+    temperature: float
+    version: int
+    """Version of the policy's weights before the update."""
+    generator: torch.Generator
+    """Random generator that draws the mini-batches; it has the same state on every rank."""
+
+    def on(self, models: Models) -> Metrics:
+        metrics: Metrics = {}
+        warming_up = False
+        if models.critic is not None:
+            learnt = update_critic(
+                models.critic, models.algorithm, self.batch, generator=self.generator
+            )
+            metrics |= {f"critic/{name}": value for name, value in learnt.items()}
+            settings = models.algorithm.config.critic
+            warming_up = settings is not None and models.updates < settings.warmup_steps
+        models.updates += 1
+        if warming_up:
+            return metrics
+        learnt = update_policy(
+            models.policy,
+            models.algorithm,
+            self.batch,
+            temperature=self.temperature,
+            version=self.version,
+            generator=self.generator,
+        )
+        return metrics | {f"actor/{name}": value for name, value in learnt.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """The other ranks' part in `Models.weights`."""
+
+    def on(self, models: Models) -> None:
+        for _ in models.policy.named_hf_parameters():
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """Writes the state of all ranks to the folder."""
+
+    folder: Path
+
+    def on(self, models: Models) -> None:
+        write_state(models.state_dict(), self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """Reads the state of all ranks from the folder."""
+
+    folder: Path
+
+    def on(self, models: Models) -> None:
+        state = models.state_dict()
+        read_state(state, self.folder)
+        models.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last message that a rank receives."""
+
+
+def follow(models: Models) -> None:
+    """Executes each step that rank 0 sends, until `Finish`."""
+    while not isinstance(step := models.policy.ranks.hear(), Finish):
+        # If a save fails, it fails on every rank; rank 0 reports it.
+        with contextlib.suppress(CheckpointException):
+            step.on(models)
+
+
+def build_models(
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    device: str | torch.device = "cpu",
+    ranks: Ranks | None = None,
+    batches: int | None = None,
+) -> Models:
+    """Loads the models that the algorithm needs onto `device`.
+
+    `batches` is the number of batches of the run, which learning-rate schedules need. With several
+    `ranks`, each rank builds its own models, and then all ranks except rank 0 `follow`.
+
+    Raises:
+        ConfigError: as `check_models`.
+    """
+    check_models(model, algorithm)
+    per_batch = algorithm.epochs * algorithm.mini_batches
+    total_steps = None if batches is None else batches * per_batch
+    policy = Policy(model, optimizer, device=device, ranks=ranks, total_steps=total_steps)
+    models = Models(policy, Algorithm(algorithm))
+
+    def frozen(path: Path) -> Policy:
+        settings = model.model_copy(update={"path": path, "lora": None})
+        return Policy(settings, device=device, ranks=ranks)
+
+    if algorithm.critic is not None:
+        settings = model.model_copy(update={"path": algorithm.critic.path or model.path})
+        models.critic = Critic(
+            settings,
+            algorithm.critic.optimizer,
+            device=device,
+            ranks=ranks,
+            total_steps=total_steps,
+        )
+    if algorithm.kl is not None:
+        if algorithm.kl.reference is None and model.lora is not None:
+            models.reference = AdaptersOff(policy)
+        else:
+            models.reference = frozen(algorithm.kl.reference or model.path)
+    if algorithm.distillation is not None:
+        models.teacher = frozen(algorithm.distillation.teacher)
+    return models
+
+
+def check_models(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
+    """Checks everything about the models that can be checked without loading their weights.
+
+    Raises:
+        ConfigError: a path is not a checkpoint of a causal model, or a teacher or reference has
+            another vocabulary than the policy.
+    """
+    ours = _vocabulary(model.path, "model.path")
+    others: dict[str, Path] = {}
+    if algorithm.critic is not None and algorithm.critic.path is not None:
+        _vocabulary(algorithm.critic.path, "algorithm.critic.path")
+    if algorithm.kl is not None and algorithm.kl.reference is not None:
+        others["algorithm.kl.reference"] = algorithm.kl.reference
+    if algorithm.distillation is not None:
+        others["algorithm.distillation.teacher"] = algorithm.distillation.teacher
+    for key, path in others.items():
+        if (theirs := _vocabulary(path, key)) != ours:
+            raise ConfigError(
+                f"{key}: {path} has a vocabulary of {theirs} tokens, but the policy has {ours}; "
+                "use a model with the same tokenizer"
+            )
+
+
+def _vocabulary(path: Path, key: str) -> int:
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise ConfigError(
+            f"{key}={path}: there is no such folder. If it is a model of the Hugging Face hub, run "
+            f"`hf download {path} --local-dir models/{path.name}` and set {key}=models/{path.name}"
+        )
+    return int(load_settings(path, key).get_text_config().vocab_size)

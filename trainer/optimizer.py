@@ -1,0 +1,145 @@
+"""The AdamW optimizer with its learning-rate schedule and its step, from one configuration.
+
+Invariant: no step is executed with a gradient that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.errors import ConfigError, TrainingError
+
+
+class OptimizerConfig(BaseModel):
+    """Section `optimizer`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Name of the optimizer; `adamw_8bit` needs bitsandbytes (extra `gpu`)."""
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the running means of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0)
+    """Constant that is added to the root of the squared gradient's mean to avoid division by 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decay rate of the weights; applied to matrices only, not to norms and biases."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at
+    the last step."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of steps over which the learning rate rises linearly from 0."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Final learning rate divided by the peak, for `linear` and `cosine`."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Maximum global norm of the gradient; a larger gradient is scaled down to it."""
+
+
+class GradientError(TrainingError):
+    """The gradient of a step is not finite."""
+
+
+class Stepper:
+    """The optimizer and schedule of one model."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int | None) -> None:
+        """Raises ConfigError if a schedule needs `total_steps`, or if a library is missing."""
+        self.model = model
+        self.max_grad_norm = config.max_grad_norm
+        self.optimizer = _build_optimizer(model, config)
+        self.schedule = _build_schedule(self.optimizer, config, total_steps)
+
+    def step(self) -> dict[str, float]:
+        """Clips the gradient, updates the weights, clears the gradient.
+
+        Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
+        """
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            self.clear()
+            raise GradientError(f"the gradient's norm is {float(norm)}; the weights are unchanged")
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.schedule.step()
+        self.clear()
+        return {"grad_norm": float(norm), "lr": float(lr)}
+
+    def clear(self) -> None:
+        """Discards the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradient_is_finite(self) -> bool:
+        """Whether every gradient is finite."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, moments and schedule by parameter name, as torch's DCP saves them."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.schedule.load_state_dict(state["schedule"])
+
+
+def _build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "adamw_8bit":
+        return _adamw_8bit(groups, config)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _adamw_8bit(groups: Iterable[dict[str, object]], config: OptimizerConfig) -> Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            "optimizer.name=adamw_8bit needs the package bitsandbytes; install it, or use adamw"
+        ) from error
+    optimizer: Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    return optimizer
+
+
+def _build_schedule(
+    optimizer: Optimizer, config: OptimizerConfig, total_steps: int | None
+) -> LambdaLR:
+    if config.schedule != "constant" and total_steps is None:
+        raise ConfigError(
+            f"optimizer.schedule={config.schedule} needs the number of training steps"
+        )
+
+    def ratio(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / (config.warmup_steps + 1)
+        if total_steps is None or config.schedule == "constant":
+            return 1.0
+        span = max(1, total_steps - config.warmup_steps)
+        left = max(0.0, 1.0 - (step - config.warmup_steps) / span)
+        shape = left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+
+    return LambdaLR(optimizer, ratio)

@@ -1,0 +1,179 @@
+"""Starts, continues and ends a run, from its configuration to its exit code.
+
+Invariant: whichever way a run ends, its summary has the status, its report is written, and its
+processes have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from proxy.secrecy import hide_memory
+from trainer import main_colocated, main_separate, main_swarm
+from trainer.assembly import SwarmParts, TaskParts, assemble
+from trainer.checkpoint import Checkpoints, Saved
+from trainer.cluster.follower import follow_rank_0
+from trainer.cluster.ranks import check_seat, torchrun_seat
+from trainer.config import TrainerConfig
+from trainer.config_sources import dump, load
+from trainer.fit import Ended
+from trainer.report import write_report
+from trainer.run.control import RunControl, StopRequested
+from trainer.run.folder import RunFolder, replace_file, truncate_jsonl
+from trainer.run.log import RunLog
+
+Parts = SwarmParts | TaskParts
+
+
+def check_only(
+    paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
+) -> str:
+    """Checks everything that can be checked without starting a process; returns the resolved
+    configuration."""
+    config = load(paths, overrides, environment)
+    assemble(config)
+    return dump(config)
+
+
+def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs to the end: a new run, or one to continue by `trainer.resume`; returns the exit code."""
+    config = load(paths, overrides, environment)
+    if _follows(config, environment):
+        return 0
+    parts = assemble(config)
+    match config.trainer.resume:
+        case "never":
+            return _begin_new(parts)
+        case "auto":
+            return _begin_or_continue(parts)
+        case path:
+            return _continue(parts, RunFolder.open(Path(path)))
+
+
+def resume(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Continues the run in the folder `path` with its own configuration; returns the exit code."""
+    folder = RunFolder.open(path)
+    config = load([folder.config], overrides, environment)
+    if _follows(config, environment):
+        return 0
+    return _continue(assemble(config), folder)
+
+
+def _begin_or_continue(parts: Parts) -> int:
+    """Continues the last run of this folder and configuration, if it has neither ended nor is
+    running; else begins a new run, and says why."""
+    config = parts.config
+    folder = RunFolder.latest(config.trainer.run_dir)
+    if folder is None or folder.read_summary().get("status") == "done":
+        return _begin_new(parts)
+    if folder.is_running:
+        return _begin_new(parts, f"{folder.path} is running in another process: this is a new run")
+    changed = list(
+        _changed(yaml.safe_load(folder.config.read_text()), yaml.safe_load(dump(config)))
+    )
+    if not changed:
+        return _continue(parts, folder)
+    return _begin_new(
+        parts,
+        f"{folder.path} has not ended, but its configuration is another one "
+        f"({', '.join(changed[:8])}): this is a new run. To continue that run with this "
+        f"configuration, add trainer.resume={folder.path}",
+    )
+
+
+def _begin_new(parts: Parts, *notes: str) -> int:
+    folder = RunFolder.create(parts.config.trainer.run_dir)
+    replace_file(folder.config, dump(parts.config))
+    return _run(parts, folder, None, *notes)
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys whose values differ."""
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changed(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}"
+
+
+def _continue(parts: Parts, folder: RunFolder) -> int:
+    """Continues from the last checkpoint, or from the beginning; returns the exit code.
+
+    The steps after that checkpoint are repeated, and their former lines are deleted.
+    """
+    checkpoints = Checkpoints(folder.checkpoints, keep_last=parts.config.trainer.keep_last)
+    folder.lock()
+    saved = checkpoints.latest()
+    if saved is not None:
+        checkpoints.read_run(saved)  # refuses what cannot be continued, before anything changes
+    replace_file(folder.config, dump(parts.config))
+    for lines in (folder.metrics, folder.trials_log):
+        truncate_jsonl(lines, saved.step if saved else 0)
+    return _run(parts, folder, saved)
+
+
+def _follows(config: TrainerConfig, environment: Mapping[str, str]) -> bool:
+    """If torchrun started this process as another rank than 0, trains with rank 0 until it has
+    finished and returns True."""
+    seat = torchrun_seat(environment)
+    if seat is None or seat.rank == 0:
+        return False
+    check_seat(config, seat)
+    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun forwards them; rank 0 handles them
+        signal.signal(number, signal.SIG_IGN)
+    follow_rank_0(config, seat)
+    return True
+
+
+def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> int:
+    config, control = parts.config, RunControl()
+    if config.engine.weight_transfer != "ipc":  # whose engines open this process's GPU memory
+        hide_memory()
+    log = RunLog(
+        config.logging,
+        folder,
+        steps=config.trainer.steps,
+        resolved=config.model_dump(mode="json"),
+        saved_step=saved.step if saved else 0,
+    )
+    log.progress.say(f"{dump(config)}run folder: {folder.path}")
+    for note in notes:
+        log.progress.say(note)
+    if saved is not None:
+        log.progress.say(f"continuing from {saved.path}")
+    status: Ended | Literal["failed"] = "failed"
+    try:
+        status = asyncio.run(_under_signals(parts, log, control))
+    finally:
+        log.finish(status)
+        report = write_report(folder)
+        log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}, {report}")
+        log.close()
+        folder.unlock()
+    return 0 if control.signal_number is None else 128 + control.signal_number
+
+
+async def _under_signals(parts: Parts, log: RunLog, control: RunControl) -> Ended:
+    with control.signals():
+        try:
+            return await _train(parts, log, control)
+        except StopRequested:
+            return "stopped"
+
+
+async def _train(parts: Parts, log: RunLog, control: RunControl) -> Ended:
+    """By the main of these parts, which chooses the producer."""
+    if isinstance(parts, SwarmParts):
+        return await main_swarm.train(parts, log, control)
+    match parts.config.trainer.mode:
+        case "colocated":
+            return await main_colocated.train(parts, log, control)
+        case "separate":
+            return await main_separate.train(parts, log, control)

@@ -1,0 +1,345 @@
+"""`Trainer`: the public steps of training, as rank 0 executes them.
+
+    trained_batch ─▶ compute_logprobs ─▶ compute_ref_logprobs ─▶ compute_values
+                ─▶ compute_advantages ─▶ update ─▶ sync_weights ─▶ save
+
+`trainer.fit` calls these steps in order for a run, `trainer.main_low_level` for a loop of your own.
+Every method blocks until all ranks have executed the step.
+
+Invariant: exactly the sampled tokens are trained. `compute_logprobs` ends the run if trainer and
+engine give different probabilities to tokens that the current weights sampled.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.records import Group
+from proxy.section import Section
+from trainer.algorithms import AlgorithmConfig
+from trainer.algorithms.token_loss import Metrics
+from trainer.batch import Batch, build_batch
+from trainer.checkpoint import (
+    Checkpoints,
+    generator_state,
+    random_state,
+    restore_generator,
+    restore_random_state,
+)
+from trainer.engine import EnginesConfig
+from trainer.errors import TrainingError, WeightSyncError
+from trainer.models import ComputeLogprobs, ComputeReference, ComputeValues, Models, Update
+from trainer.optimizer import OptimizerConfig
+from trainer.policy.flops import training_flops, utilisation
+from trainer.policy.model import ModelConfig
+from trainer.run.rollout_metrics import mismatch_metrics
+from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.probe import probe_batch
+from trainer.weight_sync.segment import Named
+from trainer.weight_sync.sync import WeightSync
+
+
+class TrainerSection(Section):
+    """Section `trainer`. Example: TrainerSection(steps=200, save_every=10)"""
+
+    run_dir: Path = Path("runs/default")
+    """Folder for everything that the run writes."""
+    mode: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: sample and train in turn. `separate`: sample and train at the same time."""
+    steps: int = Field(100, ge=1)
+    """Number of training steps, each with at most one update of the engines' weights."""
+    seed: int = 0
+    """Seed of all random choices except the order of tasks."""
+    max_wall_s: float | None = Field(None, gt=0)
+    """Seconds after which the run ends, at the end of a step; None: no limit."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, or `auto`: the first GPU if there is one, else the CPU."""
+    ranks: int = Field(1, ge=1)
+    """Number of processes that train together: weights are sharded over them with FSDP2, and
+    micro-batches are divided among them. Each has its own GPU if there are GPUs. Under torchrun,
+    this must be the number of processes that torchrun starts."""
+    save_every: int = Field(10, ge=0)
+    """Number of steps between checkpoints; 0: no checkpoints by steps. A checkpoint is always
+    written at the end, when the run is stopped, and after the best evaluation so far."""
+    save_every_s: float = Field(600.0, ge=0)
+    """Seconds between checkpoints, which are written at the end of a step; 0: no checkpoints by
+    time."""
+    keep_last: int = Field(2, ge=1)
+    """Number of checkpoints to keep, in addition to the one with the best scheduled evaluation."""
+    stop_at_success: float | None = Field(None, gt=0, le=1)
+    """Success rate of a scheduled evaluation at which the run ends; None: never."""
+    no_signal_steps: int = Field(10, ge=0)
+    """Number of consecutive steps without a signal after which the run ends with an error; 0:
+    never. In a step without a signal, every advantage is 0 because rewards do not differ."""
+    resume: str = "auto"
+    """Whether a start continues an earlier run. `auto`: continue the last run in `run_dir` if it
+    has not ended and has the same configuration, else begin a new run in `run_dir`, `run_dir-2`, …;
+    `never`: begin a new run; a folder: continue the run in that folder with this configuration."""
+
+
+class RanksConfig(Section):
+    """The sections that the ranks of the trainer read."""
+
+    model: ModelConfig
+    engine: EnginesConfig = EnginesConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerSection = TrainerSection()
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a run in a checkpoint, without tensors.
+
+    Example: RunState(step=12, version=11, loop={"producer": {…}, "best": 0.8})
+    """
+
+    step: int
+    version: int
+    loop: dict[str, Any]
+    """The training loop's own state, as JSON; empty at the beginning of a run."""
+
+
+class Trainer:
+    """Example: a step of your own:
+    batch = trained_batch(groups)
+    trainer.compute_logprobs(batch)
+    trainer.compute_advantages(batch)
+    metrics = trainer.update(batch) | trainer.sync_weights()
+    """
+
+    def __init__(self, config: RanksConfig, models: Models, probe: Sequence[int] = ()) -> None:
+        """`probe` is the text, as token ids, on which trainer and engines are compared after each
+        update; with an empty probe nothing is compared."""
+        self.config = config
+        self.models = models
+        self.algorithm = models.algorithm
+        self.probe = list(probe)
+        self.step = 0
+        """Number of executed training steps."""
+        self.version = 0
+        """Version of the policy's weights, increased by 1 with every update."""
+        self._generator = torch.Generator().manual_seed(config.trainer.seed)
+        """Random generator that draws mini-batches."""
+        self._engines: WeightSync | None = None
+
+    def connect(self, engine_urls: Sequence[str]) -> None:
+        """Sets the engines that receive the weights from now on, and disconnects the former
+        ones."""
+        transfer = self.config.engine.weight_transfer
+        engines = WeightSync(EngineControl(engine_urls), transfer)
+        self.close()
+        self._engines = engines
+
+    def compute_logprobs(self, batch: Batch) -> Metrics:
+        """Sets `batch.prox_logprobs`, the policy's log-probabilities before the update, if the
+        algorithm uses them. Returns metrics that compare them with the engine's.
+
+        Raises:
+            TrainingError: trainer and engine give different probabilities to tokens that the
+                current weights sampled.
+        """
+        if not self.algorithm.needs_prox:
+            return {}
+        step = ComputeLogprobs(batch, self.config.rollout.temperature)
+        scores = self.models.together(step)
+        metrics = mismatch_metrics(batch, scores.logprobs, self.version)
+        metrics["actor/entropy_before"] = float(scores.entropy.mean())
+        self._check_mismatch(metrics.get("mismatch/logp_abs_mean", 0.0))
+        return metrics
+
+    def compute_ref_logprobs(self, batch: Batch) -> None:
+        """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if the algorithm uses them."""
+        if self.algorithm.needs_reference or self.algorithm.needs_teacher:
+            self.models.together(ComputeReference(batch, self.config.rollout.temperature))
+
+    def compute_values(self, batch: Batch) -> None:
+        """Sets `batch.values` if the algorithm has a critic."""
+        if self.algorithm.needs_values:
+            self.models.together(ComputeValues(batch))
+
+    def compute_advantages(self, batch: Batch) -> Metrics:
+        """Sets `batch.advantages`."""
+        return self.algorithm.compute_advantages(batch)
+
+    def update(self, batch: Batch) -> Metrics:
+        """Executes the optimizer steps of one batch, each in as many micro-batches as the limit on
+        their size requires.
+
+        The metric `actor/update_steps` is the number of optimizer steps. It is 0, and the version
+        does not change, if the algorithm trains on none of the groups, and during the critic's
+        warm-up.
+
+        Raises:
+            TrainingError: a token would not be trained exactly once, a gradient is not finite, or
+                the engine's probabilities differ from the trainer's.
+        """
+        step = Update(batch, self.config.rollout.temperature, self.version, self._generator)
+        metrics = {"actor/update_steps": 0.0} | self.models.together(step)
+        if not self.algorithm.needs_prox:
+            metrics |= self._mismatch_in_update(batch, metrics)
+        self.step += 1
+        if metrics["actor/update_steps"]:
+            self.version += 1
+        return metrics
+
+    def sync_weights(self) -> Metrics:
+        """Sends the policy's weights to every engine and compares both on the probe.
+
+        Raises:
+            WeightSyncError: an engine refused the weights, or does not serve them.
+        """
+        engines = self._connected()
+        with closing(self.weights()) as weights:
+            report = engines.push(weights, self.version)
+        metrics = {"sync/paused_s": report.paused_s, "sync/total_s": report.total_s}
+        if self.config.engine.verify and len(self.probe) > 1:
+            tolerance = self.config.engine.probe_tolerance(self.config.model)
+            metrics["sync/probe_abs_mean"] = engines.verify(
+                self.probe, self.score(self.probe), tolerance
+            )
+        return metrics
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """log p(ids[t] | ids[:t]) at temperature 1 for t = 1 … T-1, under the current weights."""
+        batch = probe_batch(ids)
+        return self.models.together(ComputeLogprobs(batch, temperature=1.0)).logprobs.tolist()
+
+    def weights(self) -> Generator[Named]:
+        """The policy's weights by their names in a Hugging Face checkpoint; see `Models`."""
+        return self.models.weights()
+
+    def save(self, checkpoints: Checkpoints, loop: dict[str, Any], *, best: bool = False) -> None:
+        """Writes a checkpoint of this step; `loop` is your loop's own state, which must be JSON.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
+        """
+        state = {
+            "step": self.step,
+            "version": self.version,
+            "generator": generator_state(self._generator),
+            "random": random_state(),
+            "loop": loop,
+        }
+        model = self.config.model.path
+        checkpoints.save(self.step, self.models, state, model, best=best)
+
+    def restore(self, checkpoints: Checkpoints) -> RunState:
+        """Loads the last checkpoint. Without a checkpoint, returns the state of a new run.
+
+        Raises:
+            CheckpointError: the checkpoint is of another architecture or another optimizer.
+        """
+        saved = checkpoints.latest()
+        if saved is None:
+            return RunState(self.step, self.version, {})
+        checkpoints.load(saved, self.models)
+        state = checkpoints.read_run(saved)
+        self.step, self.version = int(state["step"]), int(state["version"])
+        restore_generator(self._generator, state["generator"])
+        restore_random_state(state["random"])
+        return RunState(self.step, self.version, state["loop"])
+
+    @contextmanager
+    def engines_asleep(self) -> Iterator[None]:
+        """A context in which the engines have freed their GPU memory, if `engine.sleep` is set."""
+        if not self.config.engine.sleep:
+            yield
+            return
+        # An engine that has ended meanwhile is replaced by `trainer.cluster.engines`.
+        with suppress(WeightSyncError):
+            self._connected().control.sleep()
+        try:
+            yield
+        finally:
+            with suppress(WeightSyncError):
+                self._connected().control.wake_up()
+
+    def speed(self, batch: Batch, seconds: float) -> Metrics:
+        """Throughput and memory of a step that took `seconds` on this rank."""
+        metrics = {
+            "throughput/input_tokens_per_s": batch.input_tokens / seconds,
+            "memory/peak_gib": _peak_gib(),
+        }
+        forward = 1 / 3 if self.algorithm.needs_prox else 0.0
+        passes = self.algorithm.config.epochs + forward
+        policy = self.models.policy
+        flops = training_flops(policy.model, batch, passes=passes)
+        share = utilisation(flops, seconds, policy.device, policy.ranks.size)
+        return metrics if share is None else metrics | {"throughput/mfu": share}
+
+    def close(self) -> None:
+        """Disconnects from the engines."""
+        if self._engines is not None:
+            self._engines.close()
+            self._engines = None
+
+    def _connected(self) -> WeightSync:
+        if self._engines is None:
+            raise TrainingError("the trainer has no engines yet: call connect(engine_urls) first")
+        return self._engines
+
+    def _mismatch_in_update(self, batch: Batch, metrics: Metrics) -> Metrics:
+        """Compares trainer and engine in the update's own forward pass, which is exact for one
+        optimizer step."""
+        if metrics["actor/update_steps"] != 1 or "actor/logp_abs_diff" not in metrics:
+            return {}
+        mean = metrics["actor/logp_abs_diff"]
+        if not bool((batch.versions == self.version).all()):
+            return {"mismatch/all_abs_mean": mean}
+        self._check_mismatch(mean)
+        return {"mismatch/all_abs_mean": mean, "mismatch/logp_abs_mean": mean}
+
+    def _check_mismatch(self, mean: float) -> None:
+        tolerance = self.config.engine.mismatch_tolerance(self.config.model)
+        if mean > tolerance:
+            raise TrainingError(
+                f"step {self.step + 1}: trainer and engine differ by mean |Δ log p| = {mean:.2e} "
+                f"on the same weights, but at most {tolerance:.0e} is expected; "
+                "check engine.dtype and rollout.temperature, or raise engine.verify_tolerance"
+            )
+
+
+def trained_batch(groups: Sequence[Group]) -> Batch:
+    """The batch of the groups' trainable rollouts, in which every rollout trains exactly its
+    sampled tokens.
+
+    Raises:
+        TrainingError: a rollout would train other tokens, or there is no token to train.
+    """
+    sampled = {
+        rollout.trial_id: rollout.sampled_tokens
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.trainable
+    }
+    if not sampled:
+        ends = sorted({r.error or r.status.value for g in groups for r in g.rollouts})
+        raise TrainingError(f"no rollout of the batch can be trained: {'; '.join(ends)[:300]}")
+    batch = build_batch(groups)
+    trained = dict(zip(batch.trial_ids, batch.rollout_tokens.tolist(), strict=True))
+    for trial, count in sampled.items():
+        if trained.get(trial, 0) != count:
+            raise TrainingError(
+                f"rollout {trial}: {count} tokens were sampled, but the batch would train "
+                f"{trained.get(trial, 0):.0f}"
+            )
+    return batch
+
+
+def _peak_gib() -> float:
+    """Peak memory of this process in GiB: on the GPU if it trains on one, else of the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
