@@ -33,6 +33,7 @@ from agent_loop.errors import AgentLoopError
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.records import AgentResult, FinishedTrial, Rollout, RolloutStatus, Task, Trial
 from agent_loop.rewards.protocol import RewardSource
+from agent_loop.threads import run_to_end
 from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
 from agent_loop.trial_outcome import Attempt, build_rollout, failed_rollout
 from proxy.client import ProxyClient, ProxyClientError
@@ -141,7 +142,7 @@ class _TrialRun:
             self.state = TrialState.ENDED
             if not self._loop.trial.keep_workspaces:
                 work = self._directory / "work"
-                await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+                await run_to_end(shutil.rmtree, work, ignore_errors=True)
 
     async def _open(self) -> Trial:
         loop, attempt, config = self._loop, self._attempt, self._loop.trial

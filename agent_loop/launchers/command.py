@@ -7,7 +7,6 @@ output is in `agent.log`.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +76,7 @@ class CommandLauncher:
 
     async def run(self, trial: Trial) -> AgentResult:
         settings = self._settings
-        await asyncio.to_thread(make_workspace, trial, settings.template)
+        await make_workspace(trial, settings.template)
         job = Job(
             argv=[expand(part, trial) for part in settings.argv],
             cwd=trial.workspace,

@@ -99,7 +99,7 @@ class HttpLauncher:
             self._headers["Authorization"] = f"Bearer {os.environ[settings.api_key_env]}"
 
     async def run(self, trial: Trial) -> AgentResult:
-        make_workspace(trial, None)
+        await make_workspace(trial, None)
         secret = secrets.token_urlsafe(24)
         self._callbacks[secret] = asyncio.get_running_loop().create_future()
         started = asyncio.get_running_loop().time()

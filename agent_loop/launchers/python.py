@@ -7,7 +7,6 @@ return value is the launcher's reward.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from pydantic import Field
@@ -57,7 +56,7 @@ class PythonLauncher:
 
     async def run(self, trial: Trial) -> AgentResult:
         settings = self._settings
-        await asyncio.to_thread(make_workspace, trial, settings.template)
+        await make_workspace(trial, settings.template)
         argument = {
             "task": trial.agent_data,
             "prompt": trial.task.prompt,

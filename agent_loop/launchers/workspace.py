@@ -15,6 +15,7 @@ import orjson
 from agent_loop.errors import LaunchError
 from agent_loop.processes.environment import expand, inherited_environment
 from agent_loop.records import Trial
+from agent_loop.threads import run_to_end
 
 GIT = "git+"
 GIT_TIMEOUT_S = 600.0
@@ -50,13 +51,17 @@ def agent_environment(
     return env | {name: expand(value, trial) for name, value in extra.items()}
 
 
-def make_workspace(trial: Trial, template: str | None) -> None:
+async def make_workspace(trial: Trial, template: str | None) -> None:
     """Writes the task file and makes the working directory: an empty one, a copy of the template
     folder, or a checkout (`git+REPOSITORY#REVISION`).
 
     Raises:
         LaunchError: the folder or revision does not exist, or a file cannot be written.
     """
+    await run_to_end(_make_workspace, trial, template)
+
+
+def _make_workspace(trial: Trial, template: str | None) -> None:
     trial.task_file.write_bytes(orjson.dumps(trial.agent_data, default=str))
     try:
         if template is None:
