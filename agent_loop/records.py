@@ -131,10 +131,10 @@ class FinishedTrial:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """The opinion of a reward source. Example: Graded(1.0, parts={"reward": 1.0, "style": 0.5})"""
+    """A reward source's answer. Example: Graded(1.0, parts={"reward": 1.0, "style": 0.5})"""
 
     value: float | None
-    """The reward to train with; None: this source has no opinion."""
+    """The reward to train with; None: this source gives no reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -129,8 +129,8 @@ class ProxyConfig(BaseSettings):
     )
 
     dialects: list[str] = Field(default_factory=list)
-    """Your own dialects, besides the built-in ones: import paths of classes,
-    `package.module:Class`."""
+    """Import paths of your own dialects, `package.module:Class`, which are added to the built-in
+    ones."""
     model: Path | None = None
     """The checkpoint's folder, with `tokenizer.json`, `config.json` and the chat template."""
     served_model_name: str | None = None
@@ -150,11 +150,11 @@ class ProxyConfig(BaseSettings):
     public_url: str | None = None
     """The URL by which agents reach the proxy. Default: `http://HOST:PORT`."""
     allowed_hosts: list[str] = Field(default_factory=list)
-    """More host names of the proxy, besides `host`, `public_url` and `peer_url`: `proxy`,
-    `*.example.org`, or `*` for any. A request with another `Host` is refused."""
+    """Additional host names of the proxy: `proxy`, `*.example.org`, or `*` for any. A request whose
+    `Host` is neither one of these nor that of `host`, `public_url` or `peer_url` is refused."""
     peer_url: str | None = None
     """The URL by which other proxies on the same store reach this one. Default: host and port; if
-    host stands for all addresses, the address of this machine's default route."""
+    host means all addresses, the address of this machine's default route."""
     admin_key: SecretStr | None = Field(default=None, min_length=1)
     """The key of the control plane. Default: the key in `admin_key_file`. If host is not a loopback
     address, one of the two must be set."""
@@ -170,7 +170,7 @@ class ProxyConfig(BaseSettings):
     workers: int = Field(default=1, ge=1)
     """Number of processes that share the port."""
     log: LogKind = "text"
-    """Format of the log on standard error: `text`, or `json` with one more line per call."""
+    """Format of the log on standard error: `text`, or `json`, which also has one line per call."""
     profiles: dict[str, AgentProfile] = Field(default_factory=dict)
     """Agent profiles by name, which add to or replace those of proxy/profiles.yaml."""
     rendering: RenderingConfig = Field(default_factory=RenderingConfig)

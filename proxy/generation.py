@@ -4,24 +4,24 @@
        ▲           │
        └───────────┘  the replica failed, or cut the answer
 
-WAITING   no replica samples. → SAMPLING when the router has chosen one. Raises EngineError when no
-          replica has gone on within `patience_s`, or when the answer cannot be continued exactly.
-SAMPLING  a replica samples what is left, from the prompt and all tokens so far.
-          → ENDED    its answer has ended; or the tokens so far show that the answer had ended.
+WAITING   no replica samples. → SAMPLING when the router has chosen one. Raises EngineError if no
+          replica continues the answer within `patience_s`, or none could continue it exactly.
+SAMPLING  a replica samples the rest of the answer, given the prompt and all tokens so far.
+          → ENDED    the answer is complete, by its finish reason or by its last token.
           → WAITING  the replica failed, or cut the answer.
 
 Invariant: the tokens that `stream` yields are those that passed `AnswerCheck`, each once and in
 order. Every replica after the first is asked for exactly `prompt + tokens so far` and for the rest
 of `max_tokens`. `versions` covers the tokens without gap or overlap. A `Seam` comes before the
-first token that another call of an engine sampled.
+first token of each further engine call.
 
-What is exact across a seam. The distribution of each token depends on the tokens before it alone,
-so temperature, top-p, top-k, min-p, stop token ids and greedy answers continue exactly. A seeded
-call continues with a seed that depends on the first seed and on the number of tokens so far: with
-the first seed the engine would draw the random numbers again that the first tokens were drawn
-with, and the new tokens would not be independent of them. Engines count penalties over the tokens
-that one call samples, and begin a grammar at the start of the call, so an answer under either is
-not continued. Stop strings that straddle a seam are found in the text (`proxy/serving/answer.py`).
+What continues exactly across a seam: temperature, top-p, top-k, min-p, stop token ids and greedy
+answers, because the distribution of a token depends only on the tokens before it. A seeded call
+continues with a seed that depends on the original seed and on the number of tokens so far. With the
+original seed, the engine would reuse the random numbers of the first tokens, and the new tokens
+would not be independent of them. An answer with penalties or a grammar is not continued, because
+engines count penalties from the start of a call and begin the grammar there. Stop strings that
+straddle a seam are found in the text (`proxy/serving/answer.py`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from proxy.records import FinishReason, Ids, VersionSpan
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
-"""Between two rounds in which every healthy replica failed the same answer."""
+"""Longest wait between two rounds in which every healthy replica failed the same answer."""
 LOOK_AGAIN_S = 1.0
-"""A relay worker that connects again is healthy before the router checks it."""
+"""Longest wait for news from the router, because a relay worker that reconnects is healthy before
+the router's next check."""
 
 
 class Replicas(Protocol):
-    """What a generation needs of the router."""
+    """The part of the router that a generation uses."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -61,15 +62,15 @@ class Replicas(Protocol):
         ...
 
     def serves(self, besides: Set[Engine], *, trained: bool) -> bool:
-        """Whether a replica outside `besides`, healthy or not, takes such calls."""
+        """Whether any replica that is not in `besides` takes such calls, healthy or not."""
         ...
 
     def failed(self, engine: Engine, error: EngineError) -> str:
-        """Takes the replica out until a check succeeds. Returns the id of the line in the log."""
+        """Marks the replica as unhealthy until a check succeeds. Returns the log line's id."""
         ...
 
     def refused(self, engine: Engine, refusal: EngineRefusal) -> RequestError:
-        """What the agent is told."""
+        """The error that the agent gets."""
         ...
 
     def version_of(self, engine: Engine) -> int:
@@ -81,7 +82,7 @@ class Replicas(Protocol):
         ...
 
     async def until_running(self) -> float:
-        """Returns when engines are not paused, with the seconds that it waited."""
+        """Waits while engines are paused. Returns the seconds waited."""
         ...
 
     async def until_joined(self, timeout_s: float) -> None:
@@ -101,16 +102,16 @@ class Cause(Enum):
     """Why a replica did not end an answer."""
 
     LOST = "lost"
-    """It failed, or its connection broke."""
+    """The replica failed, or its connection broke."""
     CUT = "cut"
-    """It ended the answer early, and said so."""
+    """The replica ended the answer early and reported it, as after an abort."""
     UNUSABLE = "unusable"
-    """What it sent cannot be used. It is not asked again for this answer."""
+    """Its answer was invalid. The replica is not called again for this answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """From `at_token` on another call samples the answer, on `to_engine`.
+    """The point in an answer from which another engine call samples it.
 
     Example: Seam(at_token=12, from_engine="gpu-0", to_engine="gpu-1", cause=Cause.LOST)
     """
@@ -135,7 +136,7 @@ class _CutShort(EngineError):
 
 
 class Generation:
-    """One answer. `stream` it once."""
+    """One answer. Call `stream` only once."""
 
     def __init__(
         self,
@@ -164,25 +165,25 @@ class Generation:
         """The replica that sampled the last token."""
         self._calls = 0
         self._breaks: list[_Break] = []
-        """Those since the last token. The four below count from it, too."""
+        """The breaks since the last token. The next four fields are reset by each token, too."""
         self._tried: set[Engine] = set()
         self._rounds = 0
         self._deadline: float | None = None
         self._unusable: set[Engine] = set()
-        """Replicas that are not asked again for this answer."""
+        """Replicas that are not called again for this answer."""
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Over all tokens so far. A call that ended has the engine's own spans; a call that broke
-        has those that the proxy knew while it sampled (`Replicas.version_of`)."""
+        """The versions of all tokens so far. For a call that ended, they are the engine's own; for
+        one that broke, those that the proxy assumed while it ran (`Replicas.version_of`)."""
         return tuple(self._spans)
 
     async def stream(self) -> AsyncGenerator[Chunk | Seam, None]:
         """The chunks, the one with the finish reason last, and the seams between them.
 
         Raises:
-            EngineError: 502 when no engine's answer can be used; 503 when no replica went on within
-                `patience_s`, or the answer cannot be continued exactly. Names no address.
+            EngineError: 502 if no engine gives a valid answer; 503 if no replica continues it
+                within `patience_s`, or it cannot be continued exactly. Names no engine's address.
             RequestError: the engine refuses the call's parameters; or the session trains and every
                 engine is text-only.
         """
@@ -200,7 +201,7 @@ class Generation:
                     yield Chunk([], [], finish_reason=end)
 
     async def _next(self) -> Engine:
-        """Raises what ends the generation."""
+        """The replica to call next. Raises the error that ends the generation if there is none."""
         if self._ids and not _continuable(self._sampling):
             raise self._failure(
                 "an answer with a grammar or a penalty cannot be continued exactly; try again"
@@ -223,7 +224,7 @@ class Generation:
             await self._wait()
 
     def _refuse_if_hopeless(self) -> None:
-        """Raises what ends the generation where no wait can help."""
+        """Raises the error that ends the generation if waiting cannot help."""
         if self._replicas.serves(self._unusable, trained=self._sampling.trained):
             return
         if self._breaks and self._breaks[-1].cause is Cause.UNUSABLE:
@@ -235,14 +236,14 @@ class Generation:
             )
 
     async def _wait(self) -> None:
-        """For a replica that can be asked. Raises EngineError when patience has ended."""
+        """Waits before the next choice. Raises EngineError after `patience_s`."""
         now = asyncio.get_running_loop().time()
         if self._deadline is None:
             self._deadline = now + self._patience_s
         left_s = self._deadline - now
         if left_s <= 0:
             raise self._failure(
-                f"no engine took the answer up within {self._patience_s:g} s"
+                f"no engine continued the answer within {self._patience_s:g} s"
                 " (limits.engine_patience_s); try again"
             )
         if not self._tried:
@@ -254,7 +255,7 @@ class Generation:
         self._rounds += 1
 
     async def _sample(self, engine: Engine) -> AsyncGenerator[Chunk | Seam, None]:
-        """What one call of `engine` adds."""
+        """The chunks of one call of `engine`."""
         begun, check = len(self._ids), self._check_of(engine)
         try:
             async with aclosing(self._asked(engine)) as chunks:
@@ -285,7 +286,7 @@ class Generation:
         prompt, number = self._prompt, self._calls - 1
         if self._ids:
             prompt = np.concatenate([prompt, np.array(self._ids, np.int32)])
-        # An engine may still run the call that broke, under its own id.
+        # The engine may still run the call that broke, so each call has its own id.
         request_id = f"{self._request_id}.{number}" if number else self._request_id
         return engine.generate(prompt, self._left, request_id=request_id, stream=self._streamed)
 
@@ -303,7 +304,7 @@ class Generation:
         )
 
     def _take(self, engine: Engine, chunk: Chunk) -> list[Seam]:
-        """The seam before the chunk's tokens, where there is one."""
+        """Adds the chunk's tokens. Returns the seam before them, if there is one."""
         if not chunk.ids:
             return []
         done, name, seams = len(self._ids), engine.info.name, []
@@ -317,7 +318,7 @@ class Generation:
         return seams
 
     def _end(self, spans: tuple[VersionSpan, ...], begun: int) -> None:
-        """`spans`: as the engine reports them over its call, which began after `begun` tokens."""
+        """`spans` are the engine's own for its call, which began after `begun` tokens."""
         self.state = GenerationState.ENDED
         if not spans:
             return
@@ -333,9 +334,9 @@ class Generation:
             self._spans.append(span)
 
     def _end_in_tokens(self) -> FinishReason | None:
-        """Why the tokens of a call that broke are a whole answer; None if they are not.
+        """The finish reason if the tokens of a broken call are a complete answer, else None.
 
-        Raises EngineError where they are one of a replica that went on after it.
+        Raises EngineError if the answer is complete but the replica sent more.
         """
         end = None
         if len(self._ids) == self._sampling.max_tokens:
@@ -358,7 +359,7 @@ class Generation:
     def _failure(self, words: str) -> EngineError:
         """The error that ends the generation."""
         if not self._breaks:
-            return EngineError(f"no engine can be asked; {words}")
+            return EngineError(f"no engine is available; {words}")
         last = self._breaks[-1]
         return EngineError(f"{last.message}; {words}", status=last.status)
 

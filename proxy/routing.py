@@ -1,7 +1,7 @@
 """Routes each call to a replica: the one that has the session's prefix, else the least loaded.
 
-Invariant: a replica that fails is not chosen again until a health check succeeds; only the first
-choice for an answer may fall on one where no other replica is left.
+Invariant: a replica that has failed is not chosen again until a health check succeeds. The only
+exception is an answer's first call when no replica is healthy: then one that failed is tried.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Router:
             )
         self._engines[engine.info.name] = engine
         self._suspicion.set()
-        self._tell_joined()
+        self._wake_waiting_calls()
 
     async def remove(self, name: str) -> None:
         """The engine gets no new calls; its calls in flight continue.
@@ -129,7 +129,10 @@ class Router:
         """
         engine = self._engines.pop(name, None)
         if engine is None:
-            raise RequestError(f"name: there is no engine {name!r}", status=404)
+            known = ", ".join(self._engines) or "none"
+            raise RequestError(
+                f"name: there is no engine {name!r}; the engines are: {known}", status=404
+            )
         self._removed.add(engine)
         await self._close_if_removed(engine)
 
@@ -138,11 +141,13 @@ class Router:
         engines = list(self._engines.values())
         outcomes = await asyncio.gather(*(self._ask(engine) for engine in engines))
         if not any(outcome is None for outcome in outcomes):
-            raise next(iter(outcomes), None) or EngineError("there is no engine")
+            raise next(iter(outcomes), None) or EngineError(
+                "the proxy has no engine; add one with POST /engines, or set `engines`"
+            )
 
     async def start(self) -> None:
         """Checks the replicas from now on, every `check_interval_s` and after each failure."""
-        self._checking = asyncio.create_task(self._check_on_and_on())
+        self._checking = asyncio.create_task(self._keep_checking())
 
     async def close(self) -> None:
         if self._checking is not None:
@@ -162,7 +167,10 @@ class Router:
             async with asyncio.timeout(self._pause_timeout_s):
                 await self._running.wait()
         except TimeoutError as error:
-            raise EngineError(f"engines were paused for {self._pause_timeout_s:.0f} s") from error
+            raise EngineError(
+                f"engines have been paused for {self._pause_timeout_s:.0f} s; retry later, or"
+                " resume them with POST /engines/resume"
+            ) from error
         return loop.time() - since
 
     async def until_joined(self, timeout_s: float) -> None:
@@ -177,7 +185,7 @@ class Router:
         """Implements `Replicas`."""
         left = [engine for engine in self._serving(trained) if engine not in tried]
         healthy = [engine for engine in left if engine.info.healthy]
-        # Where no replica is healthy, one that failed may be asked: it may be back, or only slow.
+        # If no replica is healthy, one that failed is tried: it may be back, or only slow.
         usable = healthy if only_healthy else healthy or left
         if not usable:
             return None
@@ -199,7 +207,7 @@ class Router:
         return max(self._version, engine.info.version or self.version)
 
     def failed(self, engine: Engine, error: EngineError) -> str:
-        """Implements `Replicas`. The log has the address and the engine's words, agents do not."""
+        """Implements `Replicas`. Only the log gets the engine's address and message."""
         name, failure_id = engine.info.name, token_hex(4)
         _log.warning("engine %s failed a call (id %s): %s", name, failure_id, error.message)
         self._on_failure(name, error)
@@ -239,18 +247,18 @@ class Router:
             await engine.check()
         except EngineError as error:
             if was_healthy:
-                _log.warning("engine %s is out: %s", engine.info.name, error.message)
+                _log.warning("engine %s failed its check: %s", engine.info.name, error.message)
             return error
         if not was_healthy:
-            _log.info("engine %s is back", engine.info.name)
-            self._tell_joined()
+            _log.info("engine %s is healthy again", engine.info.name)
+            self._wake_waiting_calls()
         return None
 
-    def _tell_joined(self) -> None:
+    def _wake_waiting_calls(self) -> None:
         self._joined.set()
         self._joined = asyncio.Event()
 
-    async def _check_on_and_on(self) -> None:
+    async def _keep_checking(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._check_interval_s):

@@ -1,6 +1,6 @@
-"""How a process gets a secret, and keeps it from other processes of the same user.
+"""Passes secrets to child processes, and hides them from other processes of the same user.
 
-Invariant: a secret of ours stands in no environment and no command line. A parent gives it to its
+Invariant: no environment and no command line contains a secret of ours. A parent passes it to its
 child through a pipe, which is empty once the child has read it.
 """
 
@@ -30,8 +30,8 @@ VARIABLES = frozenset(
 
 @contextlib.contextmanager
 def pipe_with(text: str) -> Iterator[int]:
-    """The end of a pipe from which a child reads `text`, once: to be given as `pass_fds`, and as
-    `/dev/fd/NUMBER` where the child wants a path."""
+    """The read end of a pipe from which a child reads `text` once. Pass it in `pass_fds`; where the
+    child expects a path, give `/dev/fd/NUMBER`."""
     read_fd, write_fd = os.pipe()
     threading.Thread(target=_write, args=(write_fd, text.encode()), daemon=True).start()
     try:
@@ -41,10 +41,10 @@ def pipe_with(text: str) -> Iterator[int]:
 
 
 def from_pipe(fd: int) -> str:
-    """What the parent wrote; it can be read once.
+    """The text that the parent wrote, which can be read only once.
 
     Raises:
-        OSError: the parent has given no such pipe, or it was read before.
+        OSError: the parent passed no such pipe, or it was already read.
     """
     with Path(f"/dev/fd/{fd}").open() as pipe:
         text = pipe.read()

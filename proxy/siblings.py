@@ -2,7 +2,7 @@
 
 Sessions are shared through the store, which every process reads. Changes that are not in the store
 (pauses, engines, the policy's version, cutting a session's calls in flight) are sent to the other
-processes; metrics and events are collected from them. Invariant: when `tell` returns, every sibling
+processes; metrics and events are collected from them. Invariant: when `send` returns, every sibling
 that listens has made the change.
 """
 
@@ -19,7 +19,7 @@ from aiohttp import web
 from proxy.errors import ProxyError
 from proxy.http_request import read_body
 
-TOLD = "X-Agentic-Proxy-Told"
+FROM_SIBLING = "X-Agentic-Proxy-Sibling"
 """Header of a request from a sibling, which is not forwarded again."""
 TIMEOUT_S = 10.0
 
@@ -34,7 +34,7 @@ class Siblings:
     def names(self) -> list[str]:
         return list(self._sockets)
 
-    async def tell(self, request: web.Request) -> None:
+    async def send(self, request: web.Request) -> None:
         """Sends the same control call to every sibling. Raises ProxyError as `ask` does."""
         await self.ask(request)
 
@@ -46,7 +46,7 @@ class Siblings:
         Raises:
             ProxyError: 503, a sibling refused or did not answer within `TIMEOUT_S`.
         """
-        if told_by_sibling(request):
+        if is_from_sibling(request):
             return []
         body = await read_body(request)
         answers = await asyncio.gather(
@@ -82,7 +82,7 @@ class Siblings:
     async def _open(
         self, request: web.Request, path: Path, body: bytes, timeout: aiohttp.ClientTimeout
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {TOLD: "1", "Content-Type": "application/json"}
+        headers = {FROM_SIBLING: "1", "Content-Type": "application/json"}
         for name in ("Authorization", "x-api-key", "Accept"):
             if name in request.headers:
                 headers[name] = request.headers[name]
@@ -96,6 +96,6 @@ class Siblings:
             yield response
 
 
-def told_by_sibling(request: web.Request) -> bool:
+def is_from_sibling(request: web.Request) -> bool:
     """Whether a sibling sent the request. Only its Unix socket has no peer address."""
-    return TOLD in request.headers and request.remote in (None, "")
+    return FROM_SIBLING in request.headers and request.remote in (None, "")

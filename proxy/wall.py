@@ -242,7 +242,7 @@ def _is_block_device(entry: os.DirEntry[str]) -> bool:
 def _restrict(as_root: bool, ports_fd: int) -> None:
     """Restricts the agent's own process, as the last step."""
     if ports_fd >= 0:
-        _syscall(RESTRICT_SELF, ports_fd, 0)  # CAP_SYS_ADMIN stands in for no_new_privs
+        _syscall(RESTRICT_SELF, ports_fd, 0)  # CAP_SYS_ADMIN replaces no_new_privs
         os.close(ports_fd)
     for capability in range(64):
         if not as_root or capability not in KEPT_CAPABILITIES:

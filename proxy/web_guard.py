@@ -3,15 +3,14 @@
 A web page that is open on a machine can send requests to every server that the machine can reach.
 The guard refuses such requests before any handler gets them:
 
-    Host             must name this server: its bound address or one of `allowed_hosts` → 403
+    Host             must be this server's bound address or one of `allowed_hosts` → 403
     Origin           must be this server's own, if a browser sends it → 403
     Sec-Fetch-Site   must be `same-origin` or `none`, if a browser sends it → 403
     Content-Type     must be `application/json` on routes that change state → 415
     credentials      must be UTF-8 → 401 (other headers, and the path → 400)
 
-Health probes may have any Host. Of requests over a Unix socket only the encoding is checked,
-because browsers cannot send them. harbor_sdk imports no other package and has a copy of these
-rules.
+Health probes may have any Host. For requests over a Unix socket, which browsers cannot send, only
+the encoding is checked. harbor_sdk has a copy of these rules, because it imports no other package.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from aiohttp.typedefs import Middleware
 
 PROBES = frozenset({"/health", "/ready"})
 EVERYWHERE = frozenset({"", "0.0.0.0", "::"})
-"""Bind addresses that stand for every interface."""
+"""Bind addresses that mean every interface."""
 
 _CREDENTIALS = frozenset({"authorization", "x-api-key", "x-episode-key"})
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})

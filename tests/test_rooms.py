@@ -1,6 +1,6 @@
 """The structure of the packages, read from the source: which room imports which, and sizes.
 
-A room is a top-level folder of a package (`proxy/store`) or a module beside those folders
+A room is a top-level folder of a package (`proxy/store`) or a module next to those folders
 (`proxy/routing`). Imports inside functions and under `TYPE_CHECKING` count, too.
 """
 

@@ -43,7 +43,7 @@ def function_host(argument: type, target: str, pass_env: Sequence[str] = ()) -> 
 
 
 def returned(ended: Ended, result: Path, target: str, key: str) -> Graded:
-    """The reward that the function returned; no opinion if it did not return.
+    """The reward that the function returned; no reward if it did not return.
 
     Raises:
         RewardError: the returned value is not a reward.

@@ -1,6 +1,6 @@
 """Combines several reward sources in a weighted sum; each part is kept under its source's name.
 
-Invariant: if one source has no opinion, the sum has none, because a missing part is not 0.
+Invariant: if one source gives no reward, the sum gives none, because a missing part is not 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rewards that are reported: by the launcher, or by a client that posted them to the session.
 
-Invariant: without a report there is no opinion; it is never a reward of 0.
+Invariant: without a report there is no reward; it never becomes a reward of 0.
 """
 
 from __future__ import annotations

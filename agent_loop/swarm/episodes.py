@@ -298,7 +298,10 @@ class Episodes:
     @property
     def _sessions(self) -> EpisodeSessions:
         if self._trainer is None:
-            raise SwarmError("the engine is away", "unavailable")
+            raise SwarmError(
+                "the engine is offline; start it (`agentic-swarm start URL`), then try again",
+                "unavailable",
+            )
         return self._trainer
 
     async def _record(self, view: EpisodeView, end: EpisodeEnd) -> None:
@@ -320,9 +323,15 @@ class Episodes:
     async def _owned(self, episode_id: str, key: str) -> Episode:
         episode = self._open.get(episode_id) or await self._table.get(episode_id)
         if episode is None:
-            raise SwarmError(f"no episode {episode_id!r}", "not_found")
+            raise SwarmError(
+                f"there is no episode {episode_id!r} on this server; claim a new one", "not_found"
+            )
         if not hmac.compare_digest(_hash(key), episode.key_hash):
-            raise SwarmError(f"episode {episode_id} was claimed with another key", "not_yours")
+            raise SwarmError(
+                f"episode {episode_id} was claimed with another key; send the key that its claim"
+                " returned",
+                "not_yours",
+            )
         return episode
 
 

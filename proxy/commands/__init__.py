@@ -1,1 +1,1 @@
-"""The commands of `agentic-proxy` besides `serve`."""
+"""The commands of `agentic-proxy` other than `serve`."""

@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from proxy.serving.sessions import CLOSING, LiveSession
-from proxy.siblings import Siblings, told_by_sibling
+from proxy.siblings import Siblings, is_from_sibling
 from proxy.store.protocol import Store
 from proxy.wire.dialect import KEEP_ALIVE
 
@@ -41,7 +41,7 @@ class EventStream:
     async def answer(self, request: web.Request, since: int) -> web.StreamResponse:
         """Streams the events after `since`, the number of the last event that the listener got."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        from_sibling = told_by_sibling(request)
+        from_sibling = is_from_sibling(request)
         self._live.listeners.add(self._queue)
         try:
             await response.prepare(request)

@@ -29,9 +29,9 @@ from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
-from proxy.serving.ownership import tell, was_forwarded
+from proxy.serving.ownership import send_to_holder, was_forwarded
 from proxy.serving.sessions import Sessions
-from proxy.siblings import Siblings, told_by_sibling
+from proxy.siblings import Siblings, is_from_sibling
 from proxy.store.protocol import SessionFilter, Store
 
 MAX_WAIT_S = 300.0
@@ -90,8 +90,8 @@ class ControlPlane:
             if not OPERATIONS[name].open_to_all:
                 check_admin_key(self._config, api_key(request.headers))
             response = await self._handlers[name](request)
-            if name in _TOLD_TO_SIBLINGS:
-                await self._siblings.tell(request)
+            if name in _REPEATED_AT_SIBLINGS:
+                await self._siblings.send(request)
         except ProxyError as error:
             return _refused(error)
         return response
@@ -171,13 +171,13 @@ class ControlPlane:
     ) -> web.Response:
         """Ends a session and cuts its calls in flight, also those of another proxy on the store."""
         trial_id = _trial_id(request)
-        if told_by_sibling(request) or was_forwarded(request):
+        if is_from_sibling(request) or was_forwarded(request):
             self._sessions.ended_elsewhere(trial_id, kind)
             return _json({})
         holder = await self._store.holder(trial_id)
         await end(trial_id)
         if holder is not None:
-            await tell(request, holder)
+            await send_to_holder(request, holder)
         return _json({})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
@@ -294,7 +294,7 @@ ROUTES = (
     ("DELETE", "/engines/{name}", "remove_engine"),
     ("PUT", "/policy_version", "set_version"),
 )
-_TOLD_TO_SIBLINGS = frozenset(
+_REPEATED_AT_SIBLINGS = frozenset(
     {"complete", "delete", "pause", "resume", "add_engine", "remove_engine", "set_version"}
 )
 

@@ -1,10 +1,9 @@
-"""The keys of a session's last conversations, so that a request is keyed for what it adds.
+"""Caches the keys of a session's last conversations, so that only new messages need new keys.
 
-An agent sends its whole history with every call, and a key depends on all messages before it. Of
-each conversation memory keeps its keys and a 64-bit fingerprint per message, and nothing of its
-content. Invariant: the keys are those that `conversation_keys` returns. A message whose content was
-changed is taken for another one with the same fingerprint with a probability of 2^-64: the
-fingerprints are Python's hashes of strings, whose secret differs for each process.
+An agent sends its whole history with every call, and each key depends on all messages before it.
+The cache holds the keys and one 64-bit fingerprint per message, but no content. Invariant: the keys
+are those that `conversation_keys` returns. Two different messages have the same fingerprint with a
+probability of 2^-64: fingerprints are Python's string hashes, whose seed differs for each process.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from proxy.conversation.message_keys import ConversationKey, conversation_keys
 from proxy.conversation.messages import Conversation, Message
 
 LIMIT_BYTES = 2**18
-"""Of one session: 1,300 messages."""
+"""Limit per session: 1,300 messages."""
 MESSAGE_BYTES = 200
-"""What a message costs in memory: a key with two digests of its own, and a fingerprint."""
+"""Memory per message: a key with two digests of its own, and a fingerprint."""
 MIN_MESSAGES = 8
-"""Shorter conversations are keyed sooner than they are looked up."""
+"""For shorter conversations, computing the keys is faster than looking them up."""
 CONVERSATIONS = 4
-"""An agent and some sub-agents that take turns."""
+"""Number of conversations per session: an agent and some sub-agents that take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     fingerprints: array[int]
-    """Of the tools, and of each message."""
+    """One for the tools, then one per message."""
     keys: Sequence[ConversationKey]
 
     def common(self, fingerprints: array[int]) -> int:
-        """Number of messages that both conversations begin with; 0 where the tools differ."""
+        """Number of leading messages that both conversations share; 0 if the tools differ."""
         size = min(len(self.fingerprints), len(fingerprints))
         if self.fingerprints[:size] == fingerprints[:size]:
             return size - 1
@@ -47,18 +46,18 @@ class _Known:
 
 
 class KnownKeys:
-    """What one session remembers. It may be used by several threads at the same time."""
+    """The cache of one session. Several threads may use it at the same time."""
 
     def __init__(self) -> None:
         self._known: tuple[_Known, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the session's keys and fingerprints take, at most LIMIT_BYTES."""
+        """Size of the session's keys and fingerprints in bytes, at most LIMIT_BYTES."""
         return sum(len(known.keys) for known in self._known) * MESSAGE_BYTES
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Empties the cache."""
         self._known = ()
 
     def keys(
@@ -77,7 +76,7 @@ class KnownKeys:
         return keys
 
     def _keep(self, continued: _Known | None, new: _Known) -> None:
-        """Puts `new` in the place of the conversation that it continues, if there is one."""
+        """Adds `new`, and removes the conversation that it continues, if there is one."""
         most = LIMIT_BYTES // MESSAGE_BYTES
         kept = [known for known in self._known if known is not continued][1 - CONVERSATIONS :]
         kept.append(_Known(new.fingerprints[: most + 1], tuple(new.keys[:most])))

@@ -24,10 +24,10 @@ class RequireKey:
     """ASGI middleware: 401 for a request without `Authorization: Bearer KEY`."""
 
     key: ClassVar[str]
-    """Of this process's server. vLLM makes the middleware itself, so it cannot be an argument."""
+    """The key of this process's server. It is no argument, because vLLM creates the middleware."""
 
     def __init__(self, app: App) -> None:
-        """Raises AttributeError where the process has no key."""
+        """Raises AttributeError if the process has no key."""
         self._app = app
         self._wanted = b"Bearer " + self.key.encode()
 

@@ -1,9 +1,9 @@
-"""vLLM's API server with a key that only its process knows.
+"""Starts vLLM's API server with an API key that no other process can read.
 
     python -m proxy.engines.vllm_launch FD ARGUMENTS…
 
-The key is read from the descriptor FD. vLLM takes its own key by argument or environment only,
-which every process of the same user can read.
+The key is read from the descriptor FD. vLLM itself accepts a key only as an argument or from the
+environment, and every process of the same user can read both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proxy.engines.vllm_key import RequireKey
 from proxy.secrecy import from_pipe
 
 MODULE = "vllm.entrypoints.openai.api_server"
-"""The module, not the `vllm` command: that one fails with the CPU distribution."""
+"""The module instead of the `vllm` command, which fails with the CPU distribution."""
 
 
 def main() -> None:

@@ -177,7 +177,10 @@ class Tokenizer:
         **_: Any,
     ) -> list[int]:
         if self.template is None:
-            raise ConfigurationError(f"model: {self.name_or_path} has no chat template")
+            raise ConfigurationError(
+                f"model: {self.name_or_path} has no chat template; add chat_template.jinja to the"
+                " folder"
+            )
         return self.encode(
             self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
         )

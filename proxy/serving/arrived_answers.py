@@ -1,9 +1,9 @@
 """Records durably which answers arrived at their agent.
 
-A call reports it when the last byte of its answer was written to the connection, or when the
-connection broke. The marks of all sessions are written together, at most `DELAY_S` later, so that
-they do not delay a call. Invariant: until its mark is durable, a turn stays in `LiveSession.own`,
-so that the session stays in memory and other processes forward its calls to this one.
+A call marks its turn when the last byte of the answer has been written to the connection, or when
+the connection has broken. The marks of all sessions are written together, at most `DELAY_S` later,
+so that no call waits for them. Invariant: a turn stays in `LiveSession.own` until its mark is
+durable, so that the session stays in memory and other processes forward its calls to this one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proxy.serving.sessions import LiveSession
 from proxy.store.protocol import DeliveryMark, Store
 
 DELAY_S = 0.05
-"""A process that is killed loses the marks of this time; their answers count as not arrived."""
+"""A killed process loses the marks of this time, and their answers count as not arrived."""
 RETRY_DELAY_S = 1.0
 """Delay before marks that the store refused are written again."""
 

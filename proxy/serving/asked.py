@@ -11,7 +11,7 @@ from proxy.wire.dialect import Call
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the HTTP request tells about the caller, besides its body."""
+    """The caller's data in the HTTP request's headers."""
 
     dialect: str
     arrived_at: float
@@ -31,4 +31,4 @@ class Asked:
     """One key per message of the conversation."""
     request_key: Key
     opening: Ids
-    """The beginning of the answer that is not sampled: of a forced call, or the agent's prefill."""
+    """The answer's first tokens, which are not sampled: a forced call's opening, or a prefill."""

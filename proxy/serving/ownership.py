@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 FORWARDED = "X-Agentic-Proxy-Forwarded"
 """Header of a forwarded request, which is not forwarded again."""
 CONNECT_TIMEOUT_S = 2.0
-TELL_TIMEOUT_S = 3.0
+CONFIRM_TIMEOUT_S = 3.0
 PROBE_EVERY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -220,15 +220,15 @@ async def forward(request: web.Request, address: str) -> web.StreamResponse | No
             return await _pass_on(http, request, address, answer)
 
 
-async def tell(request: web.Request, address: str) -> None:
+async def send_to_holder(request: web.Request, address: str) -> None:
     """Sends the same control call to the holder. A holder that has ended needs no call.
 
     Raises:
-        ProxyError: 503, the holder is alive but did not answer within `TELL_TIMEOUT_S`.
+        ProxyError: 503, the holder is alive but did not answer within `CONFIRM_TIMEOUT_S`.
     """
     try:
         async with (
-            asyncio.timeout(TELL_TIMEOUT_S),
+            asyncio.timeout(CONFIRM_TIMEOUT_S),
             _client(address) as http,
             await _send(http, request, address) as answer,
         ):
@@ -238,7 +238,7 @@ async def tell(request: web.Request, address: str) -> None:
     except (aiohttp.ClientResponseError, TimeoutError) as error:
         raise ProxyError(
             f"the session has ended, but the proxy at {address} did not confirm within "
-            f"{TELL_TIMEOUT_S:g} s that it cut the session's calls; repeat the request",
+            f"{CONFIRM_TIMEOUT_S:g} s that it cut the session's calls; repeat the request",
             status=503,
             retry_after_s=1.0,
         ) from error

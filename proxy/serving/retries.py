@@ -1,10 +1,10 @@
-"""Retries: decides how a request is answered that was sent before.
+"""Retries: decides how to answer a request that repeats an earlier one.
 
     an earlier, equal request is ...                     the new request ...
     running, and the new one is marked as a retry        joins it (`RetryBook.running`)
     answered, but the answer did not arrive              gets that answer replayed (`Replay`)
     answered, arrived, and the new one is a retry        gets it replayed once
-    cut, and the new one is a retry or in another form   is sampled; nothing is superseded
+    cut, and the new one is a retry or in another form   is sampled and supersedes nothing
     answered, and the new one came after the answer, in
       another form (stream or not) or with a larger
       max_tokens, or is a second retry                   is sampled, and supersedes the answer

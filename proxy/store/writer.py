@@ -3,10 +3,10 @@
 Invariant: the future of a write is resolved only after its transaction has been committed. If the
 commit fails, every write in it fails with StoreError, and none is stored.
 
-A commit that does not wait takes about 50 µs; a round trip to a thread takes several times as long.
-So the event loop itself commits (`at_once`), and hands to the thread what may take long: writes
-that declare it (`may_block`), writes that find the file locked, the commit that moves the log into
-the database, and all writes for a while after a slow commit.
+A commit that waits for nothing takes about 50 µs, and a round trip to a thread several times as
+long. Therefore the event loop commits by itself (`at_once`), except in these cases, in which the
+thread commits: a write may take long (`may_block`), the file is locked, the commit moves the log
+into the database, or a commit was slow within the last `SLOW_FOR_S`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def exact_answer(call: GradeCall) -> float:
     return float(call.answers[-1]["content"] == call.task["answer"])
 
 
-def has_no_opinion(call: GradeCall) -> None:
+def gives_no_reward(call: GradeCall) -> None:
     return None
 
 

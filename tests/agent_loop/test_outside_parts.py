@@ -84,7 +84,7 @@ async def test_reward_from_outside_is_summed_with_the_others(make_trial: MakeTri
 
 
 @pytest.mark.parametrize(
-    ("launcher", "told"),
+    ("launcher", "expected"),
     [
         ({"target": "no_such_package:Config"}, "No module named 'no_such_package'"),
         ({"target": f"{HERE}:Missing"}, "no attribute 'Missing'"),
@@ -97,10 +97,10 @@ async def test_reward_from_outside_is_summed_with_the_others(make_trial: MakeTri
     ],
 )
 def test_part_that_cannot_be_used_is_refused_by_name(
-    launcher: dict[str, object], told: str
+    launcher: dict[str, object], expected: str
 ) -> None:
     config = RemoteAgentConfig.model_validate({"launcher": launcher})
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=expected):
         config.build_launcher((Path(),))
 
 

@@ -38,7 +38,7 @@ def test_tasks_are_read_with_their_ids_and_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ('{"a": 1}\n{"a": oops}\n', r"t\.jsonl:2: not JSON .*oops.*fix or remove"),
         ("[1, 2]\n", r"t\.jsonl:1: a task is a JSON object, but this is a list"),
@@ -48,11 +48,11 @@ def test_tasks_are_read_with_their_ids_and_the_source(tmp_path: Path) -> None:
     ],
 )
 def test_broken_file_is_refused_in_one_line_with_place_value_and_remedy(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, text: str, expected: str
 ) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(text)
-    with pytest.raises(TaskFileError, match=told) as error:
+    with pytest.raises(TaskFileError, match=expected) as error:
         read_jsonl(path)
     assert "\n" not in str(error.value)
 

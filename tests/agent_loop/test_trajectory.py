@@ -91,7 +91,7 @@ def _with(made: Turn, **changes: Any) -> Turn:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"logprobs": np.zeros(1, np.float32)}, "1 log-probabilities for 2"),
         ({"logprobs": np.array([0.0, np.nan], np.float32)}, "not finite"),
@@ -102,9 +102,11 @@ def _with(made: Turn, **changes: Any) -> Turn:
         ({"shared_tokens": 4}, "shares 4"),
     ],
 )
-def test_record_that_is_not_a_token_tree_is_refused(change: dict[str, object], told: str) -> None:
+def test_record_that_is_not_a_token_tree_is_refused(
+    change: dict[str, object], expected: str
+) -> None:
     turns = [turn(0, None, 0, [1], [2, 3]), _with(turn(1, 0, 3, [4], [5, 6]), **change)]
-    with pytest.raises(TrajectoryError, match=told):
+    with pytest.raises(TrajectoryError, match=expected):
         build_segments(turns)
 
 

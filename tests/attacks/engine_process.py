@@ -1,6 +1,6 @@
 """A scripted engine as a separate process that can be killed: arguments CHECKPOINT PORT DELAY_S.
 
-Its answer names the length of its prompt, so that every answer of a conversation is another one.
+Each answer contains the length of its prompt, so that all answers of a conversation differ.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     make fuzz-http REQUESTS=100000 SEED=7
 
-Bodies of every dialect are mutated, compressed, cut and lied about; control calls, headers and
-framing likewise. What must hold: no 500, no traceback in the log, `/health` answers all the time,
-every session's record can be read, and no turn stays open.
+Bodies of every dialect are mutated, compressed, truncated, or sent with a false length; so are
+control calls, headers and framing. What must hold: no 500, no traceback in the log, `/health`
+answers all the time, every session's record can be read, and no turn stays open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.attacks.victim import ADMIN_KEY, Victim, running_victim
 PARALLEL = 16
 SESSIONS = 8
 REQUESTS_PER_SESSIONS = 2000
-"""Then the sessions' records are looked at, and others take their place."""
+"""After this number of requests, the sessions' records are checked and the sessions replaced."""
 ANSWER_TIMEOUT_S = 20.0
 Body = dict[str, Any]
 
@@ -115,7 +115,7 @@ CONTROL: dict[str, Callable[[], Body]] = {
 HEADER_NAMES = [
     *("Authorization", "x-api-key", "Host", "Origin", "Content-Type", "Accept", "Expect"),
     *("Sec-Fetch-Site", "x-stainless-retry-count", "Range", "Connection", "Upgrade"),
-    *("X-Agentic-Proxy-Told", "X-Forwarded-For", "Content-Range", "traceparent", "Cookie"),
+    *("X-Agentic-Proxy-Sibling", "X-Forwarded-For", "Content-Range", "traceparent", "Cookie"),
 ]
 HEADER_VALUES = [
     *("", "\xff", "Bearer", "Bearer \xff\xfe", "Bearer  x  y", "Basic ****", "é", "-1", "9" * 40),
@@ -150,7 +150,7 @@ def nested(depth: int, kind: str) -> Any:
 
 @dataclass(slots=True)
 class Attack:
-    """One connection's bytes, and whether the proxy owes an answer to them."""
+    """The bytes of one connection, and whether the proxy must answer them."""
 
     name: str
     data: bytes

@@ -36,7 +36,7 @@ from tests.proxy.checkpoint import write_checkpoint
 TARGETS = ("proxy", "worker", "engine", "postgres")
 AGENTS = 4
 TURNS_PER_KILL = 10
-"""Answers between two kills, all agents together."""
+"""Answers of all agents together between two kills."""
 TOKEN_DELAY_S = 0.001
 START_TIMEOUT_S = 120.0
 
@@ -111,7 +111,7 @@ class Agent:
             await asyncio.sleep(0.01)  # as a client's back-off: what was killed will be up again
 
     async def _call(self, messages: list[dict[str, str]], *, stream: bool) -> str | None:
-        """None: refused with a status that tells a client to try again."""
+        """None: refused with a status after which clients try again."""
         body = {"model": "m", "messages": messages, "stream": stream}
         headers = {"Authorization": f"Bearer {self.session.api_key}"}
         url = f"{self.session.base_url}/chat/completions"

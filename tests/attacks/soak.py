@@ -2,8 +2,8 @@
 
     make soak MINUTES=20
 
-Each burst creates sessions, makes calls in them, and completes and deletes them; in between come
-bodies of many megabytes. After each burst the proxy rests, and its resident memory is measured.
+Each burst creates sessions, makes calls in them, completes and deletes them, and sends bodies of
+many megabytes in between. After each burst the proxy rests, and its resident memory is measured.
 What must hold: the last burst leaves at most 1.3 times the memory of before the first. The curve is
 written as an SVG file.
 """

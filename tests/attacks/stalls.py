@@ -1,10 +1,10 @@
-"""How long single hostile requests keep a running proxy from answering anybody else.
+"""Measures for how long a single hostile request keeps a proxy from answering other requests.
 
     python -m tests.attacks.stalls
 
-`/health` is asked every few milliseconds, from a process of its own, while one request after the
-other arrives. Printed per request: its status, how long it took, and the longest time for which
-`/health` had no answer. The bound of 250 ms holds on a machine that does nothing else.
+A separate process requests `/health` every few milliseconds while the hostile requests arrive one
+after the other. The program prints for each of them its status, its duration, and the longest time
+without an answer of `/health`. The bound of 250 ms is for a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ async def measure(victim: Victim, attack: Hostile, marks: Connection) -> tuple[i
             await response.read()
             status = response.status
     took_s = time.monotonic() - began
-    await asyncio.sleep(0.1)  # what the proxy does after its answer counts, too
+    await asyncio.sleep(0.1)  # includes the work that the proxy does after its answer
     return status, took_s, await _mark(marks)
 
 

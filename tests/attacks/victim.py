@@ -50,7 +50,7 @@ class Victim:
         return rss
 
     def tracebacks(self) -> list[str]:
-        """Of each traceback in the log, its last line and the last place in our code."""
+        """The last line of each traceback in the log, and the last place in our code."""
         parts = self.log.read_text(errors="replace").split("Traceback (most recent call last)")
         return [_last_of_traceback(part) for part in parts[1:]]
 

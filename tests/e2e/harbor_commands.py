@@ -2,8 +2,8 @@
 
     .harbor/bin/python tests/e2e/harbor_commands.py BASE_URL KEY NAME…      one JSON line an agent
 
-Each agent is Harbor's own, made by Harbor's factory from what `harbor_sdk.agents.connect` says;
-only the environment is not one: it notes what it is asked to run.
+Each agent is Harbor's own, made by Harbor's factory from the result of `harbor_sdk.agents.connect`.
+Only the environment is a stand-in: it records the commands that it should run.
 """
 
 from __future__ import annotations

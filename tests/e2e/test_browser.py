@@ -1,7 +1,8 @@
 """A real browser opens a foreign page that attacks our servers; none of its requests takes effect.
 
-The page is opened twice: at another site, and at a name that was rebound to the server, where the
-browser takes page and server for one origin. There it even has the server's key.
+The page is opened twice: at another site, and at a name that was rebound to the server. In the
+second case the browser considers page and server one origin, and the page even has the server's
+key.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Target:
     gets: list[str]
     body: dict[str, Any]
     unchanged: Callable[[], Awaitable[None]]
-    """Raises AssertionError where a request took effect."""
+    """Raises AssertionError if a request took effect."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ TARGETS = {"proxy": proxy_target, "swarm": swarm_target, "harbor-server": harbor
 
 @asynccontextmanager
 async def foreign_site(target: Target) -> AsyncIterator[tuple[int, asyncio.Queue[Any]]]:
-    """The port of a site with the page and the reports of its visitors. What is not its own goes on
-    to the target as it is: so does a name that was rebound."""
+    """The port of a site that serves the page, and the reports that the page sends back. All other
+    requests go to the target unchanged, as after a rebinding of the site's name."""
     reports: asyncio.Queue[Any] = asyncio.Queue()
 
     async def page(request: web.Request) -> web.Response:

@@ -100,15 +100,15 @@ async def test_token_ids_of_terminus_2_equal_the_recorded_ones(
     assert (result.end, result.reward) == (AgentEnd.EXITED, 1.0), result.error
     run = AgentRun.model_validate_json((directory / RUN_FILE).read_text())
     assert run.rollout_details is not None
-    (told,) = run.rollout_details
+    (details,) = run.rollout_details
     _, turns = await proxy.record(session)
     assert [turn.status for turn in turns] == [TurnStatus.DONE] * 3
     tree = TokenTree(turns)
-    assert told.prompt_token_ids == [
+    assert details.prompt_token_ids == [
         tree.path(turn.index)[: turn.prompt_tokens].tolist() for turn in turns
     ]
-    assert told.completion_token_ids == [turn.sampled_ids.tolist() for turn in turns]
-    assert told.logprobs == [turn.logprobs.tolist() for turn in turns]
+    assert details.completion_token_ids == [turn.sampled_ids.tolist() for turn in turns]
+    assert details.logprobs == [turn.logprobs.tolist() for turn in turns]
     for file in directory.rglob("*"):
         assert not file.is_file() or session.api_key.encode() not in file.read_bytes()
 

@@ -1,7 +1,7 @@
 """Stock agents that cannot be installed from a package registry: what Harbor would start them with.
 
-swe-agent is cloned from a code host, openhands built there by Harbor's own script; so these are not
-run. Harbor's own classes make their command and environment, and those are looked at.
+Harbor clones swe-agent from a code host and builds openhands there, so neither is run. Harbor's own
+classes make their commands and environments, which the tests check.
 """
 
 from __future__ import annotations

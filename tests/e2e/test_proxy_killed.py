@@ -104,7 +104,7 @@ async def test_trial_whose_proxy_is_killed_between_all_its_turns_is_one_path(
             for turn in range(TURNS):
                 assert await agent.stdout.readline() == f"{turn + 1}\n".encode()
                 await proxy.kill()
-                agent.stdin.write(b"go on\n")  # it calls while nobody listens
+                agent.stdin.write(b"go on\n")  # it calls while no proxy listens
                 await proxy.start()
             assert await agent.wait() == 0
             _, turns = await control.get_turns("killed")

@@ -1,4 +1,4 @@
-"""A session recorded from a real vLLM, scored again by it: rule 1, on real parts."""
+"""A session that was recorded from a real vLLM is scored again by the same vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.proxy.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.engine
 NOISE_NATS = 1e-3
-"""Of float32 between a prefill and a decode; a wrong token or position is off by more than 1."""
+"""The noise of float32 between prefill and decode; a wrong token differs by more than 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Running:
     http: aiohttp.ClientSession
 
     async def talk(self, sampling: dict[str, float], *, turns: int) -> list[Turn]:
-        """The record of a conversation that was sampled so."""
+        """The record of a conversation that was sampled with these parameters."""
         session = await self.control.create_session(sampling=sampling)
         messages = [{"role": "user", "content": "Say something."}]
         for _ in range(turns):

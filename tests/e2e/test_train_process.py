@@ -1,7 +1,7 @@
 """`agentic-train` on a real vLLM, while the run or one of its processes is killed or stopped.
 
-Each of a run's steps counts once, however often the run was cut; and whatever happens to the
-trainer, no process that it started outlives it.
+Each step of a run counts once, however often the run was interrupted, and no process that the
+trainer started outlives it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KILLS = (
 
 @dataclass
 class Train:
-    """A trainer's process, its agents' words, and the processes below it."""
+    """A trainer's process, the reports of its agents, and its descendants."""
 
     argv: list[str]
     fifo: Path
@@ -94,7 +94,7 @@ class Train:
         return self.log.read_text()
 
     def watch(self) -> dict[int, str]:
-        """Every process below: its command line, by a pidfd that tells its end."""
+        """A pidfd of each descendant, which shows when it ends → its command line."""
         found = {}
         for pid in descendants(self.process.pid):
             found[os.pidfd_open(pid)] = command_line(pid)
@@ -130,7 +130,7 @@ def engine(vllm: VllmServer, tiny_model: Path) -> Iterator[str]:
 
 
 def configure(folder: Path, model: Path, engine: dict[str, Any], *agent_mode: str) -> Path:
-    """The configuration's file. Trials run one after another, with seeds: a run that repeats."""
+    """The configuration's file. Trials run one after another with seeds: the run is repeatable."""
     (folder / "tasks.jsonl").write_text(
         "".join(json.dumps({"task_id": w, "prompt": f"Say {w}."}) + "\n" for w in "abcdef")
     )

@@ -1,4 +1,4 @@
-"""An answer of a real vLLM that breaks and goes on, against the one that does not break."""
+"""Compares an answer of a real vLLM that breaks and continues with one that does not break."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = Sampling(max_tokens=32, temperature=0.0)
 
 
 class BreakingEngine(VllmEngine):
-    """Each of its first calls breaks after one of the numbers of tokens in `breaks`."""
+    """An engine whose first calls break, each after a number of tokens in `breaks`."""
 
     breaks: list[int]
 

@@ -79,7 +79,7 @@ def test_missing_answer_fails_verification_without_a_crash(tmp_path: Path) -> No
 def _run(script: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     task_file = folder / "task.json"
     task_file.write_text(json.dumps(TASK))
-    told = {
+    variables = {
         "PATH": os.environ["PATH"],
         "OPENAI_API_KEY": "key",
         "AGENT_MODEL": "policy",
@@ -89,7 +89,7 @@ def _run(script: str, folder: Path, **env: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [sys.executable, str(FOLDER / script)],
         cwd=folder,
-        env=told,
+        env=variables,
         capture_output=True,
         text=True,
         timeout=60,

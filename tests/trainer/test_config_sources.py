@@ -254,5 +254,5 @@ def test_contradictions_between_sections_are_reported_at_once_each_with_its_keys
     overrides = ["rollout.top_p=0.9", "engine.sleep=true", "trainer.mode=separate"]
     with pytest.raises(ConfigError) as caught:
         load([file], [*overrides, "rollout.group_size=1"])
-    told = [problem.partition(":")[0] for problem in caught.value.problems]
-    assert told == ["engine.sleep", "rollout.top_p=0.9, rollout.top_k=-1", "rollout.group_size=1"]
+    keys = [problem.partition(":")[0] for problem in caught.value.problems]
+    assert keys == ["engine.sleep", "rollout.top_p=0.9, rollout.top_k=-1", "rollout.group_size=1"]

@@ -1,4 +1,4 @@
-"""An agent that looks for keys wherever it can, beside the processes of a real run: it finds none,
+"""An agent that looks for keys wherever it can, during a real run: it finds none,
 and nothing that it sends to the control plane takes effect."""
 
 from __future__ import annotations

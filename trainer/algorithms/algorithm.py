@@ -165,7 +165,7 @@ class Algorithm:
         """
         critic = self.config.critic
         if critic is None:
-            raise TrainingError("this algorithm has no critic")
+            raise TrainingError("this algorithm has no critic; set algorithm.critic")
         chosen = self._chosen(batch, sequences)
         weights, share = self._weights(batch, chosen), chosen.float() / max(1, int(chosen.sum()))
         old, goal = _needed(batch.values, "values"), _needed(batch.value_targets, "value targets")

@@ -105,13 +105,13 @@ class RankActor:
     def follow(self) -> None:
         """On every other rank: executes the steps that rank 0 sends, until the end."""
         if self._models is None:
-            raise TrainerError("this rank has not joined")
+            raise TrainerError("this rank has not joined the others; call `join` before `follow`")
         follow(self._models)
 
     def ask(self, request: RankRequest[T]) -> T:
         """On rank 0: the result of the request."""
         if self._trainer is None:
-            raise TrainerError("this rank is not rank 0, or has not joined")
+            raise TrainerError("only rank 0 answers requests, after `join`; ask rank 0")
         return request.on(self._trainer)
 
 

@@ -29,7 +29,7 @@ async def test_grader_gets_the_models_answers(
 
 
 async def test_none_means_no_reward(make_trial: MakeTrial) -> None:
-    assert await grade(make_trial(), "has_no_opinion") == Graded(None)
+    assert await grade(make_trial(), "gives_no_reward") == Graded(None)
 
 
 async def test_exception_is_a_reward_error_instead_of_reward_0(make_trial: MakeTrial) -> None:

@@ -74,14 +74,14 @@ async def test_judge_sees_the_task_and_the_answers_and_its_last_number_counts(
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "expected"),
     [("It was fine.", "no `Reward"), ("Reward: 7", "not between"), (500, "answered 500")],
 )
 async def test_unusable_judgement_is_a_reward_error_instead_of_reward_0(
-    endpoint: Endpoint, make_trial: MakeTrial, reply: str | int, told: str
+    endpoint: Endpoint, make_trial: MakeTrial, reply: str | int, expected: str
 ) -> None:
     endpoint.replies = [reply]
-    with pytest.raises(RewardError, match=told):
+    with pytest.raises(RewardError, match=expected):
         await grade(endpoint, make_trial(), attempts=1)
 
 

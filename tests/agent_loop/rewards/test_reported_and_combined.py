@@ -35,7 +35,7 @@ async def test_posted_rewards_of_the_trial_are_summed_without_those_of_turns(
     assert result == Graded(0.75, {"a": 1.0, "a.x": 0.5, "b": -0.25})
 
 
-async def test_trial_without_posted_rewards_gets_no_opinion(make_trial: MakeTrial) -> None:
+async def test_trial_without_posted_rewards_has_no_reward(make_trial: MakeTrial) -> None:
     assert await PostedReward().grade(finished(make_trial())) == NO_OPINION
 
 
@@ -62,7 +62,7 @@ async def test_sum_is_weighted_and_keeps_its_parts_by_source(
     assert all(weighted.source.closed for weighted in sources.values())  # type: ignore[attr-defined]
 
 
-async def test_sum_with_a_part_without_an_opinion_has_no_opinion(make_trial: MakeTrial) -> None:
+async def test_sum_with_a_missing_part_gives_no_reward(make_trial: MakeTrial) -> None:
     sources = {"a": Weighted(Fixed(Graded(1.0))), "b": Weighted(Fixed(NO_OPINION))}
     result = await CombinedReward(sources).grade(finished(make_trial()))
     assert result == Graded(None, {"a": 1.0})

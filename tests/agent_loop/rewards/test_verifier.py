@@ -44,7 +44,7 @@ async def test_reward_json_keeps_its_parts_and_the_configured_key_trains(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("reward.txt", "nan", "nan"),
         ("reward.json", "NaN", "nan"),
@@ -56,9 +56,9 @@ async def test_reward_json_keeps_its_parts_and_the_configured_key_trains(
     ],
 )
 async def test_unusable_reward_is_a_reward_error_with_the_reason(
-    make_trial: MakeTrial, name: str, text: str, told: str
+    make_trial: MakeTrial, name: str, text: str, expected: str
 ) -> None:
-    with pytest.raises(RewardError, match=told):
+    with pytest.raises(RewardError, match=expected):
         await grade(make_trial(), WRITE.format(name, text))
 
 
@@ -93,8 +93,8 @@ CRASHES = {
 async def test_crashed_verifier_is_a_reward_error_with_the_last_line_of_standard_error(
     make_trial: MakeTrial, name: str
 ) -> None:
-    code, told = CRASHES[name]
-    with pytest.raises(RewardError, match=told):
+    code, expected = CRASHES[name]
+    with pytest.raises(RewardError, match=expected):
         await grade(make_trial(), code)
 
 

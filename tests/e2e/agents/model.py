@@ -1,4 +1,4 @@
-"""What the scripted engine plays when a real agent asks: a short task with tools.
+"""The scripted engine's model for real agents: it solves a short task with tools.
 
 The model looks for a shell among the tools that the agent's prompt names, writes a file with it,
 reads the file, and says that it is done. An agent whose format is plain text gets it in that form.
@@ -12,7 +12,7 @@ from typing import Any
 
 COMMANDS = ("echo hi > out.txt", "cat out.txt")
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""How mini-swe-agent is told that its task is done."""
+"""How the model reports to mini-swe-agent that the task is done."""
 DONE = "I wrote hi to out.txt and read it back: the task is done now."
 SHELLS: dict[str, Any] = {
     "Bash": lambda command: {"command": command, "description": "Runs the step"},
@@ -30,11 +30,11 @@ SHELLS: dict[str, Any] = {
 }
 FORCED = '<tool_call>\n{"name": "'
 ENDS: dict[str, dict[str, str]] = {
-    "submit": {},  # SWE-agent's; it asks to be told twice
+    "submit": {},  # SWE-agent's; to be sent twice
     "finish": {"message": DONE},  # OpenHands'
     "final_answer": {"answer": DONE},  # smolagents'
 }
-"""The tools by which an agent is told that its task is done."""
+"""The tools by which the model reports to an agent that the task is done."""
 LISTING = "*file listing* format"
 """How aider asks for files."""
 _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
@@ -62,7 +62,7 @@ def play(prompt: str) -> str:
 
 
 def _run(shell: str, command: str, offered: dict[str, Any]) -> str:
-    """With the arguments that this shell takes: some have no place for a description."""
+    """A call with the arguments that this shell takes; some take no description."""
     taken = offered[shell]["parameters"]["properties"]
     arguments = SHELLS[shell](command)
     return call(shell, {name: value for name, value in arguments.items() if name in taken})

@@ -1,7 +1,7 @@
 """`make test-swe-agent CHECKOUT=…`: SWE-agent, from a checkout of its repository, unmodified.
 
-Not among the agents that `make test` runs: it comes from no package, its start takes longer than
-all of theirs together, and its `local` deployment needs a mount namespace.
+`make test` does not run it, because it is not published as a package, its start takes longer than
+that of all other agents together, and its `local` deployment needs a mount namespace.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Real agents, unmodified: each plays a short task with tools through the proxy, and finishes it.
+"""Real agents, unmodified: each solves a short task with tools through the proxy.
 
-Every one runs as it does in training: the `command` launcher with the agent's file of
-`examples/agents`, a session of its own, a reward from what it left behind. `make agents` installs
-them. A session's prompts extend, or fork with the cause that the agent is known for.
+Each runs as in training: by the `command` launcher with the agent's file of `examples/agents`, in a
+session of its own, and with a reward for its work. `make agents` installs them. Each prompt extends
+a recorded path, or forks with the cause that is known for this agent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Agent:
-    """`causes`: why its requests may fork; empty, every one extends."""
+    """`causes`: why its requests may fork; if empty, every request extends."""
 
     name: str
     causes: frozenset[str] = field(default_factory=frozenset)
@@ -147,7 +147,8 @@ async def test_agent_finishes_its_task_and_leaves_an_exact_record(
 
 @_installed("aider")
 async def test_aider_asks_again_when_its_test_fails(proxy: RunningProxy, tmp_path: Path) -> None:
-    """It leaves its reminder of the format out of what it sent before, so the second call forks."""
+    """It omits its reminder of the format when it sends its history again, so the second call
+    forks."""
     tested = example("aider", "--auto-test", "--test-cmd", "grep -qx hi out.txt")
     rollout = await trial(proxy, tested, tmp_path)
     assert_exact(rollout, Agent("aider", frozenset({"new_conversation"}), turns=2), proxy)

@@ -1,4 +1,4 @@
-"""Real agents whose engine dies in the middle of every answer: they notice nothing."""
+"""Real agents do not notice that their engine dies in the middle of every answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def play_and_die(proxy: RunningProxy, percent: int) -> Continued:
-    """The engine plays the task, and its connection breaks in every answer, once."""
+    """An engine that solves the task, and whose connection breaks once in every answer."""
     tokenizer = proxy.rendering.tokenizer
     continued = Continued(
         text_script(

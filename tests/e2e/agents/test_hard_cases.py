@@ -1,7 +1,7 @@
 """What real agents do that breaks linear recorders: sub-agents, compaction, cut and retried calls.
 
-Each sampled token of an answer that the agent took is trainable once; what was cut or asked again
-is known to be.
+Each sampled token of an answer that the agent used is trained once. Answers that were cut or
+requested again are marked as such.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plays(proxy: RunningProxy, script: Any) -> None:
 
 
 def assert_trained_once(rollout: Rollout, proxy: RunningProxy) -> None:
-    """Every answer that ended, and no other, is in exactly one place of the rollout."""
+    """Checks that every completed answer, and no other, is at exactly one place of the rollout."""
     answers = [call for call in proxy.engine.calls if call.finish_reason is not None]
     assert rollout.sampled_tokens <= sum(len(call.answer_ids) for call in answers)
     paths = flatten(rollout.segments)
@@ -117,7 +117,7 @@ async def test_answer_that_is_cut_in_mid_stream_is_asked_again_and_trained_once(
 async def test_agent_that_gives_up_after_a_cut_answer_is_our_failure_and_never_trained(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    """qwen-code does not ask again: the rollout is failed, not a reward of 0."""
+    """qwen-code does not retry: the rollout is `failed` and has no reward of 0."""
     proxy = await start_proxy(max_context_tokens=131_072, limits={"engine_patience_s": 0})
     plays(proxy, play)
     proxy.engine.faults.append(Fault("die", after_tokens=6))
@@ -130,7 +130,7 @@ async def test_agent_that_gives_up_after_a_cut_answer_is_our_failure_and_never_t
 async def test_history_that_no_longer_fits_is_compacted_by_the_agent(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    """Claude Code is told that its prompt is too long as its provider would; it summarises."""
+    """Claude Code gets its provider's error for an over-long prompt, and summarises."""
 
     def script(prompt: str) -> str:
         if "summary of the conversation" in prompt.rsplit("<|im_start|>user", 1)[-1]:

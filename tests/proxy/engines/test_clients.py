@@ -81,8 +81,8 @@ async def test_whole_answer_has_one_version_span(
 ) -> None:
     server.version = 3
     chunks = await sample(engine, stream=stream)
-    told = () if isinstance(engine, CompletionsEngine) else (VersionSpan(3, 0, 4),)
-    assert chunks[-1].versions == told
+    reported = () if isinstance(engine, CompletionsEngine) else (VersionSpan(3, 0, 4),)
+    assert chunks[-1].versions == reported
 
 
 async def test_vllm_reports_versions_that_change_during_an_answer(server: ScriptedEngine) -> None:

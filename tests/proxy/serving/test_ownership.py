@@ -132,7 +132,7 @@ async def test_stopped_holder_is_detected_and_its_calls_get_503(
 async def test_completing_a_session_fails_while_its_holder_is_stopped(
     proxy: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "TELL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ownership, "CONFIRM_TIMEOUT_S", 0.05)
     session = await proxy.session()
     async with stopped_process() as address, held(session, address, tmp_path):
         with pytest.raises(ProxyClientError, match="did not confirm") as caught:

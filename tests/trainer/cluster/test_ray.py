@@ -96,14 +96,14 @@ class LosesAReplica(ScriptedTrials):
 async def run_on_ray(settings: TrainerConfig, folder: RunFolder) -> list[str]:
     """Runs to the end. Returns the lines for the user, then each engine's version of the
     weights."""
-    told: list[str] = []
+    messages: list[str] = []
     control = RunControl()
     with closing(RunLog(settings.logging, folder, steps=STEPS)) as log:
         async with (
             ray_cluster(settings, folder, control, FakeServer) as cluster,
             cluster.trainer(()) as rank_zero,
             RunServices(
-                settings, folder, control, cluster, rank_zero, told.append
+                settings, folder, control, cluster, rank_zero, messages.append
             ).running() as services,
         ):
             tasks = [Task(f"task-{number}", {}) for number in range(5)]
@@ -129,7 +129,7 @@ async def run_on_ray(settings: TrainerConfig, folder: RunFolder) -> list[str]:
             engines = {engine["name"]: engine["url"] for engine in await services.proxy.engines()}
             assert sorted(engines) == ["engine-0", "engine-1"]
             with closing(EngineControl(services.engines.urls)) as served:
-                return told + served.weight_versions()
+                return messages + served.weight_versions()
 
 
 def weights(folder: RunFolder) -> dict[str, torch.Tensor]:

@@ -88,20 +88,22 @@ def test_engine_of_a_lost_node_moves_to_another_node_or_the_run_ends(
     folder = RunFolder.create(tmp_path / "run")
 
     async def lose_nodes() -> None:
-        told: asyncio.Queue[str] = asyncio.Queue()
+        messages: asyncio.Queue[str] = asyncio.Queue()
         control = RunControl()
         async with (
             ray_cluster(settings, folder, control, FakeServer) as cluster,
             cluster.trainer(()) as rank_zero,
             RunServices(
-                settings, folder, control, cluster, rank_zero, told.put_nowait
+                settings, folder, control, cluster, rank_zero, messages.put_nowait
             ).running() as services,
         ):
             before = {engine["name"]: engine["url"] for engine in await services.proxy.engines()}
             await services.engines.send_weights()
             nodes.add_node(**NODE)
             lost = await lose_the_node_of_an_engine(nodes)
-            assert (await told.get()).startswith(f"warning: {lost} ended with the actor of {lost}")
+            assert (await messages.get()).startswith(
+                f"warning: {lost} ended with the actor of {lost}"
+            )
             now = before
             while len(now) < 2 or now == before:
                 now = {engine["name"]: engine["url"] for engine in await services.proxy.engines()}

@@ -56,12 +56,14 @@ def test_engine_that_ends_is_replaced_and_gets_the_weights_until_its_restarts_ar
     engine, proxy_server = {"replicas": 2, "restarts": 1}, {"host": "127.0.0.2"}
     config = config_of(tiny_model, engine=engine, proxy_server=proxy_server)
     folder, trainer = RunFolder.create(tmp_path / "a"), ScriptedTrainer()
-    told: asyncio.Queue[str] = asyncio.Queue()
+    messages: asyncio.Queue[str] = asyncio.Queue()
 
     async def lose_engines() -> None:
         control = RunControl()
         cluster = FakeCluster(config, folder, control)
-        around = RunServices(config, folder, control, cluster, trainer.rank_zero, told.put_nowait)
+        around = RunServices(
+            config, folder, control, cluster, trainer.rank_zero, messages.put_nowait
+        )
         async with around.running() as services:
             proxy = services.proxy
             assert proxy.base_url.startswith("http://127.0.0.2:")
@@ -73,7 +75,7 @@ def test_engine_that_ends_is_replaced_and_gets_the_weights_until_its_restarts_ar
                 if EngineAddress.parse(server.url).url == first["engine-1"]
             )
             lost.kill()
-            assert (await told.get()).startswith("warning: engine-1 ended with exit code 137")
+            assert (await messages.get()).startswith("warning: engine-1 ended with exit code 137")
             now: dict[str, str] = {}
             while len(now) < 2 or len(cluster.servers) < 3:
                 now = {engine["name"]: engine["url"] for engine in await proxy.engines()}

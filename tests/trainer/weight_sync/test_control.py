@@ -33,10 +33,10 @@ def test_engine_that_dies_while_an_update_waits_ends_the_wait_with_its_url_and_n
         death.join()
         control.close()
         assert time.monotonic() - started < 20
-    told = str(caught.value)
-    assert told.startswith(f"{url}: the engine died while POST /update_weights waited")
-    assert "start it again, and then the run" in told
-    assert "secret" not in told
+    message = str(caught.value)
+    assert message.startswith(f"{url}: the engine died while POST /update_weights waited")
+    assert "start it again, and then the run" in message
+    assert "secret" not in message
 
 
 def test_slow_engine_that_is_healthy_is_waited_for() -> None:
