@@ -43,8 +43,8 @@ $(VENV)/.reference: $(VENV)/.ready
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata
 	touch $@
 
-starter: setup ## make the small model that the quickstart starts from
-	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out .cache/starter/quickstart
+starter: setup ## make the quickstart's small model, which the repository contains, again from its recipe
+	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 
 harbor: $(HARBOR)/.ready ## install Harbor and harbor-server in .harbor/ (Python 3.12)
 
@@ -85,7 +85,7 @@ $(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json
 	ln -sf ../npm/node_modules/codex-0.77/bin/codex.js $(AGENTS)/bin/codex-0.77
 	touch $@
 
-train: starter ## the quickstart: a tool-using agent learns on this machine, in minutes
+train: setup ## the quickstart: a tool-using agent learns on this machine, in minutes
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
 
 train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor trials, each in its own sandbox
@@ -171,8 +171,8 @@ locks: setup ## write docker/*.lock again from pyproject.toml
 	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 
-serve: $(if $(MODEL),setup,starter) ## the recording proxy: MODEL=checkpoint (default: the starter model), ENGINE=http://… to use a running vLLM
-	$(BIN)/agentic-proxy serve --auto-create --model $(or $(MODEL),.cache/starter/quickstart) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
+serve: setup ## the recording proxy: MODEL=checkpoint (default: the starter model), ENGINE=http://… to use a running vLLM
+	$(BIN)/agentic-proxy serve --auto-create --model $(or $(MODEL),examples/quickstart/model) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 bench-rollout: setup ## asynchronous compared with synchronous sampling
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
@@ -184,7 +184,7 @@ bench-scale: setup ## simulated fleets of 10 to 1,000 GPUs
 bench-proxy: setup ## the proxy compared with other proxies
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 
-bench-algorithms: starter ## every algorithm learns the quickstart, one after the other
+bench-algorithms: setup ## every algorithm learns the quickstart, one after the other
 	$(BIN)/python -m benchmarks.algorithms $(ARGS)
 
 SECONDS ?= 60

@@ -37,7 +37,7 @@ VARIANTS: dict[str, list[str]] = {
         "rollout.max_staleness=2",
         # The trials of three batches run at the same time, and rewards arrive two updates later.
         "rollout.concurrency=96",
-        "remote_agent.python.target=benchmarks.late_reward:run",
+        "remote_agent.grader.target=benchmarks.late_reward:grade",
     ],
 }
 """Name → the settings that differ from `CONFIG`."""

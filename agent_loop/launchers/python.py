@@ -15,8 +15,7 @@ from agent_loop.launchers.calls import AgentCall
 from agent_loop.launchers.command import agent_result
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import agent_environment, make_workspace
-from agent_loop.outside_parts import TARGET_PATTERN
-from agent_loop.processes.functions import function_host, returned
+from agent_loop.processes.functions import FUNCTION_PATTERN, function_host, returned
 from agent_loop.processes.host import Job, Limits
 from agent_loop.records import AgentResult, Trial
 
@@ -24,8 +23,8 @@ from agent_loop.records import AgentResult, Trial
 class PythonConfig(LauncherConfig):
     """Example: PythonConfig(target="my_agents.shop:run")"""
 
-    target: str = Field(pattern=TARGET_PATTERN)
-    """`module:function`, called with a `calls.AgentCall`."""
+    target: str = Field(pattern=FUNCTION_PATTERN)
+    """`module:function` or `path/to/file.py:function`, called with a `calls.AgentCall`."""
     key: str = "reward"
     """Which entry is used for training if the function returns a dictionary."""
     env: Mapping[str, str] = Field(default_factory=dict)

@@ -1,10 +1,11 @@
 """A server that calls a Python function, each time in a process of its own.
 
 It is started as `python -m … FD MODULE:ARGUMENT MODULE:FUNCTION`, where ARGUMENT is the class of
-the function's argument. It imports the function's module once; each call then runs in a fork of its
-own, under a supervisor (`supervisor.py`), and can be killed. Invariant: no call sees the effects of
-another call. Random generators are seeded in each call, because otherwise all forks would draw the
-same numbers.
+the function's argument. `path/to/file.py` in place of MODULE names a file, which can import the
+modules in its folder. The server imports the function's module once; each call then runs in a fork
+of its own, under a supervisor (`supervisor.py`), and can be killed. Invariant: no call sees the
+effects of another call. Random generators are seeded in each call, because otherwise all forks
+would draw the same numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def main() -> None:
 
 
 def _imported(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
+    module, _, name = target.rpartition(":")
+    if module.endswith(".py"):
+        file = Path(module).absolute()
+        sys.path.insert(0, str(file.parent))
+        module = file.stem
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 

@@ -19,27 +19,41 @@ from agent_loop.records import NO_OPINION, Graded
 from agent_loop.reward_values import graded
 from proxy.errors import ConfigurationError
 
+FUNCTION_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_]\w*$"
+"""`module:function`, or `path/to/file.py:function`."""
+
 
 def function_host(argument: type, target: str, pass_env: Sequence[str] = ()) -> ProcessHost:
-    """A host whose processes call the function `target` (`module:function`) with an object of the
+    """A host whose processes call the function `target` (FUNCTION_PATTERN) with an object of the
     class `argument`, whose fields are the job's `call["argument"]`.
 
     Raises:
-        ConfigurationError: the function's module does not exist.
+        ConfigurationError: the function's module or file does not exist.
     """
-    module = target.partition(":")[0]
+    _check_exists(target)
+    server = (sys.executable, "-m", "agent_loop.processes.function_server")
+    argument_name = f"{argument.__module__}:{argument.__qualname__}"
+    return ProcessHost(server, (argument_name, target), inherited_environment(pass_env))
+
+
+def _check_exists(target: str) -> None:
+    module = target.rpartition(":")[0]
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ConfigurationError(
+                f"{target!r}: there is no file {str(Path(module).absolute())!r}; give its path "
+                "from the folder in which this program is started"
+            )
+        return
     try:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         found = False
     if not found:
         raise ConfigurationError(
-            f"{target!r}: there is no module {module!r} on Python's path; "
-            "install it, or start from the folder that contains it"
+            f"{target!r}: there is no module {module!r} on Python's path; install it, start from "
+            "the folder that contains it, or give its file: path/to/file.py:function"
         )
-    server = (sys.executable, "-m", "agent_loop.processes.function_server")
-    argument_name = f"{argument.__module__}:{argument.__qualname__}"
-    return ProcessHost(server, (argument_name, target), inherited_environment(pass_env))
 
 
 def returned(ended: Ended, result: Path, target: str, key: str) -> Graded:

@@ -13,9 +13,8 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.calls import GradeCall
-from agent_loop.outside_parts import TARGET_PATTERN
 from agent_loop.processes.environment import inherited_environment
-from agent_loop.processes.functions import function_host, returned
+from agent_loop.processes.functions import FUNCTION_PATTERN, function_host, returned
 from agent_loop.processes.host import Job
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.rewards.protocol import RewardConfig
@@ -25,8 +24,9 @@ from proxy.records import Turn
 class GraderConfig(RewardConfig):
     """Example: GraderConfig(target="my_agents.shop:grade")"""
 
-    target: str = Field(pattern=TARGET_PATTERN)
-    """`module:function`, called with a `launchers.calls.GradeCall`."""
+    target: str = Field(pattern=FUNCTION_PATTERN)
+    """`module:function` or `path/to/file.py:function`, called with a
+    `launchers.calls.GradeCall`."""
     timeout_s: float = Field(120.0, gt=0)
     """Seconds that a call may take."""
     pass_env: tuple[str, ...] = ()

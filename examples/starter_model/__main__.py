@@ -2,15 +2,15 @@
 
 Invariants: a model that did not learn to copy (its loss is above `--max-loss`) is not saved,
 because reinforcement could not improve it. If the `starter.json` of a folder names the same recipe
-(arguments and source code), the folder is complete and is kept. Otherwise the whole folder is
-replaced.
+(arguments, transcripts and the source code of this package), the folder is complete and is kept.
+Otherwise the whole folder is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
-import inspect
 import json
 import pydoc_data.topics
 import random
@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from renderers import Qwen3RendererConfig, create_renderer
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from examples.starter_model.checkpoint import Shape, new_model, save_model
 from examples.starter_model.tokenizer import CONTROL_WORDS, save_tokenizer, train_tokenizer
-from examples.starter_model.transcripts import Expert, Transcript, encode, load_expert
+from examples.starter_model.transcripts import Transcript, encode, load_expert
 from examples.starter_model.warmup import Recipe, warm_up
 
 _RECORD = "starter.json"
 # Number of transcripts that the tokenizer is trained on; they contain every word of the prompts.
-_TOKENIZER_TRANSCRIPTS = 500
+TOKENIZER_TRANSCRIPTS = 500
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"starter_model: {error}", file=sys.stderr)
         return 2
-    fingerprint = _fingerprint(arguments, expert)
+    rng = random.Random(recipe.seed)
+    transcripts = [expert(rng) for _ in range(recipe.transcripts)]
+    fingerprint = _fingerprint(arguments, transcripts)
     out: Path = arguments.out
     if _is_made(out, fingerprint):
         print(f"starter model: {out} is up to date")
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
-        loss = make(folder, expert, shape, recipe)
+        loss = make(folder, transcripts, shape, recipe)
         if loss > arguments.max_loss:
             print(
                 f"starter_model: loss {loss:.3f} is above --max-loss {arguments.max_loss}: the "
@@ -75,15 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def make(folder: Path, expert: Expert, shape: Shape, recipe: Recipe) -> float:
+def make(folder: Path, transcripts: list[Transcript], shape: Shape, recipe: Recipe) -> float:
     """Writes the whole checkpoint into the empty `folder`; returns the last loss, in nats."""
-    rng = random.Random(recipe.seed)
-    transcripts = [expert(rng) for _ in range(recipe.transcripts)]
-    save_tokenizer(
-        train_tokenizer(_texts(transcripts[:_TOKENIZER_TRANSCRIPTS]), shape.vocab_size),
-        folder,
-        shape.context_tokens,
-    )
+    save_tokenizer(make_tokenizer(transcripts, shape.vocab_size), folder, shape.context_tokens)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     renderer = create_renderer(tokenizer, Qwen3RendererConfig())
     encoded = [encode(transcript, renderer) for transcript in transcripts]
@@ -105,6 +102,11 @@ def make(folder: Path, expert: Expert, shape: Shape, recipe: Recipe) -> float:
     return loss
 
 
+def make_tokenizer(transcripts: list[Transcript], vocab_size: int) -> Tokenizer:
+    """The tokenizer for the first transcripts."""
+    return train_tokenizer(_texts(transcripts[:TOKENIZER_TRANSCRIPTS]), vocab_size)
+
+
 def _texts(transcripts: list[Transcript]) -> Iterator[str]:
     """The texts that the tokenizer is trained on: Python's manual, and rendered conversations."""
     yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
@@ -117,15 +119,18 @@ def _texts(transcripts: list[Transcript]) -> Iterator[str]:
         yield from re.split("|".join(map(re.escape, CONTROL_WORDS)), text)
 
 
-def _fingerprint(arguments: argparse.Namespace, expert: Expert) -> str:
-    digest = hashlib.sha256(
-        json.dumps({k: str(v) for k, v in vars(arguments).items() if k != "out"}).encode()
-    )
-    expert_source = inspect.getsourcefile(expert)
-    folders = {Path(__file__).parent, Path(expert_source or __file__).parent}
-    for folder in sorted(folders):
-        for file in sorted(p for p in folder.iterdir() if p.suffix in {".py", ".jinja", ".json"}):
-            digest.update(file.name.encode() + file.read_bytes())
+def _fingerprint(arguments: argparse.Namespace, transcripts: list[Transcript]) -> str:
+    """Changes with everything that the checkpoint depends on; comments and layout of the source
+    code do not count."""
+    given = {k: str(v) for k, v in vars(arguments).items() if k != "out"}
+    digest = hashlib.sha256(json.dumps(given).encode())
+    for transcript in transcripts:
+        digest.update(json.dumps([transcript.messages, transcript.tools]).encode())
+    folder = Path(__file__).parent
+    for module in ("checkpoint", "tokenizer", "transcripts", "warmup"):
+        source = (folder / f"{module}.py").read_text()
+        digest.update(ast.unparse(ast.parse(source)).encode())
+    digest.update((folder / "chat_template.jinja").read_bytes())
     return digest.hexdigest()
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A swarm server and two clients with different tasks, to the end of the training; prints the
-# held-out success before and after. Run it from the repository's root, after `make starter`.
+# held-out success before and after. Run it from the repository's root, after `make setup`.
 # Both clients get the arguments. The trainer's log is runs/swarm/trainer.log.
 set -euo pipefail
 

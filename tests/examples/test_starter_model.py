@@ -1,8 +1,10 @@
 """The starter model is an ordinary checkpoint; its warm-up trains on what the proxy would
 record."""
 
+import hashlib
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,33 @@ from renderers import Qwen3RendererConfig, create_renderer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.quickstart.expert import transcript
-from examples.starter_model.__main__ import main
-from examples.starter_model.transcripts import Transcript, completion_ids, encode
-from examples.starter_model.warmup import _common_prefix, _loss
+from examples.starter_model.__main__ import TOKENIZER_TRANSCRIPTS, main, make_tokenizer
+from examples.starter_model.checkpoint import Shape, new_model
+from examples.starter_model.tokenizer import save_tokenizer
+from examples.starter_model.transcripts import Transcript, completion_ids, encode, load_expert
+from examples.starter_model.warmup import Recipe, _common_prefix, _loss
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A checkpoint of the repository, and how `make starter` makes it."""
+
+    folder: Path
+    expert: str
+    flags: tuple[str, ...] = ()
+
+
+SHIPPED = {
+    "quickstart": Shipped(EXAMPLES / "quickstart/model", "examples.quickstart.expert:transcript"),
+}
+
+
+@pytest.fixture(params=SHIPPED)
+def shipped(request: pytest.FixtureRequest) -> Shipped:
+    return SHIPPED[request.param]
+
 
 SMALL = [
     "--transcripts",
@@ -172,3 +198,42 @@ def _calls() -> list[dict]:
         {"type": "function", "function": {"name": "price", "arguments": '{"item": "pens"}'}},
         {"type": "function", "function": {"name": "price", "arguments": {"item": "é"}}},
     ]
+
+
+class TestShippedModel:
+    """The checkpoint in the repository, which `make starter` makes."""
+
+    def test_make_starter_finds_it_up_to_date(
+        self, shipped: Shipped, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = _hashes(shipped.folder)
+        assert main(["--expert", shipped.expert, *shipped.flags, "--out", str(shipped.folder)]) == 0
+        assert capsys.readouterr().out.endswith("is up to date\n")
+        assert _hashes(shipped.folder) == before
+
+    def test_its_tokenizer_and_shape_are_those_of_the_recipe(
+        self, shipped: Shipped, tmp_path: Path
+    ) -> None:
+        rng = random.Random(Recipe().seed)
+        transcripts = [load_expert(shipped.expert)(rng) for _ in range(TOKENIZER_TRANSCRIPTS)]
+        save_tokenizer(make_tokenizer(transcripts, Shape().vocab_size), tmp_path, 2048)
+        made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert made == {name: (shipped.folder / name).read_text() for name in made}
+        model = AutoModelForCausalLM.from_pretrained(shipped.folder)
+        wanted = new_model(Shape(), seed=0)
+        shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+        assert shapes == {name: (p.shape, p.dtype) for name, p in wanted.named_parameters()}
+
+    def test_it_predicts_conversations_that_it_was_not_trained_on(self, shipped: Shipped) -> None:
+        model = AutoModelForCausalLM.from_pretrained(shipped.folder)
+        renderer = create_renderer(
+            AutoTokenizer.from_pretrained(shipped.folder), Qwen3RendererConfig()
+        )
+        rng = random.Random(1234)
+        batch = [encode(load_expert(shipped.expert)(rng), renderer) for _ in range(16)]
+        with torch.no_grad():
+            assert _loss(model, batch, with_beginning=True).item() < 0.15
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}

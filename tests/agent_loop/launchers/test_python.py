@@ -104,6 +104,23 @@ def test_missing_module_is_refused_before_anything_starts() -> None:
         PythonLauncher(PythonConfig(target="no_such_package.agent:run"))
 
 
+async def test_function_in_a_file_can_import_the_modules_beside_it(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    (tmp_path / "neighbour.py").write_text("REWARD = 0.25")
+    agent = tmp_path / "my_agent.py"
+    agent.write_text("from neighbour import REWARD\ndef run(call): return REWARD")
+    started = PythonLauncher(PythonConfig(target=f"{agent}:run"))
+    result = await started.run(make_trial())
+    await started.close()
+    assert (result.end, result.reward) == (AgentEnd.EXITED, 0.25)
+
+
+def test_missing_file_is_refused_with_its_full_path() -> None:
+    with pytest.raises(ConfigurationError, match=r"there is no file '/.*/examples/agnet\.py'"):
+        PythonLauncher(PythonConfig(target="examples/agnet.py:run"))
+
+
 def _trial(root: Path, number: int, seed: int = 0) -> Trial:
     directory = root / str(number)
     directory.mkdir()
