@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agent_loop.launchers.registry import AgentConfig
+from agent_loop.processes.functions import source_file
 from agent_loop.rewards.registry import RewardsConfig
 from agent_loop.trial_config import TrialConfig
 from proxy import wall
@@ -31,13 +31,13 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     @property
     def private_files(self) -> list[Path]:
         """The verifier's and the grader's own files, unless the agent is one of them."""
-        own = [] if self.verifier is None else list(_files(self.verifier.argv))
+        own: list[Path | None] = [] if self.verifier is None else list(_files(self.verifier.argv))
         if self.grader is not None:
-            own += _module_file(self.grader.target)
-        shared = [] if self.command is None else list(_files(self.command.argv))
+            own.append(source_file(self.grader.target))
+        shared: list[Path | None] = [] if self.command is None else list(_files(self.command.argv))
         if self.python is not None:
-            shared += _module_file(self.python.target)
-        return [path for path in own if path not in shared]
+            shared.append(source_file(self.python.target))
+        return [path for path in own if path is not None and path not in shared]
 
     def check_sandbox(self) -> None:
         """
@@ -69,8 +69,3 @@ def _files(argv: Sequence[str]) -> Iterator[Path]:
 def _is_script(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(2) == b"#!"
-
-
-def _module_file(target: str) -> list[Path]:
-    found = importlib.util.find_spec(target.partition(":")[0])
-    return [] if found is None or found.origin is None else [Path(found.origin)]

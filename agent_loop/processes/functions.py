@@ -36,24 +36,32 @@ def function_host(argument: type, target: str, pass_env: Sequence[str] = ()) -> 
     return ProcessHost(server, (argument_name, target), inherited_environment(pass_env))
 
 
-def _check_exists(target: str) -> None:
+def source_file(target: str) -> Path | None:
+    """The file of the function's module; None if there is no such file."""
     module = target.rpartition(":")[0]
     if module.endswith(".py"):
-        if not Path(module).is_file():
-            raise ConfigurationError(
-                f"{target!r}: there is no file {str(Path(module).absolute())!r}; give its path "
-                "from the folder in which this program is started"
-            )
-        return
+        file = Path(module).absolute()
+        return file if file.is_file() else None
     try:
-        found = importlib.util.find_spec(module) is not None
+        found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        found = False
-    if not found:
+        return None
+    return None if found is None or found.origin is None else Path(found.origin)
+
+
+def _check_exists(target: str) -> None:
+    if source_file(target) is not None:
+        return
+    module = target.rpartition(":")[0]
+    if module.endswith(".py"):
         raise ConfigurationError(
-            f"{target!r}: there is no module {module!r} on Python's path; install it, start from "
-            "the folder that contains it, or give its file: path/to/file.py:function"
+            f"{target!r}: there is no file {str(Path(module).absolute())!r}; give its path from "
+            "the folder in which this program is started"
         )
+    raise ConfigurationError(
+        f"{target!r}: there is no module {module!r} on Python's path; install it, start from the "
+        "folder that contains it, or give its file: path/to/file.py:function"
+    )
 
 
 def returned(ended: Ended, result: Path, target: str, key: str) -> Graded:

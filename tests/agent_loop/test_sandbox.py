@@ -112,3 +112,15 @@ def test_machine_without_namespaces_is_refused_with_a_remedy(
     with pytest.raises(ConfigurationError, match=r"not permitted.*remote_agent\.sandbox=off"):
         RemoteAgentConfig.model_validate(agent).check_sandbox()
     RemoteAgentConfig.model_validate(agent | {"sandbox": "off"}).check_sandbox()
+
+
+def test_grader_in_a_file_is_private_and_the_agents_own_file_is_not(tmp_path: Path) -> None:
+    for name in ("agent.py", "verify.py"):
+        (tmp_path / name).touch()
+    config = RemoteAgentConfig.model_validate(
+        {
+            "python": {"target": f"{tmp_path}/agent.py:run"},
+            "grader": {"target": f"{tmp_path}/verify.py:grade"},
+        }
+    )
+    assert config.private_files == [tmp_path / "verify.py"]
