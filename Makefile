@@ -19,7 +19,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(call find_python,python3.12)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup reference harbor agents tools images locks starter train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference harbor agents tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -43,8 +43,14 @@ $(VENV)/.reference: $(VENV)/.ready
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata
 	touch $@
 
-starter: setup ## make the quickstart's small model, which the repository contains, again from its recipe
+starter: setup ## make the examples' small models, which the repository contains, from their recipes
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
+	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
+
+dist: setup ## build the wheel in dist/
+	rm -rf build dist
+	$(BIN)/uv build -q --wheel
+	@ls dist/*.whl
 
 harbor: $(HARBOR)/.ready ## install Harbor and harbor-server in .harbor/ (Python 3.12)
 
@@ -89,11 +95,9 @@ train: setup ## the quickstart: a tool-using agent learns on this machine, in mi
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
 
 train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor trials, each in its own sandbox
-	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out .cache/starter/mini_swe_agent
 	examples/harbor/train.sh $(ARGS)
 
 train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve shell tasks
-	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out .cache/starter/mini_swe_agent
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
 # Without Python 3.12, tests with real Harbor trials are skipped. Without npm, tests with third-party
@@ -217,4 +221,4 @@ bench-weight-sync: setup ## how long a weight update pauses an engine
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
 
 clean: ## remove everything that make installed or built
-	rm -rf $(VENV) $(HARBOR) .cache .agents build *.egg-info
+	rm -rf $(VENV) $(HARBOR) .cache .agents build dist *.egg-info

@@ -1,5 +1,6 @@
 """`agentic-train`: starts a run from a configuration, continues a run, or writes its report.
 
+    agentic-train init DIR [--agent NAME]         write a project to train (init --help)
     agentic-train --config FILE [key=value …]     train; a later --config overrides an earlier one
     agentic-train --config FILE --check           check and print the resolved configuration
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
@@ -22,7 +23,12 @@ from pathlib import Path
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["init"]:
+        from trainer import init_project
+
+        return init_project.main(words[1:])
+    arguments = _parser().parse_args(words)
     try:
         from trainer.commands import Command, run
 
@@ -63,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--state-dir", type=Path, default=Path("runs/swarm"), help="folder of the swarm server"
     )
-    parser.add_argument("words", nargs="*", metavar="[resume RUN | report RUN] [key=value …]")
+    parser.add_argument("words", nargs="*", metavar="[COMMAND …] [key=value …]")
     return parser
 
 

@@ -1,4 +1,7 @@
-"""The verifier: exit code 0 if the folder has the right outcome and the agent submitted, else 1."""
+"""The verifier: exit code 0 if the folder has the right outcome, else 1.
+
+With the argument `submitted`, mini-swe-agent must also have submitted its work.
+"""
 
 import json
 import os
@@ -11,8 +14,9 @@ from shell_tasks import is_done
 def main() -> int:
     task = json.loads(Path(os.environ["TASK_FILE"]).read_text())
     done = is_done(Path.cwd(), task["kind"], task["source"], task["target"])
-    print(f"done: {done}, ended: {exit_status()!r}")
-    return 0 if done and exit_status() == "Submitted" else 1
+    submitted = "submitted" not in sys.argv[1:] or exit_status() == "Submitted"
+    print(f"done: {done}, submitted: {submitted}")
+    return 0 if done and submitted else 1
 
 
 def exit_status() -> str:

@@ -75,7 +75,7 @@ def test_real_agent_sends_what_the_expert_writes(tmp_path: Path) -> None:
         ("tool", observation(total)),
     ]
     env = {"TASK_FILE": str(trial / "task.json"), "TRIAL_DIR": str(trial)}
-    verdict = [sys.executable, str(FOLDER / "verify.py")]
+    verdict = [sys.executable, str(FOLDER / "verify.py"), "submitted"]
     assert subprocess.run(verdict, cwd=work, env=env, check=False).returncode == 0
     (work / "jade.txt").write_text("0")
     assert subprocess.run(verdict, cwd=work, env=env, check=False).returncode == 1

@@ -33,6 +33,11 @@ class Shipped:
 
 SHIPPED = {
     "quickstart": Shipped(EXAMPLES / "quickstart/model", "examples.quickstart.expert:transcript"),
+    "mini_swe_agent": Shipped(
+        EXAMPLES / "mini_swe_agent/model",
+        "examples.mini_swe_agent.expert:transcript",
+        ("--epochs", "4"),
+    ),
 }
 
 
