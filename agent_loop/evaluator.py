@@ -100,6 +100,11 @@ class Evaluator:
         self._concurrency = concurrency
         self._seed = seed
 
+    @property
+    def trials(self) -> int:
+        """Number of trials of an evaluation."""
+        return len(self._tasks) * self._config.repeats
+
     async def evaluate(self, version: int) -> EvalReport:
         """Runs every task `repeats` times, with the same seeds in each evaluation. Training may
         continue at the same time."""

@@ -63,13 +63,16 @@ class RemoteAgentLoop:
         sampling: SamplingConfig | None = None,
         recording: RecordingConfig | None = None,
         hidden: Sequence[Path] = (),
+        on_rollout: Callable[[Rollout], None] = lambda _: None,
     ) -> None:
         """`hidden`: files and folders that are empty for local agents, in addition to `trials_dir`
-        (in which an agent sees its own trial's directory only)."""
+        (in which an agent sees its own trial's directory only). `on_rollout` is called with each
+        rollout before it is returned."""
         self.proxy = proxy
         self.launcher = launcher
         self.rewards = rewards
         self.trials_dir = trials_dir
+        self.on_rollout = on_rollout
         self.trial = trial or TrialConfig()
         self.sampling = sampling or SamplingConfig()
         self.recording = recording or RecordingConfig()
@@ -90,6 +93,7 @@ class RemoteAgentLoop:
             attempt = Attempt(trial_id, task, kind, seed, version, logs, failures)
             rollout = await _TrialRun(self, attempt).run()
             if rollout.status is not RolloutStatus.FAILED or failures == self.trial.max_retries:
+                self.on_rollout(rollout)
                 return rollout
             await asyncio.sleep(self.trial.retry_base_delay * 2**failures)
             failures += 1

@@ -14,7 +14,7 @@ import orjson
 
 from agent_loop.evaluator import Evaluator
 from agent_loop.launchers.protocol import Launcher
-from agent_loop.records import Task
+from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.swarm.launcher import SwarmLauncher
@@ -48,8 +48,13 @@ class RunParts:
     probe: Ids
     """The text, as token ids, on which trainer and engines are compared."""
 
-    def loop(self, folder: RunFolder, proxy: ProxyClient) -> RemoteAgentLoop:
-        """The loop that runs single trials."""
+    def loop(
+        self,
+        folder: RunFolder,
+        proxy: ProxyClient,
+        on_rollout: Callable[[Rollout], None] = lambda _: None,
+    ) -> RemoteAgentLoop:
+        """The loop that runs single trials; it calls `on_rollout` with each rollout."""
         data, agent = self.config.data, self.config.remote_agent
         return RemoteAgentLoop(
             proxy,
@@ -64,7 +69,15 @@ class RunParts:
                 *(*data.train_files, *data.val_files, *data.harbor_roots),
                 *agent.private_files,
             ],
+            on_rollout=on_rollout,
         )
+
+    @property
+    def trials_per_step(self) -> int:
+        """Number of trials of a step; 0 if trials also run between the steps."""
+        rollout = self.config.rollout
+        alternates = self.config.trainer.mode == "colocated" and self.config.swarm is None
+        return rollout.groups_per_step * rollout.group_size if alternates else 0
 
     def evaluator(self, loop: RemoteAgentLoop) -> Evaluator | None:
         """The evaluator; None if there are no held-out tasks."""
@@ -142,7 +155,7 @@ async def open_fit(
         log.progress.phase(state.step, "starting the engine and the proxy")
         around = RunServices(config, folder, control, cluster, rank_zero, say)
         async with around.running() as services:
-            loop = parts.loop(folder, services.proxy)
+            loop = parts.loop(folder, services.proxy, log.trial_ended)
             producer, evaluator = make_producer(loop), parts.evaluator(loop)
             fit = Fit(
                 config.trainer,
@@ -154,6 +167,7 @@ async def open_fit(
                 checkpoints,
                 log,
                 control,
+                trials_per_step=parts.trials_per_step,
             )
             fit.resume_from(state)
             try:

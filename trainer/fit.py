@@ -101,6 +101,11 @@ class Producer(Protocol):
 class Evaluates(Protocol):
     """Implementation: `agent_loop.evaluator.Evaluator`."""
 
+    @property
+    def trials(self) -> int:
+        """Number of trials of an evaluation."""
+        ...
+
     async def evaluate(self, version: int) -> EvalReport: ...
 
 
@@ -122,6 +127,8 @@ class Fit:
     checkpoints: Checkpoints
     log: RunLog
     control: RunControl
+    trials_per_step: int = 0
+    """Number of trials of a step, for the progress line; 0 if they also run between steps."""
     step: int = 0
     """Number of steps that count."""
     version: int = 0
@@ -173,7 +180,7 @@ class Fit:
 
     async def _step(self) -> None:
         clock, log = _Clock(), self.log
-        log.progress.phase(self.step + 1, "sampling")
+        log.progress.phase(self.step + 1, "sampling", self.trials_per_step)
         groups = await self.control.wait_for(self.producer.next_batch(self.version))
         metrics = rollout_metrics(groups, success_at=self.evals.success_at)
         clock.lap("sample")
@@ -230,7 +237,7 @@ class Fit:
         """Evaluates; returns the success rate, or None without held-out tasks."""
         if self.evaluator is None:
             return None
-        self.log.progress.phase(self.step, f"evaluation {name}")
+        self.log.progress.phase(self.step, f"evaluation {name}", self.evaluator.trials)
         report = await self.control.wait_for(self.evaluator.evaluate(self.version))
         self.log.evaluation(self.step, name, report)
         return report.overall.success

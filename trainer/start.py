@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from transformers.utils.logging import disable_progress_bar
 
 from proxy.secrecy import hide_memory
 from trainer import main_colocated, main_separate, main_swarm
@@ -136,14 +137,18 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     config, control = parts.config, RunControl()
     if config.engine.weight_transfer != "ipc":  # whose engines open this process's GPU memory
         hide_memory()
+    disable_progress_bar()  # of checkpoints that are loaded; the run's own progress is shown
     log = RunLog(
         config.logging,
         folder,
         steps=config.trainer.steps,
         resolved=config.model_dump(mode="json"),
         saved_step=saved.step if saved else 0,
+        success_at=config.eval.success_at,
     )
-    log.progress.say(f"{dump(config)}run folder: {folder.path}")
+    log.progress.say(
+        f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"
+    )
     for note in notes:
         log.progress.say(note)
     if saved is not None:

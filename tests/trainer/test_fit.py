@@ -285,6 +285,8 @@ class ScriptedEvaluator:
     def __init__(self, *rates: float) -> None:
         self._rates = list(rates)
 
+    trials = 1
+
     async def evaluate(self, version: int) -> EvalReport:
         success = self._rates.pop(0)
         score = Score(success, (0.0, 1.0), success, {1: success}, 1, 1, 0, 1.0)

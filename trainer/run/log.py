@@ -53,12 +53,14 @@ class RunLog:
         steps: int,
         resolved: Mapping[str, Any] = MappingProxyType({}),
         saved_step: int = 0,
+        success_at: float = 1.0,
     ) -> None:
         """`steps` is the number of steps of the run. `resolved` is its whole configuration, for the
         services that it is logged to. `saved_step` is the step of the checkpoint that the run
-        continues."""
+        continues. A trial whose reward is at least `success_at` is a success."""
         self.folder = folder
         self.saved_step = saved_step
+        self._success_at = success_at
         self.summary: dict[str, Any] = folder.read_summary()
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
         self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked, dict(resolved)))
@@ -84,6 +86,11 @@ class RunLog:
         self._log_trials(step, "train", rollouts)
         self.progress.step(step, metrics)
         self._summarise(steps=step)
+
+    def trial_ended(self, rollout: Rollout) -> None:
+        """Shows in the progress line that a trial has ended."""
+        success = rollout.reward is not None and rollout.reward >= self._success_at
+        self.progress.trial(success=success, tokens=int(rollout.metrics.get("sampled_tokens", 0)))
 
     def evaluation(self, step: int, name: str, report: EvalReport) -> None:
         """`name` is `before`, `after`, or the step of a scheduled evaluation."""

@@ -13,7 +13,6 @@ from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
 from trainer.run.log import LoggingConfig, RunLog
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, TensorBoardSink, WandbSink
-from trainer.run.progress import Progress
 
 
 def test_metrics_of_a_step_are_one_line_of_valid_json(tmp_path: Path) -> None:
@@ -119,28 +118,3 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert b"reward/mean" in content
     assert b"0.15625" in content
     assert b"group_size" in content
-
-
-def test_plain_progress_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("plain", steps=20)
-    progress.phase(3, "sampling")
-    progress.step(3, {"reward/mean": 0.25, "mismatch/logp_abs_mean": 4e-7, "other": 1.0})
-    progress.close()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "step  3/20" in line
-    assert "reward 0.250" in line
-    assert "mismatch 4.0e-07" in line
-
-
-def test_terminal_shows_the_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("rich", steps=20)
-    progress.phase(3, "sampling")
-    progress.say("a line")
-    progress.close()
-    assert "a line" in capsys.readouterr().out
-
-
-def test_progress_none_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("none", steps=1)
-    progress.step(1, {"reward/mean": 1.0})
-    assert capsys.readouterr().out == ""
