@@ -25,6 +25,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
@@ -35,7 +36,7 @@ from proxy.errors import HeldElsewhere, ProxyError, StoreError
 from proxy.http_request import read_body
 from proxy.records import TurnStatus
 from proxy.serving.sessions import LiveSession
-from proxy.store.protocol import Store
+from proxy.store.protocol import DeliveryMark, Store
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Ownership:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._closing: set[asyncio.Task[None]] = set()
+        self._stopped = False
 
     async def settle(self, live: LiveSession) -> None:
         """Updates the tree from the store if necessary. Call it while placing.
@@ -104,50 +106,67 @@ class Ownership:
         live.unheld = known
 
     async def close(self, live: LiveSession, indexes: Iterable[int]) -> None:
-        """Closes turns as CUT whose call ended without recording their answers, because the store
-        or the call failed. Their intents may not have been recorded either.
+        """Closes turns whose call ended without knowing that their answers are recorded, because
+        the store or the call failed: see `_close_one`.
 
-        Returns after the first attempt. Further attempts follow while the store fails.
+        Returns after the first attempt. Further attempts follow until all turns are closed.
         """
-        closed = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._close(live, list(indexes), closed))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        live.closing.add(task)
-        task.add_done_callback(live.closing.discard)
-        await asyncio.wait([closed])
+        closing = _Closing(live, list(indexes), asyncio.get_running_loop().create_future())
+        self._try_to_close(closing)
+        await asyncio.wait([closing.tried])
 
     async def stop(self) -> None:
         """Ends the attempts to close turns. Turns that are still open become CUT when this process
         has ended."""
+        self._stopped = True
         for task in list(self._closing):
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _close(self, live: LiveSession, left: list[int], tried: asyncio.Future[None]) -> None:
+    def _try_to_close(self, closing: _Closing) -> None:
+        task = asyncio.create_task(self._close(closing))
+        for tasks in (self._closing, closing.live.closing):
+            tasks.add(task)
+        task.add_done_callback(partial(self._attempted, closing))
+
+    def _attempted(self, closing: _Closing, task: asyncio.Task[None]) -> None:
+        """Begins another attempt if this one was ended by an error of any kind."""
+        for tasks in (self._closing, closing.live.closing):
+            tasks.discard(task)
+        if not closing.tried.done():
+            closing.tried.set_result(None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("turn %d is still open: %s", closing.left[0], error)
+        if closing.left and not self._stopped:
+            closing.attempts += 1
+            self._try_to_close(closing)
+
+    async def _close(self, closing: _Closing) -> None:
+        live = closing.live
         live.stale = True
-        delays_s = iter(CLOSE_DELAYS_S)
-        delay_s = 0.0
-        try:
-            while left:
-                await asyncio.sleep(delay_s)
-                delay_s = next(delays_s, CLOSE_DELAYS_S[-1])
-                try:
-                    await self._store.cut_own_turn(live.session.session_id, left[0])
-                except StoreError as error:
-                    _log.warning("turn %d is still open: %s", left[0], error.message)
-                    _done(tried)
-                else:
-                    live.own.discard(left.pop(0))
-                    delay_s = 0.0
-                    live.stale = True
-        finally:
-            _done(tried)
+        if closing.attempts:
+            await asyncio.sleep(CLOSE_DELAYS_S[min(closing.attempts, len(CLOSE_DELAYS_S)) - 1])
+        while closing.left:
+            await self._close_one(live.session.session_id, closing.left[0])
+            live.own.discard(closing.left.pop(0))
+            live.stale = True
+
+    async def _close_one(self, session_id: str, index: int) -> None:
+        """Makes an open turn CUT. An answer that was recorded although its call failed did not
+        arrive: no watcher of the call got it."""
+        if not await self._store.cut_own_turn(session_id, index):
+            await self._store.mark_deliveries([DeliveryMark(session_id, index, arrived=False)])
 
 
-def _done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+@dataclass(slots=True)
+class _Closing:
+    """Turns that are being closed."""
+
+    live: LiveSession
+    left: list[int]
+    tried: asyncio.Future[None]
+    """Done after the first attempt."""
+    attempts: int = 0
 
 
 async def serve_or_forward(

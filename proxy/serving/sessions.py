@@ -197,6 +197,8 @@ class Sessions:
     def _loaded(self, session_id: str, loading: asyncio.Future[LiveSession]) -> None:
         if self._loading.get(session_id) is loading:
             del self._loading[session_id]
+        if not loading.cancelled():
+            loading.exception()  # marks it as retrieved, because all waiting requests may have left
 
     @property
     def in_memory(self) -> list[LiveSession]:

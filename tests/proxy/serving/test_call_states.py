@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -21,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from proxy.config import SessionsConfig
 from proxy.conversation.messages import Conversation, Message, load_answer
-from proxy.errors import ProxyError
+from proxy.errors import ProxyError, StoreError
 from proxy.metrics import Metrics
 from proxy.profiles import Profiles
 from proxy.records import Turn, TurnStatus
@@ -34,6 +35,7 @@ from proxy.serving.call import Backend
 from proxy.serving.calls import Calls
 from proxy.serving.ownership import Ownership
 from proxy.serving.sessions import LiveSession, Sessions
+from proxy.store.protocol import Undelivered
 from proxy.store.sqlite import SqliteStore
 from proxy.token_tree import TokenTree
 from proxy.wire.dialect import Call, Options
@@ -232,6 +234,7 @@ class CallMachine(RuleBasedStateMachine):
         await self.process.ownership.stop()
         for process in self.old:
             process.deliveries._pending.clear()
+            await process.ownership.stop()
         while left := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in left:
                 task.cancel()
@@ -259,6 +262,87 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(arrived_answers, "RETRY_DELAY_S", 0.0)
     monkeypatch.setattr(ownership, "CLOSE_DELAYS_S", (0.0,))
     yield
+
+
+class Scene:
+    """One process on a store of its own, and a session."""
+
+    def __init__(self, process: Process, key: str) -> None:
+        self.process = process
+        self.key = key
+
+    async def ask(self, *, retry: bool = False) -> list[str]:
+        """The texts that a request gets. Raises the error that it gets instead."""
+        live = await self.process.sessions.authorise(self.key, None)
+        request = Call("m", Conversation([Message("user", "One?")]), Options())
+        call = await self.process.calls.open(live, request, Caller("chat", 0.0, is_retry=retry))
+        with call.watched() as watcher:
+            texts = [outcome.message.text for outcome in await watcher.outcomes()]
+            watcher.arrived = True
+            return texts
+
+    async def settled(self) -> LiveSession:
+        """The session, when it has no turn of its own left."""
+        live = await self.process.sessions.get("t")
+        while live.own:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return live
+
+
+@pytest.fixture
+async def scene(
+    rendering: Rendering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Scene]:
+    with quick_retries(monkeypatch):
+        process = Process(tmp_path / "s.sqlite", rendering)
+        _, key = await process.sessions.create("t")
+        yield Scene(process, key)
+        await process.deliveries.close()
+        await process.ownership.stop()
+        await process.store.close()
+
+
+@pytest.mark.parametrize("error", [StoreError("no reply"), CrashError(), asyncio.CancelledError()])
+async def test_answer_recorded_by_a_write_that_seems_to_fail_is_replayed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    commit_turn = scene.process.store.commit_turn
+
+    async def commit_and_fail(turn: Turn) -> None:
+        await commit_turn(turn)
+        raise error
+
+    monkeypatch.setattr(scene.process.store, "commit_turn", commit_and_fail)
+    with pytest.raises((ProxyError, CrashError)):
+        await scene.ask()
+    await scene.settled()
+    assert await scene.process.store.undelivered("t") == Undelivered(lost=frozenset({0}))
+
+    monkeypatch.undo()
+    (recorded,) = await scene.process.store.get_turns("t")
+    assert await scene.ask() == [load_answer(recorded.answer).text]
+    assert await scene.ask() != [load_answer(recorded.answer).text]
+
+
+@pytest.mark.parametrize("error", [StoreError("no reply"), CrashError(), asyncio.CancelledError()])
+async def test_closing_a_turn_is_tried_again_after_any_error(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    cut_own_turn, errors = scene.process.store.cut_own_turn, [error, error]
+
+    async def fail_twice(session_id: str, index: int) -> bool:
+        if errors:
+            raise errors.pop()
+        return await cut_own_turn(session_id, index)
+
+    monkeypatch.setattr(scene.process.store, "cut_own_turn", fail_twice)
+    monkeypatch.setattr(scene.process.store, "commit_turn", AsyncMock(side_effect=StoreError("no")))
+    with pytest.raises(StoreError):
+        await scene.ask()
+    await scene.settled()
+    (turn,) = await scene.process.store.get_turns("t")
+    assert turn.status is TurnStatus.CUT
+    assert not errors
 
 
 def test_no_turn_stays_open_or_is_lost_if_any_await_fails(
