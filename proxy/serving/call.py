@@ -15,8 +15,8 @@ BEGUN       every answer has a turn that is OPEN; nothing is sampled. → SAMPLI
 SAMPLING    → RECORDING  every answer is sampled to its end; or the engine fails or the call is
                          aborted, and incomplete answers become CUT.
 RECORDING   cannot be aborted.
-            → ENDED      every turn is DONE or CUT in the store; if recording fails, `Ownership.close`
-                         closes the turns, or marks recorded answers as not arrived.
+            → ENDED      every turn is DONE or CUT in the store. If recording fails, turns are
+                         closed, or their answers marked as not arrived (`Ownership.close`).
 ENDED       watchers get the answers or the error. When the answer has arrived at one of them, or
             the last one has left, the call is settled: `arrived_answers` records which it was.
 
