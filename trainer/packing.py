@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from proxy.records import Ids
 from trainer.batch import Batch
@@ -34,7 +33,7 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which of the `T` tokens of a micro-batch attend to which.
+    """Which of the `T` tokens of a micro-batch attend to which: a forest of paths.
 
     Example: [5 6 7] and [5 6 8 9] with their prefix shared, laid out as 5 6 7 8 9:
         ends = [5 5 3 5 5]     longest = 4
@@ -59,14 +58,47 @@ class Layout:
         return tuple(zip(starts[:-1], starts[1:], ends, strict=True))
 
     @functools.cached_property
-    def block_mask(self) -> BlockMask:
-        """The layout as a mask for FlexAttention."""
-        ends, tokens = self.ends, len(self.ends)
+    def parents(self) -> Tensor:
+        """`[T]` int64: the token before each token on its path; -1 at the start of a path."""
+        parents = torch.arange(-1, len(self.ends) - 1)
+        for run, parent in zip(self.runs, self.parent_runs, strict=True):
+            parents[run[0]] = -1 if parent is None else self.runs[parent][1] - 1
+        return parents.to(self.ends.device)
 
-        def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q < ends[k])
+    @functools.cached_property
+    def parent_runs(self) -> tuple[int | None, ...]:
+        """The run that each run continues; None at the start of a path."""
+        parents: list[int | None] = []
+        open_runs: list[int] = []
+        for number, (start, _, _) in enumerate(self.runs):
+            while open_runs and self.runs[open_runs[-1]][2] <= start:
+                open_runs.pop()
+            parents.append(open_runs[-1] if open_runs else None)
+            open_runs.append(number)
+        return tuple(parents)
 
-        return create_block_mask(sees, None, None, tokens, tokens, ends.device.type)
+    @functools.cached_property
+    def depths(self) -> Tensor:
+        """`[T]` int64: number of tokens before each token on its path."""
+        depths = torch.empty(len(self.ends), dtype=torch.int64)
+        for (start, stop, _), parent in zip(self.runs, self.parent_runs, strict=True):
+            first = 0 if parent is None else int(depths[self.runs[parent][1] - 1]) + 1
+            depths[start:stop] = torch.arange(first, first + stop - start)
+        return depths.to(self.ends.device)
+
+    def path(self, run: int) -> Tensor:
+        """Indices of the tokens before the run on its path, in order."""
+        device = self.ends.device
+        pieces = [torch.zeros(0, dtype=torch.int64, device=device)]
+        parent = self.parent_runs[run]
+        while parent is not None:
+            pieces.append(torch.arange(*self.runs[parent][:2], device=device))
+            parent = self.parent_runs[parent]
+        return torch.cat(pieces[:1] + pieces[:0:-1])
+
+    def windowed(self, window: int | None) -> int | None:
+        """The window, or None if every path fits into it."""
+        return None if window is None or window >= self.longest else window
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from trainer.models import (
 )
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
-from trainer.policy.model import ModelConfig, last_hidden
+from trainer.policy.model import ModelConfig
+from trainer.policy.scorer import last_hidden
 
 ANSWER = 6
 PROMPT = (5, 6, 7)

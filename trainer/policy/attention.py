@@ -1,10 +1,12 @@
-"""Attention over packed and prefix-shared sequences.
+"""Attention over packed and prefix-shared sequences, on CPU.
 
-Invariant: a token attends to itself and to the tokens before it on its own path, and to no others.
-A `Layout` holds the end of each token's path. On CPU the layout is cut into runs of tokens that are
-followed by the same tokens. For each run, SDPA's flash kernel is called once with a causal mask for
-the run itself, and once without a mask for all tokens that follow it. The results are merged by
-their log-sum-exps. On CUDA the same layout becomes a block mask of FlexAttention.
+Invariant: a token attends to itself and to the tokens before it on its own path (within the sliding
+window, if the layer has one), and to no others. A `Layout` holds the end of each token's path. The
+layout is cut into runs of tokens that are followed by the same tokens. For each run, SDPA's flash
+kernel is called once with a causal mask for the run itself, and once without a mask for all tokens
+that follow it. The results are merged by their log-sum-exps. Layers with a sliding window or with
+soft-capping are computed in blocks of queries instead. On CUDA the same layout becomes a block mask
+of FlexAttention (`flex.py`).
 
 Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
 """
@@ -12,21 +14,24 @@ Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
+from transformers import AttentionInterface
 
 from trainer.packing import Layout, Run
+from trainer.policy.blocks import attend_by_blocks
+from trainer.policy.flex import flex_attend
+from trainer.policy.mask import Mask
 
-_WITHOUT_EFFECT = frozenset(
-    ("position_ids", "use_cache", "cache_position", "output_attentions", "is_causal")
-)
+ATTENTION = "packed_paths"
+"""The name under which packed attention is registered with transformers."""
+_WITHOUT_EFFECT = frozenset(("position_ids", "use_cache", "cache_position", "output_attentions"))
 """Arguments that models pass to every attention and that are ignored here, because the layout is
 causal and has no cache."""
 
@@ -34,6 +39,12 @@ causal and has no cache."""
 # also return the log-sum-exp.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def use_packed_attention(model: Any) -> None:
+    """Makes the model compute its attention over packed rows."""
+    AttentionInterface.register(ATTENTION, packed_attention)
+    model.set_attn_implementation(ATTENTION)
 
 
 def packed_attention(
@@ -46,38 +57,81 @@ def packed_attention(
     layout: Layout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention for transformers' interface: `[1, H, T, D]` → `[1, T, H, D]`.
 
-    Raises ValueError for an argument that changes the result and is not supported here (attention
-    sinks, soft-capping, dropout, …), and if the model does not pass on `layout`.
+    `s_aux` `[H]` are attention sinks: a logit per head that takes a share of the probabilities and
+    adds nothing to the output (gpt-oss). Raises ValueError for an argument that changes the result
+    and is not supported here (dropout, a bias of positions, …), and if the model does not pass on
+    `layout`.
     """
     kind = type(module).__name__
     for name, given in others.items():
         absent = given is None or (isinstance(given, int | float) and given == 0)
         if name not in _WITHOUT_EFFECT and not absent:
             raise ValueError(f"{kind}: packed attention does not compute the argument {name}")
+    if is_causal is False:
+        raise ValueError(f"{kind}: packed attention is causal, but the layer is not")
     if layout is None:
         raise ValueError(f"{kind} does not pass the layout of the packed row to attention")
-    if sliding_window is not None and sliding_window < layout.longest:
-        raise ValueError(
-            f"{kind}: a sliding window of {sliding_window} tokens is shorter than"
-            f" a sequence of {layout.longest}; packed attention covers full attention only"
-        )
-    attend = _flex if query.is_cuda else attend_by_runs
-    return attend(query, key, value, layout, scaling).transpose(1, 2), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = Mask(layout, layout.windowed(sliding_window))
+    on_device = flex_attend if query.is_cuda else attend
+    out = on_device(query, key, value, mask, scale, softcap=softcap, sinks=s_aux)
+    return out.transpose(1, 2), None
 
 
-def attend_by_runs(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`[1, H, T, D]`, in the type of autocast if that is on; values may have another head size."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
+    if mask.window is not None or softcap is not None:
+        return attend_by_blocks(query, key, value, mask, scale, softcap=softcap, sinks=sinks)
+    if sinks is not None:
+        with_sink = (*_with_sink(query, key, value, sinks / scale), _after_sink(mask.layout))
+        return attend_by_runs(*with_sink, scale)[:, :, 1:]
+    return attend_by_runs(query, key, value, mask.layout, scale)
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts the sinks in front as a token with the value 0, whose product with each query is the
+    sink: one more element of the head is the sink in queries, and 1 in the key of this token."""
+    column = sinks.to(query.dtype).view(1, -1, 1, 1).expand(-1, -1, query.shape[2], -1)
+    query = pad(torch.cat([query, column], -1), (0, 0, 1, 0))
+    key = pad(key, (0, 1, 1, 0))
+    one = torch.zeros_like(key)
+    one[:, :, 0, -1] = 1
+    return query, key + one, pad(value, (0, 0, 1, 0))
+
+
+@functools.lru_cache(maxsize=2)  # the layout of the micro-batch at hand, for all of its layers
+def _after_sink(layout: Layout) -> Layout:
+    """The layout with one token in front that all others attend to."""
+    ends = pad(layout.ends + 1, (1, 0), value=len(layout.ends) + 1)
+    return Layout(ends, layout.longest + 1)
+
+
+def attend_by_runs(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float
+) -> Tensor:
+    """Attention to whole paths."""
     size, value_size = query.shape[-1], value.shape[-1]
-    scale = size**-0.5 if scale is None else scale
     if size != value_size:  # the kernel needs equal sizes; zeros do not change a product
         wide = max(size, value_size)
         query, key, value = (pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
@@ -167,16 +221,3 @@ def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_lse: Tensor) -> No
     out.mul_((logsumexp - both).exp_()[..., None])
     out.addcmul_(part.to(out.dtype), (part_lse - both).exp_()[..., None])
     logsumexp.copy_(both)
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None) -> Tensor:
-    gqa = query.shape[1] != key.shape[1]
-    out: Tensor = _compiled_flex()(
-        query, key, value, block_mask=layout.block_mask, scale=scale, enable_gqa=gqa
-    )
-    return out
-
-
-@functools.cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)

@@ -19,9 +19,10 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
-from trainer.policy.model import DTYPES, ModelConfig, blocks, last_hidden, load_model
+from trainer.policy.model import DTYPES, ModelConfig, blocks, load_model
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for
+from trainer.policy.scorer import last_hidden
 
 
 class ValueModel(nn.Module):

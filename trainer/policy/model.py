@@ -1,36 +1,25 @@
-"""Wraps a Hugging Face causal model for the trainer: packed rows in, scores of tokens out.
+"""Loads a Hugging Face causal model for the trainer.
 
-Invariant: the scores are equal to those of the model's own forward pass over each sequence alone,
-at the temperature of sampling. Models with features that packed attention or the fused output layer
-cannot reproduce (sliding windows shorter than a sequence, recurrent layers, logit soft-capping) are
-refused: see `architecture.py`.
+Invariant: a model that is loaded is computed as its own code does. What its configuration excludes
+is refused by `architecture.py`, and what its code computes differently by `proof.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.errors import ConfigError
-from trainer.packing import MicroBatch
-from trainer.policy.architecture import (
-    ATTENTION,
-    check_model,
-    check_scores,
-    check_settings,
-    without_noise,
-)
-from trainer.policy.attention import packed_attention
-from trainer.policy.token_logprobs import token_logprobs
+from trainer.policy.architecture import check_model, check_settings, without_noise
+from trainer.policy.attention import use_packed_attention
+from trainer.policy.proof import prove
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -69,39 +58,6 @@ class ModelConfig(BaseModel):
     lora: LoraSettings | None = None
 
 
-class CausalScorer(nn.Module):
-    """Computes the log-probabilities of given tokens, and the entropies of their distributions."""
-
-    def __init__(self, model: Any, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model = model
-        self.compute_dtype = compute_dtype
-
-    def forward(
-        self, micro: MicroBatch, ids: Tensor, temperature: float, *, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """`(log-probabilities, entropies)`, both `[M]`, of the tokens `ids` `[M]` as the targets of
-        the micro-batch."""
-        hidden = last_hidden(self.model.get_decoder(), micro, self.compute_dtype)
-        head: Tensor = self.model.get_output_embeddings().weight
-        rows = hidden[micro.predictors].to(self.compute_dtype)
-        return token_logprobs(rows, head, ids, temperature, entropy_grad=entropy_grad)
-
-
-def last_hidden(decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
-    """The output of the decoder, `[T, D]`, for a packed row."""
-    device = micro.ids.device.type
-    with torch.autocast(device, compute_dtype, enabled=compute_dtype != torch.float32):
-        output = decoder(
-            input_ids=micro.ids[None],
-            position_ids=micro.positions[None],
-            layout=micro.layout,
-            use_cache=False,
-        )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
-
-
 def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
     """The checkpoint at `config.path` in float32, with packed attention and without dropout.
 
@@ -109,17 +65,15 @@ def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
     forward pass cannot be reproduced exactly.
     """
     settings = without_noise(load_settings(config.path))
-    AttentionInterface.register(ATTENTION, packed_attention)
+    prove(settings, config.path)
     model = AutoModelForCausalLM.from_pretrained(
         config.path,
         config=settings,
         dtype=torch.float32 if trainable else DTYPES[config.compute_dtype],
-        attn_implementation=ATTENTION,
         local_files_only=True,
     )
     check_model(model, config.path)
-    scorer = CausalScorer(model, DTYPES["float32"])
-    check_scores(model, config.path, lambda micro, ids: scorer(micro, ids, 1.0)[0])
+    use_packed_attention(model)
     if config.gradient_checkpointing and trainable:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora is not None and trainable:
@@ -142,27 +96,6 @@ def vocabulary(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def named_hf_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """`(name, tensor)` as in a checkpoint: with merged adapters, gathered shards, and tied weights
-    only once.
-
-    Under FSDP every rank must iterate, because each tensor is gathered from all ranks.
-    """
-    adapted = {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight")
-    }
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            continue
-        tensor = _whole(parameter)
-        owner = name.removesuffix(".base_layer.weight")
-        if owner in adapted:
-            tensor = tensor + _whole(adapted[owner].get_delta_weight("default"))
-        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
-
-
 def load_settings(path: Path, key: str = "model.path") -> Any:
     """The checkpoint's `config.json`. Raises ConfigError, which names `key`, like `load_model`."""
     if not (path / "config.json").is_file():
@@ -176,12 +109,6 @@ def load_settings(path: Path, key: str = "model.path") -> Any:
     check_settings(settings, path, key)
     _check_tokenizer(path, key, settings.get_text_config().vocab_size)
     return settings
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all ranks if it is sharded."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_tokenizer(path: Path, key: str, vocabulary: int) -> None:

@@ -22,17 +22,17 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, pack
+from trainer.policy.export import checkpoint_tensors
 from trainer.policy.model import (
     DTYPES,
-    CausalScorer,
     ModelConfig,
     blocks,
     context_tokens,
     load_model,
-    named_hf_parameters,
     vocabulary,
 )
 from trainer.policy.parallel import Ranks
+from trainer.policy.scorer import CausalScorer
 
 CPU_FILL_TOKENS = 4096
 """Number of tokens up to which a CPU combines sequences into a pass. Products that fit into the
@@ -142,8 +142,9 @@ class Policy:
         self.stepper.load_state_dict(state)
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` as in a Hugging Face checkpoint; tied weights appear once."""
-        return named_hf_parameters(self.model)
+        """`(name, tensor)` as in the checkpoint at `config.path`: weights and buffers, under its
+        names; tied weights appear once."""
+        return checkpoint_tensors(self.model)
 
     def adapters_off(self) -> AbstractContextManager[Any]:
         """A context in which the LoRA adapters are off, so that the policy has its initial weights.

@@ -6,13 +6,22 @@ import pytest
 import torch
 
 from trainer.policy import token_logprobs as module
-from trainer.policy.token_logprobs import token_logprobs
+from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 
 
 @pytest.mark.parametrize("chunk_logits", [1 << 24, 150], ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("scale", "softcap", "with_bias"),
+    [(1.0, None, False), (0.25, None, True), (1.0, 3.0, False), (2.0, 3.0, True)],
+)
 def test_values_and_gradients_equal_those_of_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, chunk_logits: int, temperature: float
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_logits: int,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    with_bias: bool,
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_LOGITS", chunk_logits)
     generator = torch.Generator().manual_seed(0)
@@ -23,13 +32,19 @@ def test_values_and_gradients_equal_those_of_log_softmax(
     ids = torch.randint(0, 40, (11,), generator=generator)
     a, b = torch.randn(2, 11, generator=generator)
 
-    whole = (hidden @ weight.T / temperature).log_softmax(-1)
+    bias = torch.randn(40, generator=generator).requires_grad_()
+    trained = (hidden, weight, bias) if with_bias else (hidden, weight)
+    logits = (hidden @ weight.T + (bias if with_bias else 0)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    whole = (logits / temperature).log_softmax(-1)
     expected = whole.gather(1, ids[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
-    got = token_logprobs(hidden, weight, ids, temperature, entropy_grad=True)
+    head = OutputLayer(weight, bias if with_bias else None, scale, softcap)
+    got = token_logprobs(hidden, head, ids, temperature, entropy_grad=True)
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
     gradients = [
-        torch.autograd.grad((logp * a + entropy * b).sum(), (hidden, weight))
+        torch.autograd.grad((logp * a + entropy * b).sum(), trained)
         for logp, entropy in (got, expected)
     ]
     for mine, theirs in zip(*gradients, strict=True):
@@ -38,6 +53,8 @@ def test_values_and_gradients_equal_those_of_log_softmax(
 
 def test_entropy_has_no_gradient_without_a_bonus() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
-    logp, entropy = token_logprobs(hidden, torch.randn(9, 4), torch.tensor([1, 2, 3]), 1.0)
+    logp, entropy = token_logprobs(
+        hidden, OutputLayer(torch.randn(9, 4)), torch.tensor([1, 2, 3]), 1.0
+    )
     assert logp.requires_grad
     assert not entropy.requires_grad

@@ -1,0 +1,61 @@
+"""What is exported has the names, shapes and values of the source checkpoint, buffers included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tests.trainer.policy.test_policy import make_policy
+from trainer.policy.proof import randomize
+from trainer.policy.shrink import shrunk
+
+
+def saved(path: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Writes a small random checkpoint under the published names; returns its tensors."""
+    settings = shrunk(CONFIG_MAPPING[kind]())
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings)
+    randomize(model)
+    model.save_pretrained(path)
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3_moe", "model.layers.0.mlp.experts.7.down_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.0.w1.weight"),
+        ("deepseek_v3", "model.layers.3.mlp.gate.e_score_correction_bias"),
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("minimax_m2", "model.layers.0.block_sparse_moe.e_score_correction_bias"),
+        ("gemma4_text", "model.layers.0.layer_scalar"),
+    ],
+)
+def test_exported_tensors_are_those_of_the_source_checkpoint(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    source = saved(tmp_path, kind)
+    assert name in source
+    exported = dict(make_policy(tmp_path).named_hf_parameters())
+    assert exported.keys() == source.keys()
+    for key, tensor in source.items():
+        torch.testing.assert_close(exported[key], tensor, msg=key)
+
+
+def test_merged_adapters_have_the_names_of_the_source_checkpoint(tmp_path: Path) -> None:
+    source = saved(tmp_path, "qwen3_moe")
+    lora: dict[str, Any] = {"rank": 2, "target_modules": ("q_proj", "o_proj")}
+    policy = make_policy(tmp_path, lora=lora)
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if ".lora_" in name:
+                weight.fill_(0.1)
+    exported = dict(policy.named_hf_parameters())
+    assert exported.keys() == source.keys()
+    changed = {key for key, tensor in source.items() if not torch.equal(exported[key], tensor)}
+    assert {key.split(".")[-2] for key in changed} == {"q_proj", "o_proj"}

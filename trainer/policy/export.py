@@ -1,0 +1,77 @@
+"""The tensors of a model in training, as they stand in its checkpoint.
+
+Invariant: what is exported or sent to engines has the names and shapes of the source checkpoint,
+and holds everything that training can change or that the forward pass reads: weights and persistent
+buffers (`e_score_correction_bias` of DeepSeek-V3, `layer_scalar` of Gemma 4).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+_LAYER = re.compile(r".*\.layers\.\d+\.")
+
+
+@torch.no_grad()
+def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """`(name, tensor)` as in the checkpoint: with merged adapters, gathered shards, experts one by
+    one, and tied weights only once.
+
+    transformers renames and fuses weights when it loads a checkpoint; this is reverted layer by
+    layer, because a fused weight and its parts belong to one layer. Under FSDP every rank must
+    iterate, because each tensor is gathered from all ranks.
+    """
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for _, group in groupby(_merged(model), key=lambda each: _layer_of(each[0])):
+        yield from revert_weight_conversion(plain, dict(group)).items()
+
+
+def _layer_of(name: str) -> str:
+    layer = _LAYER.match(name)
+    return layer.group() if layer else name
+
+
+def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Weights and persistent buffers under transformers' names, each layer's one after another."""
+    adapted = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    for name, tensor in _saved(model):
+        if ".lora_" in name:
+            continue
+        whole = _whole(tensor)
+        owner = name.removesuffix(".base_layer.weight")
+        if owner in adapted:
+            whole = whole + _whole(adapted[owner].get_delta_weight("default"))
+        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), whole
+
+
+def _saved(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and persistent buffer once, in the order of the modules."""
+    seen: set[Tensor] = set()
+    for prefix, module in model.named_modules():
+        buffers = (
+            (name, buffer)
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        )
+        for name, tensor in (*module.named_parameters(recurse=False), *buffers):
+            if tensor not in seen:
+                seen.add(tensor)
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered from all ranks if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

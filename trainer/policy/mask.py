@@ -1,0 +1,79 @@
+"""The mask of an attention layer over a packed row.
+
+Invariant: token `q` sees token `k` exactly if `k` is `q` or before it on its path, and fewer than
+`window` tokens before it.
+
+Shapes: `T` tokens of a micro-batch, `N` blocks of `BLOCK` tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from trainer.packing import Layout
+
+BLOCK = 128
+"""Tokens of a block of FlexAttention's mask, its default."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Example: Mask(layout, window=512)"""
+
+    layout: Layout
+    window: int | None = None
+    """Number of tokens that a token sees, itself included; None: its whole path."""
+
+
+@functools.lru_cache(maxsize=4)  # one per window, for all layers of the micro-batch at hand
+def block_mask(layout: Layout, window: int | None) -> BlockMask:
+    """The mask for FlexAttention.
+
+    Which blocks are empty, full or mixed follows from the smallest and largest `ends` and depths of
+    each block: `N²` numbers. `create_block_mask` would need 10.7 bytes for each of `T²` pairs (171
+    GiB for 131,072 tokens). A block that is taken for mixed and is empty costs time and is masked.
+    """
+    ends, depths, tokens = layout.ends, layout.depths, len(layout.ends)
+
+    def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = (k <= q) & (q < ends[k])
+        return seen if window is None else seen & (depths[q] - depths[k] < window)
+
+    count = -(-tokens // BLOCK)
+    first = torch.arange(count, device=ends.device) * BLOCK
+    last = (first + BLOCK - 1).clamp(max=tokens - 1)
+    earlier, here = first[None, :] < first[:, None], first[None, :] == first[:, None]
+    some = here | (earlier & (_of_blocks(ends, "amax")[None, :] > first[:, None]))
+    full = earlier & (_of_blocks(ends, "amin")[None, :] > last[:, None])
+    if window is not None:
+        low, high = _of_blocks(depths, "amin"), _of_blocks(depths, "amax")
+        some &= here | (low[:, None] - high[None, :] < window)
+        full &= high[:, None] - low[None, :] < window
+    # The last block may hold fewer tokens; FlexAttention tests bounds only in mixed blocks.
+    full[:, -1] = full[-1] = False
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~full),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _of_blocks(values: Tensor, reduction: str) -> Tensor:
+    """`[N]`: the smallest or largest value of each block; the last value fills the last block."""
+    short = -len(values) % BLOCK
+    filled = torch.cat([values, values[-1:].expand(short)]).view(-1, BLOCK)
+    return filled.amin(1) if reduction == "amin" else filled.amax(1)
+
+
+def _listed(blocks_N_N: Tensor) -> tuple[Tensor, Tensor]:
+    """`(counts, indices)` of the chosen key blocks of each query block, as BlockMask wants them."""
+    counts = blocks_N_N.sum(1, dtype=torch.int32)
+    order = blocks_N_N.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return counts[None, None], order.to(torch.int32)[None, None].contiguous()

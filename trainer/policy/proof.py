@@ -1,0 +1,247 @@
+"""Proves on a small copy that the trainer computes an architecture as the model's own code does.
+
+Invariant: a policy is trained only if, on a small random copy of its configuration with every kind
+of layer (`shrink.py`), log-probabilities and gradients of packed rows and of trees equal those of
+the model's own eager forward pass over each path alone.
+
+The proof takes about a second. It is repeated when the configuration, transformers, torch or this
+code changes: a success is kept as an empty file in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import trainer.packing
+from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
+from trainer.batch import Batch, build_batch
+from trainer.errors import ConfigError
+from trainer.packing import pack
+from trainer.policy.attention import use_packed_attention
+from trainer.policy.scorer import CausalScorer
+from trainer.policy.shrink import VOCABULARY, shrunk
+
+TOLERANCE = 1e-4
+"""Maximum difference in float32, relative to the largest element of the tensor. Rounding is below
+1e-5; the smallest known fault of an architecture, a router jitter of 1 %, is above 1e-3."""
+_BRANCHES = ((0, 0, 8), (0, 6, 9), (1, 11, 7), (0, 3, 6), (4, 0, 9))
+"""The paths of the proof: (path that it leaves, tokens that it shares with it, tokens of its own).
+Path 4 shares nothing and stands behind a tree in the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one way of computing the paths gave.
+
+    `logprobs` `[N]`, `hidden` per layer `[N, D]` at the tokens that predict, `gradients` by name.
+    """
+
+    logprobs: Tensor
+    hidden: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def prove(settings: Any, path: Path) -> None:
+    """Checks the architecture of `config.json` unless it was checked before.
+
+    Raises ConfigError, which names the checkpoint and the layer that is computed differently.
+    """
+    try:
+        small = shrunk(settings)
+        known = _cache_folder() / _key(small)
+        if known.exists():
+            return
+        difference = find_difference(small)
+    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.path: {path}: {settings.model_type} models cannot be computed packed: {reason};"
+            " use another model"
+        ) from error
+    if difference is not None:
+        raise ConfigError(
+            f"model.path: {path}: {settings.model_type} models are not supported: {difference};"
+            " use another model"
+        )
+    with suppress(OSError):  # a folder that cannot be written costs a second at the next start
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.touch()
+
+
+def find_difference(small: Any) -> str | None:
+    """Where packed rows or trees differ from the model's own forward pass over each path; None if
+    they are equal. `small` is a configuration that `shrunk` returned."""
+    with _own_randomness():
+        model = _random_model(small)
+        batch = _paths()
+        weights = torch.randn(batch.num_tokens)
+        own = eager(model, batch, weights)
+        use_packed_attention(model)
+        for shape, share in (("packed", False), ("as a tree", True)):
+            ours = packed(model, batch, weights, share_prefixes=share)
+            if (difference := _compare(model, own, ours)) is None:
+                continue
+            again = packed(model, batch, weights, share_prefixes=share)
+            if _distance(again.logprobs, ours.logprobs) > TOLERANCE:
+                return (
+                    "its code gives other probabilities each time that it trains (dropout or router"
+                    " jitter)"
+                )
+            return f"{difference} when it is computed {shape}"
+    return None
+
+
+def eager(model: Any, batch: Batch, weights: Tensor) -> Computed:
+    """The model's own forward pass and attention over each path alone."""
+    model.set_attn_implementation("eager")
+    model.eval().zero_grad()
+    logprobs: list[Tensor] = []
+    hidden: list[list[Tensor]] = []
+    with _recorded(model) as layers:
+        for index, ids in enumerate(batch.sequences):
+            here = batch.sequence == index
+            before = batch.position[here] - 1
+            logits = model(torch.as_tensor(ids.astype(np.int64))[None], use_cache=False).logits[0]
+            scores = logits.float().log_softmax(-1)[before]
+            logprobs.append(scores.gather(-1, batch.ids[here][:, None])[:, 0])
+            hidden.append([states[before] for states in layers])
+            layers.clear()
+    scored = torch.cat(logprobs)
+    (scored * weights).sum().backward()  # type: ignore[no-untyped-call]
+    by_layer = [torch.cat(states) for states in zip(*hidden, strict=True)]
+    return Computed(scored.detach(), by_layer, _gradients(model))
+
+
+def packed(model: Any, batch: Batch, weights: Tensor, *, share_prefixes: bool) -> Computed:
+    """The trainer's forward pass, in training mode, over all paths in one row."""
+    scorer = CausalScorer(model, torch.float32)
+    scorer.train().zero_grad()
+    (micro,) = pack(batch, max_tokens=1 << 20, share_prefixes=share_prefixes)
+    with _recorded(model) as layers:
+        scored = scorer(micro, batch.ids, 1.0)[0]
+    (scored * weights).sum().backward()
+    hidden = [states[micro.predictors] for states in layers]
+    return Computed(scored.detach(), hidden, _gradients(model))
+
+
+def _compare(model: Any, own: Computed, ours: Computed) -> str | None:
+    for number, pair in enumerate(zip(own.hidden, ours.hidden, strict=True)):
+        if (distance := _distance(*pair)) > TOLERANCE:
+            return (
+                f"layer {number} ({_layer(model, number)}) differs from its own by {distance:.1e}"
+            )
+    if (distance := _distance(own.logprobs, ours.logprobs)) > TOLERANCE:
+        return f"the output layer differs from its own by {distance:.1e}"
+    worst = (0.0, "")
+    for name, gradient in own.gradients.items():
+        worst = max(worst, (_distance(gradient, ours.gradients[name]), name))
+    if worst[0] > TOLERANCE:
+        return f"the gradient of {worst[1]} differs from its own by {worst[0]:.1e}"
+    return None
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the largest element (at least 1e-3)."""
+    scale = max(float(a.abs().max()), 1e-3)
+    distance = float((a - b).abs().max()) / scale
+    return distance if distance == distance else float("inf")
+
+
+def _layer(model: Any, number: int) -> str:
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    layer = model.get_decoder().layers[number]
+    return kinds[number] if kinds else type(layer).__name__
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+
+
+@contextmanager
+def _recorded(model: Any) -> Iterator[list[Tensor]]:
+    """The output of each decoder layer, `[T, D]`, in the order in which they are computed."""
+    outputs: list[Tensor] = []
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        outputs.append(states.detach().reshape(-1, states.shape[-1]))
+
+    hooks = [layer.register_forward_hook(keep) for layer in model.get_decoder().layers]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def _random_model(small: Any) -> Any:
+    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager")
+    randomize(model)
+    return model
+
+
+@torch.no_grad()
+def randomize(model: Any) -> None:
+    """Moves weights and saved buffers away from their initial values, which often are 0, by as much
+    as keeps activations of the same size."""
+    saved = set(model.state_dict())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved and tensor.is_floating_point():
+            inputs = tensor.shape[-1] if tensor.dim() > 1 else 40
+            tensor += torch.randn_like(tensor) / inputs**0.5
+
+
+def _paths() -> Batch:
+    """Five random paths, four of which form a tree; every token but the first is predicted."""
+    rng = np.random.default_rng(0)
+    task = Task("proof", {})
+    paths: list[Any] = []
+    rollouts = []
+    for parent, shared, added in _BRANCHES:
+        start = paths[parent][:shared] if shared else np.zeros(0, np.int32)
+        paths.append(np.concatenate([start, rng.integers(1, VOCABULARY, added)]).astype(np.int32))
+        count = len(paths[-1])
+        none = np.zeros(count, np.int32)
+        segment = Segment(-1, paths[-1], np.arange(count) > 0, none.astype(np.float32), none, none)
+        rollouts.append(
+            Rollout(f"path {len(paths)}", task, RolloutStatus.DONE, 0.0, segments=(segment,))
+        )
+    return build_batch([Group("proof", task, rollouts)])
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "agentic-rl" / "architectures"
+
+
+def _key(small: Any) -> str:
+    """A digest of everything that a proof depends on."""
+    total = hashlib.sha256()
+    total.update(json.dumps(small.to_dict(), sort_keys=True, default=str).encode())
+    total.update(f"{torch.__version__} {transformers.__version__}".encode())
+    for file in (Path(trainer.packing.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
+        total.update(file.read_bytes())
+    return total.hexdigest()
