@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from trainer.packing import Layout, Run
 from trainer.policy.blocks import attend_by_blocks
 from trainer.policy.flex import flex_attend
-from trainer.policy.mask import Mask
+from trainer.policy.mask import AttentionMask
 
 ATTENTION = "packed_paths"
 """The name under which packed attention is registered with transformers."""
@@ -79,7 +79,7 @@ def packed_attention(
     if layout is None:
         raise ValueError(f"{kind} does not pass the layout of the packed row to attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = Mask(layout, layout.windowed(sliding_window))
+    mask = AttentionMask(layout, layout.windowed(sliding_window))
     on_device = flex_attend if query.is_cuda else attend
     out = on_device(query, key, value, mask, scale, softcap=softcap, sinks=s_aux)
     return out.transpose(1, 2), None
@@ -89,7 +89,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask,
+    mask: AttentionMask,
     scale: float,
     *,
     softcap: float | None = None,

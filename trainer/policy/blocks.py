@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer.packing import Layout
-from trainer.policy.mask import Mask
+from trainer.policy.mask import AttentionMask
 
 SMALLEST_BLOCK = 128
 """Queries of a block where the window is shorter: smaller products would not fill a core."""
@@ -43,7 +43,7 @@ def attend_by_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask,
+    mask: AttentionMask,
     scale: float,
     *,
     softcap: float | None = None,

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from trainer.policy.mask import Mask, block_mask
+from trainer.policy.mask import AttentionMask, block_mask
 
 
 def flex_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask,
+    mask: AttentionMask,
     scale: float,
     *,
     softcap: float | None = None,

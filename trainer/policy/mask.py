@@ -22,8 +22,8 @@ BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
-    """Example: Mask(layout, window=512)"""
+class AttentionMask:
+    """Example: AttentionMask(layout, window=512)"""
 
     layout: Layout
     window: int | None = None

@@ -18,7 +18,7 @@ from trainer.packing import Layout, pack
 from trainer.policy import blocks, mask
 from trainer.policy.attention import attend, attend_by_runs
 from trainer.policy.flex import flex_attend
-from trainer.policy.mask import Mask
+from trainer.policy.mask import AttentionMask
 
 
 def layout_of(seed: int, *, share: bool) -> Layout:
@@ -112,7 +112,7 @@ def test_windows_soft_caps_and_sinks_equal_a_dense_mask(
         patch.setattr(blocks, "SMALLEST_BLOCK", block)
         patch.setattr(blocks, "LARGEST_BLOCK", block)
         blocks.blocks_of.cache_clear()
-        got = attend(*ours, Mask(layout, window), 8**-0.5, softcap=softcap, sinks=sinks[0])
+        got = attend(*ours, AttentionMask(layout, window), 8**-0.5, softcap=softcap, sinks=sinks[0])
     expected = dense(*theirs, layout, window=window, softcap=softcap, sinks=sinks[1])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     weights = torch.randn_like(expected)
@@ -136,7 +136,7 @@ def test_flex_attention_equals_the_dense_mask(share: bool, options: dict[str, An
     parts = [x.detach() for x in inputs(len(layout.ends), (8, 8))]
     window, softcap = options.get("window"), options.get("softcap")
     sinks = torch.linspace(-2, 2, 4) if "sinks" in options else None
-    got = flex_attend(*parts, Mask(layout, window), 8**-0.5, softcap=softcap, sinks=sinks)
+    got = flex_attend(*parts, AttentionMask(layout, window), 8**-0.5, softcap=softcap, sinks=sinks)
     expected = dense(*parts, layout, window=window, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from trainer.errors import ConfigError
 from trainer.policy import attention, proof
-from trainer.policy.mask import Mask
+from trainer.policy.mask import AttentionMask
 from trainer.policy.shrink import WINDOW, shrunk
 
 
@@ -59,8 +59,10 @@ def test_architecture_is_equal_packed_and_as_a_tree(kind: str) -> None:
 
 
 def test_layer_whose_window_is_not_computed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *args: Any, **kw: Any) -> Any:
-        return real(query, key, value, Mask(mask.layout), *args, **kw)
+    def whole(
+        query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *args: Any, **kw: Any
+    ) -> Any:
+        return real(query, key, value, AttentionMask(mask.layout), *args, **kw)
 
     real = attention.attend
     monkeypatch.setattr(attention, "attend", whole)
@@ -71,12 +73,14 @@ def test_layer_whose_window_is_not_computed_is_named(monkeypatch: pytest.MonkeyP
 
 
 def test_fault_that_only_trees_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flat(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *args: Any, **kw: Any) -> Any:
+    def flat(
+        query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *args: Any, **kw: Any
+    ) -> Any:
         """Attends from each path's own tokens only."""
         starts = [start for start, _, _ in mask.layout.runs]
         ends = torch.tensor([*starts[1:], len(mask.layout.ends)])
         own = ends[torch.bucketize(torch.arange(len(mask.layout.ends)), ends, right=True)]
-        return real(query, key, value, Mask(type(mask.layout)(own, 99)), *args, **kw)
+        return real(query, key, value, AttentionMask(type(mask.layout)(own, 99)), *args, **kw)
 
     real = attention.attend
     monkeypatch.setattr(attention, "attend", flat)
