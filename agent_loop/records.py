@@ -63,13 +63,15 @@ class Trial:
     model: str
     """The model name that the agent is given."""
     directory: Path
-    """The trial's directory. It exists and is empty before the launcher runs; logs stay in it."""
+    """The trial's directory. It exists and is empty before the launcher runs; logs stay in it. A
+    local agent sees its `workspace`, its `agent_directory` and its `task_file` alone, so that no
+    file that is written here afterwards can be a link that the agent made."""
     timeout_s: float
     """Seconds that the agent may run."""
     seed: int = 0
     wall: Wall | None = None
-    """What is hidden from a local agent's processes; None: nothing. The trial's own directory stays
-    visible."""
+    """What is hidden from a local agent's processes; None: nothing. The parts of the trial's
+    directory that are the agent's stay visible."""
     hidden_fields: frozenset[str] = frozenset()
     """Fields of the task's data that rewards see and the agent does not."""
 
@@ -83,6 +85,16 @@ class Trial:
     def workspace(self) -> Path:
         """The agent's working directory."""
         return self.directory / "work"
+
+    @property
+    def visible(self) -> tuple[Path, ...]:
+        """What of the trial's directory its agent sees."""
+        return self.workspace, self.agent_directory, self.task_file
+
+    @property
+    def agent_directory(self) -> Path:
+        """A directory for the agent's own files, such as its settings and its transcript."""
+        return self.directory / "agent"
 
     @property
     def task_file(self) -> Path:

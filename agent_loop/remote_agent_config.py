@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from agent_loop.launchers.registry import AgentConfig
 from agent_loop.processes.functions import source_file
 from agent_loop.rewards.registry import RewardsConfig
 from agent_loop.trial_config import TrialConfig
-from proxy import wall
+from harbor_sdk.sandbox import SandboxError, require_privilege
+from proxy import landlock, wall
 from proxy.errors import ConfigurationError
 
 ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
@@ -34,19 +36,56 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
         own: list[Path | None] = [] if self.verifier is None else list(_files(self.verifier.argv))
         if self.grader is not None:
             own.append(source_file(self.grader.target))
-        shared: list[Path | None] = [] if self.command is None else list(_files(self.command.argv))
-        if self.python is not None:
-            shared.append(source_file(self.python.target))
+        shared = self._agent_files
         return [path for path in own if path is not None and path not in shared]
+
+    @property
+    def shown_files(self) -> list[Path]:
+        """What a local agent can read with `sandbox: strict`: its scripts or its module, and the
+        Python of this run."""
+        python = {Path(sys.prefix), Path(sys.base_prefix)}
+        packages = [file.parent if file.stem == "__init__" else file for file in self._agent_files]
+        return [*python, *packages]
+
+    @property
+    def _agent_files(self) -> list[Path]:
+        """The agent's own scripts, or the file of its module."""
+        if self.command is not None:
+            return list(_files(self.command.argv))
+        file = None if self.python is None else source_file(self.python.target)
+        return [] if file is None else [file]
+
+    @property
+    def sandbox_warning(self) -> str | None:
+        """One line for the start of a run on what its agents can reach; None: nothing of the
+        run."""
+        if not self._is_local:
+            return None
+        if self.sandbox == "off":
+            return (
+                "warning: remote_agent.sandbox=off: agents can read this run's files, its keys and "
+                "the verifier's answers"
+            )
+        reason = landlock.missing()
+        return reason and (
+            f"warning: {reason}: agents can connect to the ports of this run's processes (Ray, "
+            "torch, engines); use Linux 6.7 or later"
+        )
 
     def check_sandbox(self) -> None:
         """
         Raises:
             ConfigurationError: this machine does not support the configured `sandbox`.
         """
-        local = self.command is not None or self.python is not None
-        if self.sandbox == "off" or not local:
+        if self.sandbox == "off" or not self._is_local:
             return
+        if self.sandbox == "strict":
+            try:
+                require_privilege()
+            except SandboxError as error:
+                raise ConfigurationError(
+                    f"remote_agent.sandbox=strict: {error}; or set remote_agent.sandbox=light"
+                ) from error
         reason = wall.missing()
         if reason is not None:
             raise ConfigurationError(
@@ -55,6 +94,11 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 "permits them), "
                 "or set remote_agent.sandbox=off, with which agents can read this run's files"
             )
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether agents are processes of this machine."""
+        return self.command is not None or self.python is not None
 
 
 def _files(argv: Sequence[str]) -> Iterator[Path]:

@@ -22,9 +22,11 @@ import re
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import shortuuid
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
@@ -63,11 +65,16 @@ class RemoteAgentLoop:
         sampling: SamplingConfig | None = None,
         recording: RecordingConfig | None = None,
         hidden: Sequence[Path] = (),
+        shown: Sequence[Path] = (),
+        private_ports: Callable[[], frozenset[int]] = frozenset,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
     ) -> None:
-        """`hidden`: files and folders that are empty for local agents, in addition to `trials_dir`
-        (in which an agent sees its own trial's directory only). `on_rollout` is called with each
-        rollout before it is returned."""
+        """What local agents see of this machine. `hidden`: files and folders that are empty for
+        them, in addition to `trials_dir` (of which an agent sees its own part of its trial's
+        directory). `shown`: what they can read with `sandbox: strict`, in addition to `trial.show`.
+        `private_ports`: called in a thread before each trial; the TCP ports that the agent cannot
+        connect to. The proxy's is not refused. `on_rollout` is called with each rollout before it
+        is returned."""
         self.proxy = proxy
         self.launcher = launcher
         self.rewards = rewards
@@ -76,8 +83,15 @@ class RemoteAgentLoop:
         self.trial = trial or TrialConfig()
         self.sampling = sampling or SamplingConfig()
         self.recording = recording or RecordingConfig()
-        paths = (trials_dir, *self.trial.hide, *hidden)
-        self.wall = Wall(hide=tuple(str(path.absolute()) for path in paths))
+        self.private_ports = private_ports
+        hide = (trials_dir, *self.trial.hide, *hidden)
+        is_strict = self.trial.sandbox == "strict"
+        self.wall = Wall(
+            hide=tuple(str(path.absolute()) for path in hide),
+            show=tuple(str(p.absolute()) for p in (*self.trial.show, *shown))
+            if is_strict
+            else None,
+        )
 
     async def run(
         self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
@@ -173,9 +187,14 @@ class _TrialRun:
             directory=self._directory,
             timeout_s=config.timeout_s,
             seed=attempt.seed,
-            wall=loop.wall if config.sandbox == "light" else None,
+            wall=None if config.sandbox == "off" else await self._wall(session.base_url),
             hidden_fields=config.fields_hidden,
         )
+
+    async def _wall(self, base_url: str) -> Wall:
+        loop = self._loop
+        ports = await asyncio.to_thread(loop.private_ports)
+        return replace(loop.wall, ports=ports - {urlsplit(base_url).port})
 
     def _pinned(self) -> dict[str, float | int]:
         """The sampling parameters that the proxy enforces. An evaluation keeps the agent's own

@@ -35,12 +35,18 @@ class TrialConfig(Section):
     """Seconds before the first retry; doubled for each further retry."""
     keep_workspaces: bool = False
     """Keep each trial's working directory. Its logs are kept in any case."""
-    sandbox: Literal["light", "off"] = "light"
-    """`light`: local agents (`command`, `python`) run in a PID namespace of their own, and the
-    run's folder, the files of tasks and verifiers, and `hide` are empty for them. `off`: they can
-    read all of that, and what other agents record. Harbor's agents have Harbor's sandbox."""
+    sandbox: Literal["light", "strict", "off"] = "light"
+    """`light`: local agents (`command`, `python`) run in a PID namespace of their own; the run's
+    folder, the files of tasks and verifiers, and `hide` are empty for them, and they cannot connect
+    to the ports of this run's processes except the proxy's. `strict`: they also get a private copy
+    of the machine's files, discarded at their end, in which the home folder is empty except for
+    `show`; needs root. `off`: they can read all of that, and what other agents record. Harbor's
+    agents have Harbor's sandbox, which is the same as `strict`."""
     hide: tuple[Path, ...] = ()
     """Additional files and folders that are empty for local agents."""
+    show: tuple[Path, ...] = ()
+    """With `strict`: files and folders that the agent can read, such as programs in the home
+    folder. The Python of this run, and the agent's scripts or module, can always be read."""
     hidden_fields: tuple[str, ...] | None = None
     """Fields of a task that the agent does not get. None: `answer`, `answers`, `solution` and
     `ground_truth` if a verifier, a grader or a judge gives the reward; these still get them."""

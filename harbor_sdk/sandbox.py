@@ -74,8 +74,9 @@ class Completed:
 class SandboxSpec:
     """What a sandbox contains.
 
-    `size_mb` bounds the size of all written files, which are kept in memory. `hidden` folders are
-    empty in the sandbox.
+    `size_mb` bounds the size of all written files, which are kept in memory. `hidden` files and
+    folders are empty in the sandbox. Of a hidden folder and a bind, the inner one counts, and the
+    bind where both are the same path.
     """
 
     binds: Sequence[Bind] = ()
@@ -110,6 +111,12 @@ class Sandbox:
     def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self._process = process
         self._folder = folder
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that waits for the sandbox's first process, in its namespaces except
+        the PID namespace, which is that of its children."""
+        return self._process.pid
 
     @classmethod
     async def start(cls, spec: SandboxSpec) -> Sandbox:
@@ -312,16 +319,16 @@ exec setpriv --reuid "$uid" --regid "$gid" $groups --bounding-set """
 def _setup_script(folder: Path, spec: SandboxSpec) -> str:
     """The script of the first process in the new PID namespace. It prints `ready` and waits for
     EOF."""
-    hidden = [_hide(number, path) for number, path in enumerate(spec.hidden)]
-    binds = [_bind(bind) for bind in spec.binds]
+    mounts = [(path, _hide(number, path)) for number, path in enumerate(spec.hidden)]
+    mounts += [(bind.target, _bind(bind)) for bind in spec.binds]
+    mounts.sort(key=lambda mount: len(mount[0].parts))  # outer ones first
     return "\n".join(
         [
             "set -eu",
             f"base={shlex.quote(str(folder))}; root=$base/root",
             f'mount -t tmpfs -o size={spec.size_mb}m,mode=0755,nodev sandbox "$base"',
             _SETUP_ROOT,
-            *hidden,
-            *binds,
+            *(script for _, script in mounts),
             _SETUP_END,
         ]
     )
@@ -330,16 +337,19 @@ def _setup_script(folder: Path, spec: SandboxSpec) -> str:
 def _hide(number: int, path: Path) -> str:
     inside = f'"$root"{shlex.quote(str(path))}'
     store = f'"$base/hidden/{number}"'
+    if path.is_file():
+        make = f'mkdir -p "$base/hidden"; : > {store}; {_make_file(inside)}'
+        return f"{make}; mount --bind {store} {inside}"
     return f"mkdir -p {store} {inside}; chmod 755 {store}; mount --bind {store} {inside}"
+
+
+def _make_file(inside: str) -> str:
+    return f'mkdir -p "$(dirname {inside})"; [ -e {inside} ] || : > {inside}'
 
 
 def _bind(bind: Bind) -> str:
     source, inside = shlex.quote(str(bind.source)), f'"$root"{shlex.quote(str(bind.target))}'
-    make = (
-        f"mkdir -p {inside}"
-        if bind.source.is_dir()
-        else f'mkdir -p "$(dirname {inside})"; [ -e {inside} ] || : > {inside}'
-    )
+    make = f"mkdir -p {inside}" if bind.source.is_dir() else _make_file(inside)
     mount = f"mount --rbind {source} {inside}"
     return f"{make}; {mount}" + (f"; mount -o remount,bind,ro {inside}" if bind.read_only else "")
 

@@ -72,8 +72,14 @@ def key_file(config: ProxyConfig) -> Path:
     scheme, separator, rest = config.store.partition("://")
     if not separator or scheme == "sqlite":
         return Path((rest.removeprefix("/") if separator else config.store) + SUFFIX).absolute()
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state, STATE_FILE)
+    return _state_file()
+
+
+def kept_files() -> list[Path]:
+    """The places on this machine where a proxy keeps its key and its store by default, whether they
+    exist or not: what agents must not see."""
+    store = _default_store(None)
+    return [store, store.with_name(store.name + SUFFIX), _state_file()]
 
 
 def client_key(
@@ -84,9 +90,18 @@ def client_key(
     there is neither."""
     if given := environment.get(VARIABLE):
         return given
-    default = str(ProxyConfig.model_fields["store"].default)
-    path = (folder or Path.cwd()) / (default.removeprefix("sqlite:///") + SUFFIX)
+    path = _default_store(folder).with_name(_default_store(folder).name + SUFFIX)
     return path.read_text().strip() if _is_here(url) and path.is_file() else None
+
+
+def _default_store(folder: Path | None) -> Path:
+    default = str(ProxyConfig.model_fields["store"].default)
+    return (folder or Path.cwd()) / default.removeprefix("sqlite:///")
+
+
+def _state_file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, STATE_FILE)
 
 
 def _is_here(url: str) -> bool:

@@ -1,17 +1,20 @@
-"""A light wall around an agent: it hides processes, files and TCP ports from the agent.
+"""The walls around an agent, which hide processes, files and TCP ports from the agent.
 
 Uses only the standard library, so that a program that starts agents can load this file alone. An
-agent behind the wall has a PID namespace with its own `/proc`, so it sees only its own processes;
-the hidden paths are empty for it; and it cannot connect to the refused TCP ports. Home, network,
-sockets and devices are unchanged. The wall prevents reading and cheating; it is not a jail for
-hostile code: use a container, or one of Harbor's environments, for that.
+agent behind the light wall (`enter`) has a PID namespace with its own `/proc`, so it sees only its
+own processes; the hidden paths are empty for it; `/dev/shm` and System V IPC are its own; `/sys`
+is read-only; and it cannot connect to the refused TCP ports. Home, network, sockets and devices are
+unchanged. The light wall prevents reading and cheating; it is not a jail for hostile code, which
+can change what the user can change. The strict wall (`join`) is Harbor's local sandbox, whose
+files are a private copy of the machine's.
 
     supervisor ─fork─▶ gate ─fork─▶ init (process 1 of the namespace) ─fork─▶ agent
 
 The gate unshares the namespaces and lives until the agent ends. It then ends with the agent's exit
-code or signal, so that the supervisor handles both alike. Invariant: when the gate has ended, the
-kernel has ended every process behind the wall; the agent cannot undo a mount (root loses
-CAP_SYS_ADMIN, and in a user namespace of its own inherited mounts are locked).
+code or signal, so that the supervisor handles both alike. A strict wall's namespaces and init
+process are the sandbox's, and the agent is the gate's child. Invariant: when the gate (and the
+sandbox) has ended, the kernel has ended every process behind the wall; the agent cannot undo a
+mount (root loses CAP_SYS_ADMIN, and in a user namespace of its own inherited mounts are locked).
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 CLONE_NEWNS = 0x00020000
+CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 MS_RDONLY = 0x1
@@ -51,35 +55,33 @@ net_bind_service, net_raw, sys_chroot, audit_write, setfcap)."""
 READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 """Root could change the machine through these (`core_pattern` names a program to run)."""
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-"""Numbers of Landlock's system calls, the same on every architecture."""
-PORTS_ABI = 4
-"""The first Landlock version that can refuse ports (Linux 6.7)."""
-NET_PORT, CONNECT_TCP = 2, 1 << 1
+RESTRICT_SELF, MOUNT_SETATTR = 446, 442
+"""Numbers of system calls, the same on every architecture."""
+AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 0x1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Wall:
-    """What is hidden from agents. Example: Wall(hide=("/data/runs/first",), ports=(29500,))"""
+    """What is hidden from agents. Example: Wall(hide=("/runs/a",), ports=frozenset({29500}))"""
 
     hide: tuple[str, ...]
     """Files and folders that are empty behind the wall; those that do not exist are ignored."""
-    ports: tuple[int, ...] = ()
+    ports: frozenset[int] = frozenset()
     """TCP ports that cannot be connected to."""
+    show: tuple[str, ...] | None = None
+    """A strict wall: the files and folders that stay visible, read-only, also below hidden ones.
+    None: a light wall."""
 
 
-def missing(ports: bool = False) -> str | None:
-    """Why this machine cannot put agents behind a wall; None if it can.
+def missing() -> str | None:
+    """Why this machine cannot put agents behind a light wall; None if it can.
 
     Tries it in a separate process, because containers and sysctls refuse namespaces in many ways.
-    `ports`: whether ports must be refused too.
     """
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
-    if ports and _landlock_version() < PORTS_ABI:
-        return "refusing ports needs Landlock of Linux 6.7 or later"
     attempt = subprocess.run(
         [sys.executable, "-I", "-S", __file__], capture_output=True, text=True, check=False
     )
@@ -102,7 +104,7 @@ def enter(
     Args:
         hide: files and folders that are empty behind the wall; those that do not exist are ignored.
         keep: files and folders inside them that stay visible and writable.
-        ports_fd: the return value of `refuse_ports`.
+        ports_fd: the return value of `landlock.refuse_ports`.
         left_over_fd: gets the number of processes that the agent left running, 4 bytes.
 
     Raises:
@@ -110,10 +112,10 @@ def enter(
     """
     as_root = os.geteuid() == 0
     if as_root:
-        _unshare(CLONE_NEWPID)
+        _unshare(CLONE_NEWPID | CLONE_NEWIPC)
     else:
         uid, gid = os.geteuid(), os.getegid()
-        _unshare(CLONE_NEWUSER | CLONE_NEWPID)
+        _unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWIPC)
         _map_own_ids(uid, gid)
     status_read, status_write = os.pipe()
     gate = os.getpid()
@@ -136,26 +138,44 @@ def enter(
     _end_as(status)
 
 
-def refuse_ports(ports: Iterable[int]) -> int:
-    """A Landlock rule set (a descriptor for `enter`) that refuses TCP connections to these ports,
-    at every address; -1 if there are no ports. Takes 0.1 s, because Landlock needs one rule per
-    allowed port.
+def join(
+    sandbox: int,
+    body: Callable[[], NoReturn],
+    *,
+    ports_fd: int = -1,
+    left_over_fd: int = -1,
+) -> NoReturn:
+    """Turns this process, which must be root's, into the gate of a strict wall, and runs `body` in
+    the agent's process, in the folder `/` of the sandbox. Never returns.
+
+    Args:
+        sandbox: id of a process in the sandbox's namespaces.
+        ports_fd, left_over_fd: as for `enter`.
 
     Raises:
-        OSError: the kernel has no Landlock, or one older than Linux 6.7.
+        OSError: the sandbox has ended, or the kernel refuses.
     """
-    refused = set(ports)
-    if not refused:
-        return -1
-    attributes = struct.pack("QQ", 0, CONNECT_TCP)
-    ruleset = _syscall(CREATE_RULESET, attributes, len(attributes), 0)
-    rule = ctypes.create_string_buffer(16)
-    address = ctypes.c_void_p(ctypes.addressof(rule))
-    for port in range(1 << 16):
-        if port not in refused:
-            struct.pack_into("QQ", rule, 0, CONNECT_TCP, port)
-            _syscall(ADD_RULE, ruleset, NET_PORT, address, 0)
-    return ruleset
+    names = ("root", "ns/ipc", "ns/uts", "ns/pid_for_children", "ns/mnt")
+    root_fd, *namespaces = [os.open(f"/proc/{sandbox}/{name}", os.O_RDONLY) for name in names]
+    for fd in namespaces:
+        _check(_libc.setns(fd, 0))
+    os.fchdir(root_fd)
+    os.chroot(".")
+    for fd in (root_fd, *namespaces):
+        os.close(fd)
+    gate = os.getpid()
+    agent = os.fork()
+    if agent == 0:
+        _die_with(gate)
+        os.setpgid(0, 0)
+        _restrict(True, ports_fd)
+        body()
+    _forward_terminations(agent)
+    _close_all_but(left_over_fd)
+    status = os.waitpid(agent, 0)[1]
+    if left_over_fd >= 0:
+        os.write(left_over_fd, struct.pack("i", _left_over()))
+    _end_as(status)
 
 
 def _init(
@@ -172,6 +192,8 @@ def _init(
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _cover(hide, keep)
     _own_proc(as_root)
+    _mount("shm", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+    _make_sys_read_only()
     os.chdir("/")  # the working folder may be covered now
     if as_root:
         _cover_disks()
@@ -225,6 +247,15 @@ def _own_proc(as_root: bool) -> None:
             if os.path.exists(path):
                 _mount(path, path, None, MS_BIND)
                 _remount_read_only(path)
+
+
+def _make_sys_read_only() -> None:
+    """With the file systems mounted below it: their files freeze and kill whole groups of
+    processes, and name programs that the kernel runs."""
+    if os.path.ismount("/sys"):
+        attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
+        size = ctypes.c_size_t(len(attributes))
+        _syscall(MOUNT_SETATTR, AT_FDCWD, b"/sys", AT_RECURSIVE, attributes, size)
 
 
 def _cover_disks() -> None:
@@ -310,10 +341,6 @@ def _die_with(parent: int) -> None:
 
 def _is_within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-def _landlock_version() -> int:
-    return int(_libc.syscall(CREATE_RULESET, None, 0, 1))
 
 
 def _mount(

@@ -19,10 +19,13 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.swarm.launcher import SwarmLauncher
 from agent_loop.tasks import TaskStream, held_out_tasks, training_tasks
+from proxy.admin_key import kept_files
 from proxy.client import ProxyClient
+from proxy.landlock import missing
 from proxy.records import Ids
 from trainer.checkpoint import Checkpoints
 from trainer.cluster import open_cluster
+from trainer.cluster.cluster import Cluster
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
 from trainer.cluster.services import RunServices
@@ -52,6 +55,7 @@ class RunParts:
         self,
         folder: RunFolder,
         proxy: ProxyClient,
+        cluster: Cluster,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
     ) -> RemoteAgentLoop:
         """The loop that runs single trials; it calls `on_rollout` with each rollout."""
@@ -68,7 +72,11 @@ class RunParts:
                 folder.path,
                 *(*data.train_files, *data.val_files, *data.harbor_roots),
                 *agent.private_files,
+                *cluster.private_paths,
+                *kept_files(),
             ],
+            shown=agent.shown_files,
+            private_ports=cluster.private_ports if missing() is None else frozenset,
             on_rollout=on_rollout,
         )
 
@@ -147,15 +155,12 @@ async def open_fit(
         cluster.trainer(parts.probe.tolist()) as rank_zero,
     ):
         state = await control.wait_for(rank_zero.ask(Restore(checkpoints)))
-        if config.remote_agent.sandbox == "off":
-            say(
-                "warning: remote_agent.sandbox=off: agents can read this run's files, its keys and "
-                "the verifier's answers"
-            )
+        if warning := config.remote_agent.sandbox_warning:
+            say(warning)
         log.progress.phase(state.step, "starting the engine and the proxy")
         around = RunServices(config, folder, control, cluster, rank_zero, say)
         async with around.running() as services:
-            loop = parts.loop(folder, services.proxy, log.trial_ended)
+            loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
             producer, evaluator = make_producer(loop), parts.evaluator(loop)
             fit = Fit(
                 config.trainer,

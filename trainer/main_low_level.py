@@ -80,7 +80,7 @@ async def run(config: TrainerConfig) -> list[Metrics]:
         rank_zero = RankZero(thread.send)  # reconnects the trainer if an engine is replaced
         around = RunServices(config, folder, control, cluster, rank_zero, print)
         async with around.running() as services:
-            agents = parts.loop(folder, services.proxy)
+            agents = parts.loop(folder, services.proxy, cluster)
             history = await train(trainer, agents, parts.tasks, config)
             await agents.close()
     trainer.save(Checkpoints(folder.checkpoints, keep_last=1), {})

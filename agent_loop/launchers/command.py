@@ -87,7 +87,7 @@ class CommandLauncher:
             log_bytes=settings.log_bytes,
             limits=settings.limits,
             wall=trial.wall,
-            visible=(trial.directory,),
+            visible=trial.visible,
         )
         return agent_result(await self._host.run(job))
 

@@ -67,6 +67,7 @@ class PythonLauncher:
             "seed": trial.seed,
         }
         result = trial.directory / "returned.json"
+        result.touch()  # it is visible as itself, so the agent cannot replace it by a link
         job = Job(
             argv=(),
             call={"argument": argument, "result": str(result.absolute())},
@@ -78,7 +79,7 @@ class PythonLauncher:
             log_bytes=settings.log_bytes,
             limits=settings.limits,
             wall=trial.wall,
-            visible=(trial.directory,),
+            visible=(*trial.visible, result),
         )
         ended = await self._host.run(job)
         return agent_result(ended, returned(ended, result, settings.target, settings.key))

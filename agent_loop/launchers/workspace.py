@@ -52,8 +52,8 @@ def agent_environment(
 
 
 async def make_workspace(trial: Trial, template: str | None) -> None:
-    """Writes the task file and makes the working directory: an empty one, a copy of the template
-    folder, or a checkout (`git+REPOSITORY#REVISION`).
+    """Writes the task file, and makes the agent's directory and the working directory: an empty
+    one, a copy of the template folder, or a checkout (`git+REPOSITORY#REVISION`).
 
     Raises:
         LaunchError: the folder or revision does not exist, or a file cannot be written.
@@ -64,6 +64,7 @@ async def make_workspace(trial: Trial, template: str | None) -> None:
 def _make_workspace(trial: Trial, template: str | None) -> None:
     trial.task_file.write_bytes(orjson.dumps(trial.agent_data, default=str))
     try:
+        trial.agent_directory.mkdir()
         if template is None:
             trial.workspace.mkdir()
         elif template.startswith(GIT):
@@ -78,7 +79,8 @@ def _make_workspace(trial: Trial, template: str | None) -> None:
 def _checkout(source: str, folder: Path) -> None:
     repository, _, revision = source.removeprefix(GIT).partition("#")
     for command in (
-        ["clone", "--quiet", "--no-checkout", "--", repository, str(folder)],
+        # With hard links an agent could change the objects of the repository that is cloned.
+        ["clone", "--quiet", "--no-checkout", "--no-hardlinks", "--", repository, str(folder)],
         ["-C", str(folder), "checkout", "--quiet", "--detach", revision or "HEAD", "--"],
     ):
         try:

@@ -74,7 +74,7 @@ def expand(template: str, trial: Trial) -> str:
         "trial_id": trial.trial_id,
         "seed": trial.seed,
         "workspace": trial.workspace.absolute(),
-        "directory": trial.directory.absolute(),
+        "directory": trial.agent_directory.absolute(),
         "task_file": trial.task_file.absolute(),
         "task_id": trial.task.task_id,
         "root": Path.cwd(),

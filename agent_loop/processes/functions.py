@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agent_loop.errors import RewardError
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.host import Ended, ProcessHost
 from agent_loop.records import NO_OPINION, Graded
@@ -21,6 +22,8 @@ from proxy.errors import ConfigurationError
 
 FUNCTION_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_]\w*$"
 """`module:function`, or `path/to/file.py:function`."""
+RETURNED_BYTES = 1 << 20
+"""Maximum size of a returned value as JSON; a reward has a few bytes."""
 
 
 def function_host(argument: type, target: str, pass_env: Sequence[str] = ()) -> ProcessHost:
@@ -72,5 +75,14 @@ def returned(ended: Ended, result: Path, target: str, key: str) -> Graded:
     """
     if ended.failure is not None or not result.exists():
         return NO_OPINION
-    value: Any = json.loads(result.read_text())
+    with result.open("rb") as file:
+        text = file.read(RETURNED_BYTES + 1)
+    if not text:
+        return NO_OPINION
+    if len(text) > RETURNED_BYTES:
+        raise RewardError(f"{target}: returned more than {RETURNED_BYTES} bytes")
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:  # an agent can write into its file
+        raise RewardError(f"{target}: {result.name} is not JSON ({error})") from None
     return graded(value, key, f"{target}'s return value")

@@ -23,7 +23,8 @@ from pydantic import Field
 from agent_loop.errors import LaunchError
 from agent_loop.processes import supervisor
 from agent_loop.processes.environment import inherited_environment
-from proxy import wall
+from harbor_sdk.sandbox import Bind, Sandbox, SandboxError, SandboxSpec
+from proxy import landlock, wall
 from proxy.section import Section
 from proxy.wall import Wall
 
@@ -81,15 +82,15 @@ class Job:
     wall: Wall | None = None
     """The wall behind which the job runs; None: it sees what this process sees."""
     visible: Sequence[Path] = ()
-    """Files and folders that stay visible inside hidden folders."""
+    """Existing files and folders that stay visible, and writable, inside hidden folders."""
 
     @property
     def name(self) -> str:
         return self.argv[0] if self.argv else "call"
 
-    def as_file(self) -> int:
+    def as_file(self, sandbox: int | None) -> int:
         """Descriptor of a file in memory that holds the job as JSON; a pipe would block at
-        64 KiB."""
+        64 KiB. `sandbox`: id of a process in the sandbox of a strict wall."""
         fields = {
             "argv": [str(part) for part in self.argv],
             "call": self.call,
@@ -101,7 +102,7 @@ class Job:
             "timeout_s": self.timeout_s,
             "grace_s": self.grace_s,
             "limits": self.limits.as_rlimits(),
-            "wall": None if self.wall is None else self._wall(self.wall),
+            "wall": None if self.wall is None else self._wall(self.wall, sandbox),
         }
         fd = os.memfd_create("job")
         with open(fd, "wb", closefd=False) as file:
@@ -109,12 +110,19 @@ class Job:
         os.lseek(fd, 0, os.SEEK_SET)
         return fd
 
-    def _wall(self, behind: Wall) -> dict[str, Any]:
+    def sandbox_spec(self, show: Sequence[str], hide: Sequence[str]) -> SandboxSpec:
+        """The sandbox of a strict wall, which hides the home folder, too."""
+        binds = [Bind(path, path, read_only=True) for path in map(Path, show) if path.exists()]
+        own = [path.resolve() for path in self.visible]
+        hidden = [path.resolve() for path in (Path.home(), *map(Path, hide)) if path.exists()]
+        return SandboxSpec([*binds, *(Bind(path, path) for path in own)], hidden)
+
+    def _wall(self, behind: Wall, sandbox: int | None) -> dict[str, Any]:
         return {
             "module": wall.__file__,
             "hide": list(behind.hide),
             "keep": [str(path.absolute()) for path in self.visible],
-            "ports": list(behind.ports),
+            "sandbox": sandbox,
         }
 
 
@@ -166,14 +174,28 @@ class ProcessHost:
         self._server_env = inherited_environment() if server_env is None else server_env
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._ports = RefusedPorts()
 
     async def run(self, job: Job) -> Ended:
         """Runs the job to its end or its deadline.
 
         Raises:
-            LaunchError: the job could not be started, or its supervisor was killed.
+            LaunchError: the job or its sandbox could not be started, or its supervisor was killed.
         """
-        cancel_fd, report_fd = self._request(job)
+        if job.wall is None or job.wall.show is None:
+            return await self._run(job, None)
+        try:
+            sandbox = await Sandbox.start(job.sandbox_spec(job.wall.show, job.wall.hide))
+        except SandboxError as error:
+            raise LaunchError(f"cannot start {job.name!r}: {error}") from error
+        try:
+            return await self._run(job, sandbox.pid)
+        finally:
+            await sandbox.stop()
+
+    async def _run(self, job: Job, sandbox: int | None) -> Ended:
+        ports_fd = await self._ports.descriptor(job.wall.ports) if job.wall is not None else -1
+        cancel_fd, report_fd = self._request(job, sandbox, ports_fd)
         report = asyncio.ensure_future(_read(report_fd))
         try:
             raw = await asyncio.shield(report)
@@ -198,15 +220,17 @@ class ProcessHost:
         if self._server is not None:
             await asyncio.to_thread(self._server.wait)
         self._socket = self._server = None
+        self._ports.close()
 
-    def _request(self, job: Job) -> tuple[int, int]:
+    def _request(self, job: Job, sandbox: int | None, ports_fd: int) -> tuple[int, int]:
         """Sends the job to the server. Returns two descriptors: closing the first one ends the
         job, and the report is read from the second one."""
         cancel_read, cancel_write = os.pipe()
         report_read, report_write = os.pipe()
-        job_file = job.as_file()
+        job_file = job.as_file(sandbox)
         try:
-            socket.send_fds(self._running(), [b"j"], [job_file, cancel_read, report_write])
+            fds = [job_file, cancel_read, report_write, *([ports_fd] if ports_fd >= 0 else [])]
+            socket.send_fds(self._running(), [b"j"], fds)
         except OSError as error:
             os.close(cancel_write)
             os.close(report_read)
@@ -232,6 +256,37 @@ class ProcessHost:
                     start_new_session=True,
                 )
         return self._socket
+
+
+class RefusedPorts:
+    """The rule set of the ports that jobs cannot connect to. It is made again only if the ports
+    change, because that takes 0.1 s."""
+
+    def __init__(self) -> None:
+        self._ports: frozenset[int] = frozenset()
+        self._fd = -1
+        self._making = asyncio.Lock()
+
+    async def descriptor(self, ports: frozenset[int]) -> int:
+        """Valid until the next call with other ports; -1 if there are no ports.
+
+        Raises:
+            LaunchError: this kernel cannot refuse ports.
+        """
+        async with self._making:
+            if ports != self._ports:
+                try:
+                    made = await asyncio.to_thread(landlock.refuse_ports, ports)
+                except OSError as error:
+                    raise LaunchError(f"cannot refuse ports: {error}") from error
+                self.close()
+                self._ports, self._fd = ports, made
+            return self._fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._ports, self._fd = frozenset(), -1
 
 
 async def _read(report_fd: int) -> bytes:

@@ -2,9 +2,10 @@
 
 This is a program that imports the standard library only (`python -I -S supervisor.py`); for agents
 that are Python functions, `function_server.py` runs it with their module imported. It is a server:
-for three descriptors that arrive on its socket it forks one supervisor. The supervisor reads a
-JSON job from the first descriptor (a file), starts the agent, ends it when the second descriptor
-closes, and writes one JSON line about the agent's end to the third. `ProcessHost` in `host.py` is
+for three or four descriptors that arrive on its socket it forks one supervisor. The supervisor
+reads a JSON job from the first descriptor (a file), starts the agent, ends it when the second
+descriptor closes, and writes one JSON line about the agent's end to the third. The fourth is the
+rule set of the ports that are refused to the agent. `ProcessHost` in `host.py` is
 the caller. A fork takes a millisecond, even where the agent's module takes seconds to import.
 
 Invariant: when a supervisor exits, no descendant of its agent is alive. The supervisor is the
@@ -50,27 +51,27 @@ def serve(server: socket.socket, body: Body) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     gc.freeze()  # so that the collector does not copy shared pages in forks
     while True:
-        _, fds, _, _ = socket.recv_fds(server, 1, 3)
+        _, fds, _, _ = socket.recv_fds(server, 1, 4)
         if not fds:
             return
         if os.fork() == 0:
             server.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            supervise(fds[0], fds[1], fds[2], body)
+            supervise(fds[0], fds[1], fds[2], fds[3] if len(fds) > 3 else -1, body)
             os._exit(0)
         for fd in fds:
             os.close(fd)
 
 
-def supervise(job_fd: int, cancel_fd: int, report_fd: int, body: Body) -> None:
+def supervise(job_fd: int, cancel_fd: int, report_fd: int, ports_fd: int, body: Body) -> None:
     with open(job_fd, "rb") as file:
         job = json.load(file)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Blocked before the fork, so that no SIGCHLD is missed; the agent gets an empty signal mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:
-        agent = Agent(job, body, (cancel_fd, report_fd))
+        agent = Agent(job, body, (cancel_fd, report_fd), ports_fd)
     except OSError as error:
         _report(report_fd, launch_error=str(error))
         return
@@ -110,7 +111,7 @@ class ChildFds(NamedTuple):
 class Agent:
     """The agent's main process and its output."""
 
-    def __init__(self, job: Job, body: Body, private_fds: tuple[int, ...]) -> None:
+    def __init__(self, job: Job, body: Body, private_fds: tuple[int, ...], ports_fd: int) -> None:
         self.started = time.monotonic()
         self.log = BoundedLog(job["log"], job["log_bytes"])
         output_fd, output_write_fd = os.pipe()
@@ -129,7 +130,7 @@ class Agent:
             files = (log.fileno() for logs in self.logs.values() for log in logs)
             for fd in {*private_fds, *self.logs, *files, error_fd, self._left_over_fd}:
                 os.close(fd)
-            _become_agent(job, body, child, parent)
+            _become_agent(job, body, child, parent, ports_fd)
         for fd in set(child):
             os.close(fd)
         if error := os.read(error_fd, READ_BYTES):
@@ -269,7 +270,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
+def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int, ports_fd: int) -> None:
     """Sets up the forked child and runs `body` in it; never returns."""
 
     def become() -> NoReturn:
@@ -292,13 +293,15 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
         os.setpgid(0, 0)
         if job["wall"] is None:
             become()
-        _behind_wall(job["wall"], become, fds.left_over)
+        _behind_wall(job["wall"], become, ports_fd, fds.left_over)
     except (OSError, ValueError) as error:
         os.write(fds.error, str(error).encode())
     os._exit(127)
 
 
-def _behind_wall(wall: dict[str, Any], become: Callable[[], NoReturn], left_over_fd: int) -> None:
+def _behind_wall(
+    wall: dict[str, Any], become: Callable[[], NoReturn], ports_fd: int, left_over_fd: int
+) -> None:
     """Calls `become` behind the wall. Loads `proxy/wall.py` by its path, because this program
     cannot import the project's packages."""
     spec = importlib.util.spec_from_file_location("wall", wall["module"])
@@ -307,8 +310,10 @@ def _behind_wall(wall: dict[str, Any], become: Callable[[], NoReturn], left_over
     module = importlib.util.module_from_spec(spec)
     sys.modules["wall"] = module
     spec.loader.exec_module(module)
-    ports_fd = module.refuse_ports(wall["ports"])
-    module.enter(wall["hide"], wall["keep"], become, ports_fd=ports_fd, left_over_fd=left_over_fd)
+    fds = {"ports_fd": ports_fd, "left_over_fd": left_over_fd}
+    if wall["sandbox"] is not None:
+        module.join(wall["sandbox"], become, **fds)
+    module.enter(wall["hide"], wall["keep"], become, **fds)
 
 
 def execute(job: Job, error_fd: int) -> None:

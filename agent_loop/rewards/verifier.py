@@ -111,7 +111,7 @@ class Verifier:
         settings = self._settings
         env = inherited_environment(settings.pass_env) | {
             "TASK_FILE": str((rewards / "task.json").absolute()),
-            "TRIAL_DIR": str(trial.directory.absolute()),
+            "TRIAL_DIR": str(trial.agent_directory.absolute()),
             "REWARD_DIR": str(rewards.absolute()),
             "AGENT_LOG": str((trial.directory / "agent.log").absolute()),
             "AGENT_END": agent.end.value,

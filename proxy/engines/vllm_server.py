@@ -11,8 +11,10 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -85,6 +87,7 @@ class VllmServer:
             f"http://{options.host}:{self.port}", key=secrets.token_urlsafe(32)
         )
         self._process: asyncio.subprocess.Process | None = None
+        self._sockets: Path | None = None
 
     @property
     def url(self) -> str:
@@ -105,6 +108,7 @@ class VllmServer:
         """
         options = self.options
         options.log.parent.mkdir(parents=True, exist_ok=True)
+        self._sockets = _new_socket_folder()
         with options.log.open("ab") as log, pipe_with(self._address.key or "") as key_fd:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__),
@@ -113,7 +117,7 @@ class VllmServer:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=server_environment(options),
+                env=server_environment(options) | {"VLLM_RPC_BASE_PATH": str(self._sockets)},
                 pass_fds=(key_fd,),
                 start_new_session=True,  # Ctrl-C reaches us alone
             )
@@ -142,6 +146,8 @@ class VllmServer:
             self._process.stdin.close()
             await self._process.wait()
             self.url_file.unlink(missing_ok=True)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     @property
     def running(self) -> bool:
@@ -193,6 +199,18 @@ class VllmServer:
                         if response.status == 200:
                             return
                 await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+def socket_folder() -> Path:
+    """The folder of the Unix sockets by which the processes of our vLLM servers talk. Whoever can
+    connect to them can send tokens in an engine's name, so agents must not see the folder."""
+    return Path(tempfile.gettempdir(), f"agentic-engines-{os.getuid()}")
+
+
+def _new_socket_folder() -> Path:
+    """Of one server; short, because the path of a Unix socket has at most 107 bytes."""
+    socket_folder().mkdir(mode=0o700, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="", dir=socket_folder()))
 
 
 def server_arguments(options: VllmOptions, port: int) -> list[str]:

@@ -74,3 +74,17 @@ def prints_its_region(call: AgentCall) -> float:
 
 def grades_its_region(call: GradeCall) -> dict[str, float]:
     return {"reward": 0.0, "region": float(os.environ.get("REGION") == "eu")}
+
+
+def replaces_its_result(call: AgentCall) -> float:
+    result = call.workspace.parent / "returned.json"
+    said = []
+    for attempt in (result.unlink, lambda: os.replace(call.workspace / "link", result)):
+        (call.workspace / "link").unlink(missing_ok=True)
+        (call.workspace / "link").symlink_to(os.environ["VICTIM"])
+        try:
+            attempt()
+        except OSError as error:
+            said.append(f"{error.strerror}\n")
+    (call.workspace / "attempts").write_text("".join(said))
+    return 0.5

@@ -1,27 +1,55 @@
-"""What the sandbox hides from a run's agents."""
+"""What the sandbox hides from a run's agents, and what a hostile agent can do behind it."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
+from agent_loop import remote_agent_config
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
-from agent_loop.records import Task
+from agent_loop.launchers.protocol import Launcher
+from agent_loop.launchers.python import PythonLauncher
+from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import VerifierConfig
-from proxy import wall
+from harbor_sdk.sandbox import SandboxError, require_privilege
+from proxy import landlock, wall
 from proxy.errors import ConfigurationError
 from proxy.records import SessionKind
 from tests.proxy.conftest import RunningProxy
 
+LIGHT = wall.missing() or landlock.missing()
+
+
+def _no_strict() -> str | None:
+    try:
+        require_privilege()
+    except SandboxError as error:
+        return str(error)
+    return landlock.missing()
+
+
+SANDBOXES = [
+    pytest.param("light", marks=pytest.mark.skipif(LIGHT is not None, reason=str(LIGHT))),
+    pytest.param(
+        "strict", marks=pytest.mark.skipif(_no_strict() is not None, reason=str(_no_strict()))
+    ),
+]
 THIEF = """
-import json, os, pathlib, urllib.request
+import ctypes, json, os, pathlib, signal, socket, urllib.request
 from contextlib import suppress
-seen = {}
+seen, own = {}, pathlib.Path(os.environ["TASK_FILE"]).parent
 for name in ("run", "verifier", "tasks"):
     path = pathlib.Path(os.environ[name.upper()])
     seen[name] = sorted(p.name for p in path.rglob("*")) if path.is_dir() else path.read_text()
@@ -29,7 +57,43 @@ seen["task"] = json.loads(pathlib.Path(os.environ["TASK_FILE"]).read_text())
 seen["processes"] = sorted(p.name for p in pathlib.Path("/proc").glob("[0-9]*"))
 with suppress(PermissionError):
     seen["environment of process 1"] = pathlib.Path("/proc/1/environ").read_text()
-pathlib.Path(os.environ["TASK_FILE"]).write_text('{"answer": "0"}')
+seen["descriptors"] = sorted(
+    n for n in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + n)
+)
+seen["shared memory"] = os.path.exists("/dev/shm/" + os.environ["SEGMENT"])
+trainer = int(os.environ["TRAINER"])
+
+def attempt(what, run):
+    try:
+        run()
+        seen.setdefault("done", []).append(what)
+    except OSError as error:
+        seen.setdefault("refused", {})[what] = type(error).__name__
+
+def ptrace():
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(16, trainer, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "ptrace")
+
+def connect(port):
+    socket.create_connection(("127.0.0.1", port), 5).close()
+
+# Files that the run will write after the agent has ended: links to a victim, and a folder.
+for name in ("verifier.log", "verifier.stderr.log", "agent.log"):
+    attempt("replace " + name, lambda: ((own / name).unlink(missing_ok=True),
+                                        (own / name).symlink_to(os.environ["VICTIM"])))
+attempt("folder reward", (own / "reward").mkdir)
+attempt("replace task.json", (own / "task.json").unlink)
+attempt("stop the trainer", lambda: os.kill(trainer, signal.SIGSTOP))
+attempt("trace the trainer", ptrace)
+attempt("read its memory", lambda: open(f"/proc/{trainer}/mem", "rb"))
+attempt("freeze everything", lambda: os.mkdir("/sys/fs/cgroup/frozen"))
+attempt("connect to a private port", lambda: connect(int(os.environ["PRIVATE"])))
+attempt("connect to another port", lambda: connect(int(os.environ["OPEN"])))
+attempt("write outside", pathlib.Path(os.environ["OUTSIDE"]).touch)
+attempt("own files", (pathlib.Path(os.environ["OWN"]) / "settings").touch)
+with suppress(OSError):
+    pathlib.Path(os.environ["TASK_FILE"]).write_text('{"answer": "0"}')
 pathlib.Path("seen.json").write_text(json.dumps(seen))
 body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).encode()
 call = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
@@ -38,49 +102,148 @@ urllib.request.urlopen(call).read()
 """
 VERIFY = """import json, os, sys
 task = json.load(open(os.environ["TASK_FILE"]))
+print("verified")
 sys.exit(task["answer"] != "42")
 """
 
 
-async def test_agent_cannot_reach_the_run_the_verifier_or_the_answers(
-    proxy: RunningProxy, tmp_path: Path
-) -> None:
-    run, verifier, tasks = tmp_path / "run", tmp_path / "verify.py", tmp_path / "train.jsonl"
-    (run / "trials" / "other").mkdir(parents=True)
-    (run / "sessions.db").write_text("recorded")
-    verifier.write_text(VERIFY)
-    tasks.write_text('{"answer": "42"}')
-    config = RemoteAgentConfig(
-        command=CommandConfig(
-            argv=(sys.executable, "-I", "-S", "-c", THIEF),
-            env={"RUN": str(run), "VERIFIER": str(verifier), "TASKS": str(tasks)},
-        ),
-        verifier=VerifierConfig(argv=("{python}", str(verifier))),
-        keep_workspaces=True,
-        max_retries=0,
+@dataclass(frozen=True)
+class Run:
+    """A run's folder with another trial, a verifier, tasks, and files outside of it."""
+
+    folder: Path
+    verifier: Path
+    tasks: Path
+    victim: Path
+    outside: Path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    folder, home = tmp_path / "run", tmp_path / "elsewhere"
+    (folder / "trials" / "other").mkdir(parents=True)
+    home.mkdir()
+    # Not in /tmp, which is another one in a strict sandbox.
+    outside = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    made = Run(
+        folder, tmp_path / "verify.py", tmp_path / "train.jsonl", home / "victim", outside / "new"
     )
-    assert config.command is not None
+    (folder / "sessions.db").write_text("recorded")
+    made.verifier.write_text(VERIFY)
+    made.tasks.write_text('{"answer": "42"}')
+    made.victim.write_text("precious")
+    yield made
+    shutil.rmtree(outside)
+
+
+async def run_trial(
+    proxy: RunningProxy, run: Run, launcher: Launcher, config: RemoteAgentConfig, ports: set[int]
+) -> tuple[Rollout, Path]:
     loop = RemoteAgentLoop(
         proxy.control,
-        CommandLauncher(config.command),
+        launcher,
         config.build_rewards(),
-        run / "trials",
+        run.folder / "trials",
         trial=config,
-        hidden=(run, tasks, *config.private_files),
+        hidden=(run.folder, run.tasks, *config.private_files),
+        shown=config.shown_files,
+        # With the proxy's, as if all ports of the run were listed.
+        private_ports=lambda: frozenset({*ports, int(proxy.url.rpartition(":")[2])}),
     )
     task = Task("sum", {"prompt": "6 * 7", "answer": "42"})
     rollout = await loop.run(task, kind=SessionKind.TRAIN)
     await loop.close()
-    assert rollout.error is None, (Path(rollout.logs or "") / "agent.log").read_text()
+    return rollout, Path(rollout.logs or "")
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+async def test_agent_cannot_reach_the_run_the_verifier_or_the_answers(
+    sandbox: str, proxy: RunningProxy, run: Run
+) -> None:
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as private,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        port = private.getsockname()[1]
+        config = RemoteAgentConfig(
+            command=CommandConfig(
+                argv=(sys.executable, "-I", "-S", "-c", THIEF),
+                env={
+                    "RUN": str(run.folder),
+                    "VERIFIER": str(run.verifier),
+                    "TASKS": str(run.tasks),
+                    "VICTIM": str(run.victim),
+                    "OUTSIDE": str(run.outside),
+                    "OWN": "{directory}",
+                    "TRAINER": str(os.getpid()),
+                    "SEGMENT": segment.name,
+                    "PRIVATE": str(port),
+                    "OPEN": str(other.getsockname()[1]),
+                },
+            ),
+            verifier=VerifierConfig(argv=("{python}", str(run.verifier))),
+            sandbox=sandbox,  # type: ignore[arg-type]
+            keep_workspaces=True,
+            max_retries=0,
+        )
+        assert config.command is not None
+        rollout, logs = await run_trial(proxy, run, CommandLauncher(config.command), config, {port})
+    segment.close()
+    segment.unlink()
+    assert rollout.error is None
     assert rollout.reward == 1.0  # the verifier reads its own copy of the task
-    seen = json.loads((Path(rollout.logs or "") / "work" / "seen.json").read_text())
+    seen = json.loads((logs / "work" / "seen.json").read_text())
     assert "sessions.db" not in seen["run"]
     assert "other" not in seen["run"]
     assert seen["verifier"] == ""
     assert seen["tasks"] == ""
     assert seen["task"] == {"prompt": "6 * 7"}
-    assert seen["processes"] == ["1", "2"]
-    assert "environment of process 1" not in seen
+    assert len(seen["processes"]) == 2
+    assert seen["processes"][0] == "1"
+    assert "environment of process 1" not in seen or sandbox == "strict"
+    assert seen["descriptors"] == ["0", "1", "2"]
+    assert not seen["shared memory"]
+    assert set(seen["refused"]) >= {
+        "replace task.json",
+        "stop the trainer",
+        "trace the trainer",
+        "read its memory",
+        "freeze everything",
+        "connect to a private port",
+    }
+    assert set(seen["done"]) >= {"connect to another port", "own files", "write outside"}
+    assert (logs / "agent" / "settings").exists()
+    assert run.outside.exists() == (sandbox == "light")
+    assert run.victim.read_text() == "precious"
+    for name in ("verifier.log", "verifier.stderr.log", "agent.log"):
+        assert not (logs / name).is_symlink()
+    assert (logs / "verifier.log").read_text() == "verified\n"
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+async def test_function_cannot_replace_the_file_of_its_return_value(
+    sandbox: str, proxy: RunningProxy, run: Run
+) -> None:
+    config = RemoteAgentConfig.model_validate(
+        {
+            "python": {
+                "target": "tests.agent_loop.functions:replaces_its_result",
+                "env": {"VICTIM": str(run.victim)},
+            },
+            "sandbox": sandbox,
+            "show": [str(Path(__file__).parents[2])],
+            "keep_workspaces": True,
+            "max_retries": 0,
+        }
+    )
+    assert config.python is not None
+    rollout, logs = await run_trial(proxy, run, PythonLauncher(config.python), config, set())
+    refusals = (logs / "work" / "attempts").read_text().splitlines()
+    assert len(refusals) == 2
+    assert not (logs / "returned.json").is_symlink()
+    assert run.victim.read_text() == "precious"
+    assert rollout.reward == 0.5
 
 
 def test_agent_whose_launcher_gives_the_reward_gets_all_fields_of_the_task() -> None:
@@ -124,3 +287,28 @@ def test_grader_in_a_file_is_private_and_the_agents_own_file_is_not(tmp_path: Pa
         }
     )
     assert config.private_files == [tmp_path / "verify.py"]
+
+
+def test_strict_sandbox_without_privilege_is_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise SandboxError("this process does not have CAP_SYS_ADMIN")
+
+    monkeypatch.setattr(remote_agent_config, "require_privilege", refuse)
+    config = RemoteAgentConfig.model_validate({"command": {"argv": ["true"]}, "sandbox": "strict"})
+    with pytest.raises(ConfigurationError, match=r"strict: .*CAP_SYS_ADMIN.*sandbox=light"):
+        config.check_sandbox()
+
+
+def test_start_says_what_agents_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = {"command": {"argv": ["true"]}}
+    off = RemoteAgentConfig.model_validate(agent | {"sandbox": "off"})
+    assert "agents can read this run's files" in (off.sandbox_warning or "")
+    monkeypatch.setattr(landlock, "missing", lambda: "this kernel has no Landlock")
+    light = RemoteAgentConfig.model_validate(agent)
+    assert "no Landlock: agents can connect to the ports" in (light.sandbox_warning or "")
+    monkeypatch.setattr(landlock, "missing", lambda: None)
+    assert light.sandbox_warning is None
+    http = RemoteAgentConfig.model_validate({"http": {"url": "http://h"}, "sandbox": "off"})
+    assert http.sandbox_warning is None

@@ -16,9 +16,9 @@ from typing import NoReturn
 
 import pytest
 
-from proxy import wall
+from proxy import landlock, wall
 
-REFUSED = wall.missing(ports=True)
+REFUSED = wall.missing() or landlock.missing()
 pytestmark = pytest.mark.skipif(
     REFUSED is not None, reason=f"this machine refuses namespaces: {REFUSED}"
 )
@@ -144,7 +144,7 @@ def test_agent_can_connect_to_all_but_the_refused_ports(place: Place, user: int)
         socket.create_server(("127.0.0.1", 0)) as open_,
     ):
         ports = [server.getsockname()[1] for server in (refused, open_)]
-        ports_fd = wall.refuse_ports([ports[0]])
+        ports_fd = landlock.refuse_ports([ports[0]])
         script = "".join(f"(exec 3<>/dev/tcp/127.0.0.1/{port}) && echo {port}\n" for port in ports)
         behind(place, script, user=user, ports_fd=ports_fd)
         os.close(ports_fd)

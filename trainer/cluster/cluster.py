@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import Field
@@ -100,6 +101,15 @@ class ProxyService(Protocol):
 
 class Cluster(Protocol):
     """Starts the processes of a run."""
+
+    @property
+    def private_paths(self) -> list[Path]:
+        """Folders of the cluster on this machine, which agents must not see."""
+        ...
+
+    def private_ports(self) -> frozenset[int]:
+        """The TCP ports on which the run's processes and the cluster's listen now."""
+        ...
 
     def replica(self, number: int) -> Replica: ...
 

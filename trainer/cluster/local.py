@@ -17,16 +17,19 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 
+from agent_loop.processes.listening import listening_ports
 from proxy.engines import guard
+from proxy.engines.vllm_server import socket_folder
 from proxy.secrecy import inherited, pipe_with
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.local_engine import LocalReplica, replica_options
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import RankRequest, RankZero
-from trainer.cluster.ranks import check_seat, models_of_rank, torchrun_seat
+from trainer.cluster.ranks import check_seat, models_of_rank, rendezvous_ports, torchrun_seat
 from trainer.errors import TrainerError
 from trainer.models import Models
 from trainer.policy.parallel import Seat
@@ -100,6 +103,14 @@ class LocalCluster:
         self._config = config
         self._folder = folder
         self._control = control
+
+    @property
+    def private_paths(self) -> list[Path]:
+        return [socket_folder()]
+
+    def private_ports(self) -> frozenset[int]:
+        engines = {urlsplit(url).port or 80 for url in self._config.engine.urls}
+        return listening_ports([os.getpid()]) | engines | rendezvous_ports(os.environ)
 
     def replica(self, number: int) -> LocalReplica:
         return LocalReplica(replica_options(self._config, self._folder, number))

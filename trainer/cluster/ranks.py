@@ -67,6 +67,13 @@ def torchrun_seat(environment: Mapping[str, str]) -> Seat | None:
     return Seat(rank, size, "env://", local_rank) if size > 1 else None
 
 
+def rendezvous_ports(environment: Mapping[str, str]) -> frozenset[int]:
+    """The port at which the ranks that torchrun has started meet."""
+    port = environment.get("MASTER_PORT", "")
+    is_set = torchrun_seat(environment) is not None and port.isdigit()
+    return frozenset({int(port)} if is_set else ())
+
+
 def check_seat(config: RanksConfig, seat: Seat) -> None:
     """Checks that torchrun and the configuration have the same number of ranks.
 

@@ -19,6 +19,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,12 +27,14 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from proxy.engines.vllm_server import VllmServer
+from agent_loop.processes.listening import listening_ports
+from proxy.engines.vllm_server import VllmServer, socket_folder
 from trainer.cluster.cluster import ClusterConfig, ProcessesConfig, ProxyService
 from trainer.cluster.local_engine import MakeServer, replica_options
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import RankRequest, RankZero, SendRequest
 from trainer.cluster.ray_actors import ActorGoneError, EngineActor, ProxyActor, RankActor, awaited
+from trainer.cluster.ray_here import RayHere
 from trainer.errors import ConfigError, TrainerError
 from trainer.policy.parallel import Seat
 from trainer.run.control import RunControl, first_to_end
@@ -100,6 +103,16 @@ class RayCluster:
         self._group = group
         self._reserved = reserved
         self._make_server = make_server
+        self._ray = RayHere.find()
+
+    @property
+    def private_paths(self) -> list[Path]:
+        return [socket_folder(), self._ray.folder, *self._ray.tokens]
+
+    def private_ports(self) -> frozenset[int]:
+        engines = {urlsplit(url).port or 80 for url in self._config.engine.urls}
+        ours = listening_ports([os.getpid(), *self._ray.processes])
+        return ours | self._ray.ports | engines
 
     def replica(self, number: int) -> RayReplica:
         return RayReplica(self, number)
