@@ -44,8 +44,9 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
         """What a local agent can read with `sandbox: strict`: its scripts or its module, and the
         Python of this run."""
         python = {Path(sys.prefix), Path(sys.base_prefix)}
-        packages = [file.parent if file.stem == "__init__" else file for file in self._agent_files]
-        return [*python, *packages]
+        files = self._agent_files
+        # A module may import its neighbours.
+        return [*python, *([file.parent for file in files] if self.python is not None else files)]
 
     @property
     def _agent_files(self) -> list[Path]:

@@ -32,10 +32,14 @@ async def run_python(trial: Trial, code: str, **settings: object) -> AgentResult
         await launcher.close()
 
 
-@pytest.fixture(params=["light", "off"])
+STRICT = pytest.param("strict", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root"))
+
+
+@pytest.fixture(params=["light", STRICT, "off"])
 def make_trial(make_trial: MakeTrial, tmp_path: Path, request: pytest.FixtureRequest) -> MakeTrial:
-    """Trials with and without a wall: an agent behaves the same in both."""
-    wall = Wall(hide=(str(tmp_path),)) if request.param == "light" else None
+    """Trials with and without a wall: an agent behaves the same in all of them."""
+    show = (sys.prefix, sys.base_prefix) if request.param == "strict" else None
+    wall = None if request.param == "off" else Wall(hide=(str(tmp_path),), show=show)
 
     def make(timeout_s: float = 120.0, **data: object) -> Trial:
         return replace(make_trial(timeout_s, **data), wall=wall)
@@ -112,7 +116,11 @@ async def test_agent_finds_no_secret_in_the_environment_of_its_supervisor(
 ) -> None:
     trial = make_trial()
     await run_python(trial, "import os; print(open(f'/proc/{os.getppid()}/environ').read())")
-    assert ("PATH=" if trial.wall is None else "PermissionError") in log_of(trial)
+    if trial.wall is None:
+        assert "PATH=" in log_of(trial)
+    else:  # there is no such process in a sandbox
+        assert "Error: " in log_of(trial)
+        assert "PATH=" not in log_of(trial)
     assert "hunter2" not in log_of(trial)
 
 
@@ -178,6 +186,24 @@ async def test_working_directory_is_a_checkout_of_the_tasks_revision(
     result = await run_python(trial, "print(open('file.txt').read())", template=template)
     assert result.end is AgentEnd.EXITED
     assert log_of(trial) == "first\n"
+
+
+async def test_agent_cannot_damage_the_repository_that_it_works_on(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    git(repository, "init", "--quiet")
+    (repository / "file.txt").write_text("first")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "first")
+    code = (
+        "import pathlib\nfor path in pathlib.Path('.git/objects').rglob('*'):\n"
+        "    if path.is_file():\n        path.chmod(0o600)\n        path.write_bytes(b'')"
+    )
+    await run_python(make_trial(), code, template=f"git+{repository}")
+    assert git(repository, "fsck") == ""
+    assert git(repository, "show", "HEAD:file.txt") == "first"
 
 
 async def test_missing_revision_is_a_launch_error(make_trial: MakeTrial, tmp_path: Path) -> None:
@@ -262,7 +288,7 @@ async def test_killed_supervisor_is_a_launch_error_and_ends_the_agent(
     trial = make_trial()
     code = (
         "import os, signal, time\nopen('agent.pid', 'w').write(str(os.getpid()))\n"
-        "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(600)"
+        "os.kill(os.getppid() or 1, signal.SIGKILL)\ntime.sleep(600)"
     )
     if trial.wall is not None:  # an agent behind a wall can kill only its own processes
         with pytest.raises(TimeoutError):

@@ -6,21 +6,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agent_loop.processes.host import Job, ProcessHost
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Rollout, Task
 from agent_loop.tasks import Source, TaskStream
+from proxy import landlock, wall
 from proxy.records import SessionKind
+from proxy.wall import Wall
 from tests.needs import skip_or_fail
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.fake_server import FakeServer
@@ -46,6 +51,7 @@ except ImportError:
 pytestmark = pytest.mark.slow
 
 STEPS = 3
+NO_WALL = wall.missing() or landlock.missing()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -197,3 +203,54 @@ def test_engines_and_ranks_have_their_own_gpus_or_share_them_in_pairs(tiny_model
     shared = config(tiny_model, cluster={"share_gpus": True})
     assert [bundle["GPU"] for bundle in bundles(shared, has_gpus=True)] == [1, 1]
     assert all("GPU" not in bundle for bundle in bundles(shared, has_gpus=False))
+
+
+KNOCK = """
+import os, pathlib, socket, sys
+for port in map(int, sys.argv[3:]):
+    try:
+        socket.create_connection((sys.argv[1], port), 5).close()
+        print("connected", port)
+    except PermissionError:
+        print("refused", port)
+print("files", [p.name for p in pathlib.Path(sys.argv[2]).iterdir()])
+print("token", (pathlib.Path.home() / ".ray" / "auth_token").exists())
+"""
+
+
+def _listens_on() -> list[int]:
+    """The ports of the Ray worker that runs this."""
+    found = psutil.Process().net_connections("tcp")
+    return [connection.laddr.port for connection in found if connection.status == "LISTEN"]
+
+
+@pytest.mark.skipif(NO_WALL is not None, reason=f"this machine gives no walls: {NO_WALL}")
+def test_agent_behind_a_wall_reaches_neither_ports_nor_files_nor_the_token_of_ray(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = config(tiny_model)
+
+    async def knock() -> str:
+        async with ray_cluster(settings, RunFolder.create(tmp_path / "a"), RunControl()) as cluster:
+            (node,) = ray.nodes()
+            of_worker = ray.get(ray.remote(_listens_on).options(num_cpus=0).remote())
+            assert of_worker
+            gcs = ray.get_runtime_context().gcs_address
+            ports = {node["NodeManagerPort"], node["ObjectManagerPort"], int(gcs.split(":")[1])}
+            paths = [str(path) for path in cluster.private_paths]
+            host, sessions = ProcessHost(), paths[1]
+            assert Path(sessions, "session_latest").exists()
+            numbers = [str(port) for port in (*ports, *of_worker)]
+            argv = [sys.executable, "-I", "-S", "-c", KNOCK, gcs.split(":")[0], sessions, *numbers]
+            behind = Wall(hide=tuple(paths), ports=cluster.private_ports())
+            log, env = tmp_path / "log", {"HOME": str(Path.home())}
+            agent = Job(argv, cwd=tmp_path, env=env, log=log, timeout_s=60, wall=behind)
+            assert (await host.run(agent)).failure is None, log.read_text()
+            await host.close()
+            return log.read_text()
+
+    said = asyncio.run(knock())
+    assert "connected" not in said
+    assert said.count("refused") >= 4
+    assert "files []" in said
+    assert "token False" in said
