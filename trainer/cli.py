@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "vllm", "xxhash"})
+"""Packages that are imported by a training run and installed by the extras `cpu` and `gpu`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
@@ -40,6 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             state_dir=arguments.state_dir,
         )
         return run(command)
+    except ModuleNotFoundError as error:
+        if error.name not in TRAINER_PACKAGES:
+            raise
+        print(
+            f"agentic-train: the package {error.name!r} is missing: this installation is for "
+            "the proxy alone; install the wheel with its extra `cpu` or `gpu`, like pip install "
+            f"'agentic_rl-{version('agentic-rl')}-py3-none-any.whl[cpu]'",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:  # only before or after the time in which the run handles signals
         return 128 + signal.SIGINT
 

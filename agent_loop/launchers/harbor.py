@@ -104,7 +104,7 @@ class HarborLauncher:
         if settings.use_local_trial and find_spec("harbor") is None:
             raise ConfigurationError(
                 "use_local_trial: this Python has no harbor package (it needs 3.12); start a "
-                "harbor-server (make harbor) and set harbor_server_url"
+                "harbor-server in another environment and set harbor_server_url"
             )
 
     @property

@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         from harbor_sdk.trial import run_trial
     except ImportError as error:
         print(
-            f"harbor-server needs Python 3.12 and the harbor package ({error}): run make harbor",
+            f"harbor-server needs Python 3.12 and the harbor package ({error}); run "
+            "`pip install harbor` with Python 3.12, or `make harbor` in the repository",
             file=sys.stderr,
         )
         return 2

@@ -27,6 +27,6 @@ async def open_cluster(
     try:
         from trainer.cluster.ray_cluster import ray_cluster
     except ImportError as error:
-        raise ConfigError(f"cluster.backend=ray: {error}; pip install 'agentic-rl[ray]'") from error
+        raise ConfigError(f"cluster.backend=ray: {error}; run `pip install ray`") from error
     async with ray_cluster(config, folder, control) as cluster:
         yield cluster

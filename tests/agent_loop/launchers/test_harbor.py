@@ -124,7 +124,7 @@ def test_configuring_neither_or_both_of_server_and_local_harbor_is_refused(
 
 
 def test_local_trial_without_the_harbor_package_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ConfigurationError, match="make harbor"):
+    with pytest.raises(ConfigurationError, match="in another environment"):
         HarborLauncher(HarborConfig(use_local_trial=True))
 
 

@@ -1,0 +1,136 @@
+"""The wheel, installed into empty environments: it has everything that its programs need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.proxy.checkpoint import write_checkpoint
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("proxy", "agent_loop", "trainer", "harbor_sdk", "examples")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+UV = [sys.executable, "-m", "uv"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy, because a build leaves files in its folder."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copyfile(ROOT / name, copy / name)
+    _run([*UV, "build", "-q", "--wheel", "--no-build-isolation", "--python", sys.executable], copy)
+    (built,) = (copy / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment in which only the wheel is installed."""
+    return _installed(str(wheel), tmp_path_factory.mktemp("base"))
+
+
+def test_wheel_has_every_file_of_the_packages_and_examples(base: Path) -> None:
+    (site,) = base.parent.glob("lib/python*/site-packages")
+    for source in SOURCES:
+        installed = site / ("agentic_rl_examples" if source == "examples" else source)
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", source]
+        names = _run(listed, ROOT).splitlines()
+        missing = [n for n in names if not (installed / Path(n).relative_to(source)).exists()]
+        assert not missing
+
+
+def test_proxy_of_the_wheel_serves_and_records_a_call(base: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    engine = [sys.executable, "-m", "tests.attacks.engine_process", str(model), "0", "0"]
+    with _running(engine, ROOT) as started:
+        serve = [str(base / "agentic-proxy"), "serve", "--model", str(model), "--port", "0"]
+        serve += ["--engine", started.splitlines()[0], "--auto-create"]
+        with _running([*serve, "--store", f"sqlite:///{tmp_path}/s.db"], tmp_path, 2) as printed:
+            url = printed.splitlines()[1].split()[1].partition("=")[2]
+            with openai.OpenAI(base_url=url, api_key="any") as client:
+                answer = client.chat.completions.create(
+                    model="any", messages=[{"role": "user", "content": "hello"}]
+                )
+    assert "characters, thank you" in (answer.choices[0].message.content or "")
+    listed = [
+        str(base / "agentic-proxy"),
+        "sessions",
+        "list",
+        "--store",
+        f"sqlite:///{tmp_path}/s.db",
+    ]
+    assert url.split("/")[-2] in _run(listed, tmp_path)
+
+
+def test_wheel_without_extras_writes_projects_and_says_what_training_needs(
+    base: Path, tmp_path: Path
+) -> None:
+    train = str(base / "agentic-train")
+    _run([train, "init", "project"], tmp_path)
+    refused = subprocess.run(
+        [train, "--config", "agentic_trainer.yaml", "--check"],
+        cwd=tmp_path / "project",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("agentic-train: the package 't")
+    assert "install the wheel with its extra `cpu` or `gpu`" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", ["agentic-proxy", "agentic-train", "agentic-worker"])
+def test_programs_of_the_wheel_print_its_version(base: Path, program: str, wheel: Path) -> None:
+    assert wheel.name.split("-")[1] in _run([str(base / program), "--version"], ROOT)
+
+
+@pytest.mark.long
+def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Path) -> None:
+    programs = _installed(f"{wheel}[cpu]", tmp_path / "env", "openai")
+    train = str(programs / "agentic-train")
+    _run([train, "init", "project"], tmp_path)
+    run = [train, "--config", "agentic_trainer.yaml"]
+    assert "path: model" in _run([*run, "--check"], tmp_path / "project")
+    few = ["trainer.steps=2", "eval.limit=4", "rollout.groups_per_step=1"]
+    printed = _run([*run, *few, "logging.progress=plain"], tmp_path / "project")
+    assert "step 2/2" in printed
+    assert "done after" in printed
+    assert (tmp_path / "project/runs/first/report.html").exists()
+
+
+def _installed(requirement: str, folder: Path, *more: str) -> Path:
+    _run([*UV, "venv", "-q", "--python", sys.executable, "--allow-existing", str(folder)], ROOT)
+    python = ["--python", str(folder / "bin/python")]
+    _run([*UV, "pip", "install", "-q", *python, requirement, *more], folder)
+    return folder / "bin"
+
+
+def _run(argv: list[str], folder: Path) -> str:
+    """The output of a program that must succeed. It sees no package of this repository."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def _running(argv: list[str], folder: Path, lines: int = 1) -> Iterator[str]:
+    """The first lines that a program prints; it is ended on exit."""
+    with subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield "".join(process.stdout.readline() for _ in range(lines))
+        finally:
+            process.terminate()
