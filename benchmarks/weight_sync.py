@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.engines.vllm_server import VllmConfig, VllmServer
 from trainer.policy.model import DTYPES
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Written
@@ -130,16 +130,10 @@ def _vllm_row(megabytes: int, rounds: int) -> str:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         path = Path(folder)
         weights = _save_model(path, megabytes)
-        server = VllmServer(
-            VllmOptions(
-                model=path,
-                log=path / "vllm.log",
-                dtype="float32",
-                max_context_tokens=256,
-                weight_transfer='{"backend": "shm"}',
-                extra_args=("--skip-tokenizer-init",),
-            )
+        config = VllmConfig(
+            max_context_tokens=256, weight_transfer="shm", args=("--skip-tokenizer-init",)
         )
+        server = VllmServer(config, path, log=path / "vllm.log", dtype="float32")
         runner.run(server.start())
         try:
             sync = WeightSync(EngineControl([server.url]))

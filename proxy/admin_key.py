@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from proxy.config import ProxyConfig
+from proxy.config import ListenConfig, ProxyConfig
 from proxy.errors import ConfigurationError, SessionError
 from proxy.kept_key import kept_key
 
@@ -26,7 +26,7 @@ STATE_FILE = Path("agentic-proxy", "admin-key")
 """Path in the user's state folder, for stores that are not a file."""
 
 
-def check_admin_key(config: ProxyConfig, given: str | None) -> None:
+def check_admin_key(config: ListenConfig, given: str | None) -> None:
     """
     Raises:
         SessionError: 401; `given` is not the admin key.

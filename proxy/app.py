@@ -13,7 +13,7 @@ from functools import partial
 
 from aiohttp import web
 
-from proxy.config import ProxyConfig, RetentionConfig
+from proxy.config import ListenConfig, ProxyConfig, RetentionConfig
 from proxy.control.plane import ROUTES, ControlPlane
 from proxy.engines.protocol import Engine
 from proxy.engines.registry import make_engine
@@ -83,7 +83,7 @@ def build_app(
     return app
 
 
-def _hosts(config: ProxyConfig) -> Hosts:
+def _hosts(config: ListenConfig) -> Hosts:
     urls = [url for url in (config.public_url, config.peer_url) if url is not None]
     return Hosts(config.host, [*config.allowed_hosts, *(host_of(url) for url in urls)])
 
@@ -138,7 +138,16 @@ def _parts(
             config.limits,
             model_name=config.served_model_name or (config.model.name if config.model else "model"),
         )
-        app[CONTROL_PLANE] = ControlPlane(config, sessions, store, router, metrics, make, siblings)
+        app[CONTROL_PLANE] = ControlPlane(
+            config,
+            sessions,
+            store,
+            router,
+            metrics,
+            make,
+            siblings,
+            keep_alive_s=config.limits.keep_alive_s,
+        )
         async with _removing(store, config.retention):
             yield
         await deliveries.close()

@@ -121,8 +121,41 @@ class RelayConfig(Section):
     """Number of workers that may be connected; further workers get 503."""
 
 
-class ProxyConfig(BaseSettings):
-    """All settings of one proxy."""
+class ListenConfig(Section):
+    """Where the proxy listens, by which names it is called, and the key of its control plane."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """The port to listen on; 0 for any free one."""
+    public_url: str | None = None
+    """The URL by which agents reach the proxy. Default: `http://HOST:PORT`."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Additional host names of the proxy: `proxy`, `*.example.org`, or `*` for any. A request whose
+    `Host` is neither one of these nor that of `host`, `public_url` or `peer_url` is refused."""
+    peer_url: str | None = None
+    """The URL by which other proxies on the same store reach this one. Default: host and port; if
+    host means all addresses, the address of this machine's default route."""
+    admin_key: SecretStr | None = Field(default=None, min_length=1)
+    """The key of the control plane. Default: the key in `admin_key_file`. If host is not a loopback
+    address, one of the two must be set."""
+    admin_key_file: Path | None = None
+    """The file of the admin key. If it does not exist, the proxy creates it with mode 0600.
+    Default: `FILE.admin-key` next to a SQLite store; for other stores `agentic-proxy/admin-key` in
+    the user's state folder (`$XDG_STATE_HOME` or `~/.local/state`)."""
+
+    @property
+    def on_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class ProxyConfig(BaseSettings, ListenConfig):
+    """All settings of one proxy. The keys of `ListenConfig` are at the top level."""
 
     model_config = SettingsConfigDict(
         extra="forbid", env_prefix="AGENTIC_PROXY_", env_nested_delimiter="__"
@@ -143,25 +176,6 @@ class ProxyConfig(BaseSettings):
     durability: Literal["process", "power"] = "process"
     """What a recorded turn survives in SQLite: `process`: `kill -9` of the proxy; `power`: also a
     power failure (each write then waits for the disk). PostgreSQL always ensures both."""
-    host: str = "127.0.0.1"
-    """The address to listen on."""
-    port: int = Field(default=8000, ge=0, le=65535)
-    """The port to listen on; 0 for any free one."""
-    public_url: str | None = None
-    """The URL by which agents reach the proxy. Default: `http://HOST:PORT`."""
-    allowed_hosts: list[str] = Field(default_factory=list)
-    """Additional host names of the proxy: `proxy`, `*.example.org`, or `*` for any. A request whose
-    `Host` is neither one of these nor that of `host`, `public_url` or `peer_url` is refused."""
-    peer_url: str | None = None
-    """The URL by which other proxies on the same store reach this one. Default: host and port; if
-    host means all addresses, the address of this machine's default route."""
-    admin_key: SecretStr | None = Field(default=None, min_length=1)
-    """The key of the control plane. Default: the key in `admin_key_file`. If host is not a loopback
-    address, one of the two must be set."""
-    admin_key_file: Path | None = None
-    """The file of the admin key. If it does not exist, the proxy creates it with mode 0600.
-    Default: `FILE.admin-key` next to a SQLite store; for other stores `agentic-proxy/admin-key` in
-    the user's state folder (`$XDG_STATE_HOME` or `~/.local/state`)."""
     max_context_tokens: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of a prompt and its answer. Default: the smaller of the engines'
     limit and `max_position_embeddings` in the model's config.json."""
@@ -183,15 +197,6 @@ class ProxyConfig(BaseSettings):
     """How long recorded sessions are kept."""
     relay: RelayConfig = Field(default_factory=RelayConfig)
     """Engines behind a firewall, which connect to the proxy."""
-
-    @property
-    def on_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
 
     @model_validator(mode="after")
     def _guard_the_network(self) -> Self:

@@ -66,6 +66,10 @@ class Profiles:
         known = {name: AgentProfile.model_validate(entry) for name, entry in shipped.items()}
         self._profiles = {**known, **own}
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._profiles)
+
     def get(self, name: str) -> AgentProfile:
         """Raises RequestError for an unknown name."""
         profile = self._profiles.get(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.engines.vllm_server import VllmConfig, VllmServer
 from tests.needs import skip_or_fail
 from tests.postgres_server import binaries, postgres_server
 
@@ -59,16 +59,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """The one vLLM server of the test run. Who updates its weights puts the old ones back."""
-    options = VllmOptions(
-        model=tiny_model,
-        log=tmp_path_factory.mktemp("vllm") / "vllm.log",
-        dtype="float32",
-        served_model_name="tiny",
-        max_sequences=32,
-        weight_transfer='{"backend": "shm"}',
-    )
+    config = VllmConfig(max_sequences=32, weight_transfer="shm")
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     with asyncio.Runner() as runner:
-        server = VllmServer(options)
+        server = VllmServer(config, tiny_model, log=log, dtype="float32", served_model_name="tiny")
         runner.run(server.start())
         yield server
         runner.run(server.stop())

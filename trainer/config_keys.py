@@ -19,7 +19,7 @@ from typing import Annotated, Any, Union
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trainer.algorithms.part import Parts
+from trainer.algorithms.part import NamedPart, Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ class Key:
     field: FieldInfo
     sections: tuple[type[BaseModel], ...]
     """The sections that the key may hold: none for a value, several if one of them is chosen."""
+
+    @property
+    def part_names(self) -> list[str]:
+        """The names of the parts of an algorithm of which the key holds one or several."""
+        return [_name_of(each) for each in self.sections if issubclass(each, NamedPart)]
 
     @property
     def dotted(self) -> str:
@@ -55,6 +60,8 @@ def keys_of(
         for each in nested:
             if each not in seen:
                 variant = path if len(nested) == 1 else f"{path}[{_name_of(each)}]"
+                if typing.get_origin(field.annotation) is dict:
+                    variant = f"{path}.NAME"
                 yield from keys_of(each, variant, seen | {each})
 
 
@@ -94,7 +101,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     if origin is Annotated:
         kind, *metadata = typing.get_args(annotation)
         yield from _parts(metadata) or _models(kind)
-    elif origin in (Union, types.UnionType, tuple, list):
+    elif origin in (Union, types.UnionType, tuple, list, dict):
         for part in typing.get_args(annotation):
             yield from _models(part)
 

@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 
 from proxy.admin_key import check_admin_key
-from proxy.config import EngineConfig, ProxyConfig
+from proxy.config import EngineConfig, ListenConfig
 from proxy.control.event_stream import EventStream
 from proxy.control.openapi import OPERATIONS, document
 from proxy.control.record_view import session_view, trajectories_view, turn_view
@@ -43,15 +43,18 @@ class ControlPlane:
 
     def __init__(
         self,
-        config: ProxyConfig,
+        listen: ListenConfig,
         sessions: Sessions,
         store: Store,
         router: Router,
         metrics: Metrics,
         make_engine: Callable[[EngineConfig], Engine],
         siblings: Siblings,
+        *,
+        keep_alive_s: float,
     ) -> None:
-        self._config = config
+        self._listen = listen
+        self._keep_alive_s = keep_alive_s
         self._sessions = sessions
         self._store = store
         self._router = router
@@ -88,7 +91,7 @@ class ControlPlane:
         """Runs the handler of a route in `ROUTES`."""
         try:
             if not OPERATIONS[name].open_to_all:
-                check_admin_key(self._config, api_key(request.headers))
+                check_admin_key(self._listen, api_key(request.headers))
             response = await self._handlers[name](request)
             if name in _REPEATED_AT_SIBLINGS:
                 await self._siblings.send(request)
@@ -192,8 +195,7 @@ class ControlPlane:
             return _json({"completed": True})
         since = int(_number(request.query.get("since", "0"), "since", 0, 2**53))
         if "text/event-stream" in request.headers.get("Accept", ""):
-            keep_alive_s = self._config.limits.keep_alive_s
-            stream = EventStream(live, self._store, self._siblings, keep_alive_s)
+            stream = EventStream(live, self._store, self._siblings, self._keep_alive_s)
             return await stream.answer(request, since)
         return _json({"events": await self._store.get_events(live.session.session_id, since)})
 
@@ -267,8 +269,8 @@ class ControlPlane:
         return session
 
     def _public_url(self, request: web.Request) -> str:
-        if self._config.public_url is not None:
-            return self._config.public_url.rstrip("/")
+        if self._listen.public_url is not None:
+            return self._listen.public_url.rstrip("/")
         return str(request.url.origin())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -15,77 +16,95 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import aiohttp
+from pydantic import Field
 
 from proxy.engines import guard
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_key import RequireKey
 from proxy.errors import ConfigurationError, EngineError
 from proxy.secrecy import inherited, pipe_with
+from proxy.section import Section
 
 HEALTH_INTERVAL_S = 0.2
 """Time between health checks of a starting server, which does not report that it is ready."""
+STOP_GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
 _ERROR = re.compile(r"(\w*(Error|Exception)|\berror): \S.*")
 
 
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """Options of a vLLM server.
+class VllmConfig(Section):
+    """Settings of a vLLM server.
 
-    Example: VllmOptions(model=Path("models/qwen3"), log=Path("run/vllm.log"),
-                         max_context_tokens=4096, weight_transfer='{"backend": "shm"}')
+    Example: VllmConfig(max_context_tokens=4096, args=("--tensor-parallel-size", "2"))
     """
 
-    model: Path
-    log: Path
-    """The file that the server's standard output and error are appended to."""
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0 for any free port."""
-    served_model_name: str | None = None
-    dtype: str = "auto"
-    max_context_tokens: int | None = None
-    """Default: the model's own limit."""
-    max_sequences: int | None = None
-    """Maximum number of sequences that are sampled concurrently. Default: vLLM's own."""
-    kv_cache_gib: int | None = None
-    """Default: 1 on CPU; on a GPU vLLM's share of the memory, see `gpu_memory_share`."""
-    gpu_memory_share: float | None = None
+    max_context_tokens: int | None = Field(None, ge=2)
+    """Maximum number of tokens of a call's prompt and answer together; None: the checkpoint's own
+    limit."""
+    max_sequences: int | None = Field(None, ge=1)
+    """Maximum number of answers that one server samples at a time; None: vLLM's default."""
+    kv_cache_gib: int | None = Field(None, ge=1)
+    """Memory in GiB for keys and values of each server on CPU; None: 1."""
+    gpu_memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of the GPU's memory for each server. In mode `colocated` the trainer needs the rest.
+    None: vLLM's default."""
+    args: tuple[str, ...] = ()
+    """Additional arguments of vLLM's server, such as `["--tensor-parallel-size", "2"]`."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of vLLM's server, in addition to those of the process that starts
+    it."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds that a server may take to load the model and answer."""
+    sleep: bool = False
+    """Mode `colocated` on GPUs only: engines free their GPU memory while the trainer needs it
+    (vLLM's sleep mode)."""
     weight_transfer: str | None = None
-    """JSON for `--weight-transfer-config`."""
-    seed: int = 0
-    extra_args: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are added to this process's environment."""
-    start_timeout_s: float = 600.0
-    stop_grace_s: float = 10.0
+    """Name of the backend by which the server receives new weights; None: it receives none."""
 
 
 class VllmServer:
     """Example:
-    async with VllmServer(options) as server:
+    async with VllmServer(VllmConfig(), Path("models/qwen3"), log=Path("vllm.log")) as server:
         engine = VllmEngine(server.url)
     """
 
-    def __init__(self, options: VllmOptions) -> None:
-        """Raises ConfigurationError if vLLM is not installed, or the model or port is unusable."""
+    def __init__(
+        self,
+        config: VllmConfig,
+        model: Path,
+        *,
+        log: Path,
+        dtype: str = "auto",
+        seed: int = 0,
+        served_model_name: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """`log` is the file to which the server's standard output and error are appended. `port` 0
+        is any free port.
+
+        Raises:
+            ConfigurationError: vLLM is not installed, or the model or port is unusable.
+        """
         _require_vllm()
-        if not (options.model / "config.json").is_file():
+        if not (model / "config.json").is_file():
             raise ConfigurationError(
-                f"model: {options.model} has no config.json; give the folder of a checkpoint"
+                f"model: {model} has no config.json; give the folder of a checkpoint"
             )
-        self.options = options
-        self.port = _usable_port(options.host, options.port)
-        self._address = EngineAddress(
-            f"http://{options.host}:{self.port}", key=secrets.token_urlsafe(32)
-        )
+        self.config = config
+        self.log = log
+        self.host = host
+        self.port = _usable_port(host, port)
+        self._arguments = ["--model", str(model), "--dtype", dtype, "--seed", str(seed)]
+        if served_model_name is not None:
+            self._arguments += ["--served-model-name", served_model_name]
+        self._address = EngineAddress(f"http://{host}:{self.port}", key=secrets.token_urlsafe(32))
         self._process: asyncio.subprocess.Process | None = None
         self._sockets: Path | None = None
 
@@ -97,7 +116,7 @@ class VllmServer:
     @property
     def url_file(self) -> Path:
         """The file that contains the URL while the server runs, for the same user's commands."""
-        return self.options.log.with_suffix(".url")
+        return self.log.with_suffix(".url")
 
     async def start(self) -> None:
         """Starts the server and returns when it is healthy.
@@ -106,18 +125,17 @@ class VllmServer:
             EngineError: the server ended, or was not healthy within `start_timeout_s`; the message
                 contains the cause from its log.
         """
-        options = self.options
-        options.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         self._sockets = _new_socket_folder()
-        with options.log.open("ab") as log, pipe_with(self._address.key or "") as key_fd:
+        with self.log.open("ab") as log, pipe_with(self._address.key or "") as key_fd:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__),
-                *(str(os.getpid()), str(options.stop_grace_s)),
+                *(str(os.getpid()), str(STOP_GRACE_S)),
                 *self.command(key_fd),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=server_environment(options) | {"VLLM_RPC_BASE_PATH": str(self._sockets)},
+                env=server_environment(self.config) | {"VLLM_RPC_BASE_PATH": str(self._sockets)},
                 pass_fds=(key_fd,),
                 start_new_session=True,  # Ctrl-C reaches us alone
             )
@@ -132,7 +150,8 @@ class VllmServer:
     def command(self, key_fd: int) -> list[str]:
         """The command line of the server, which reads its key from `key_fd`."""
         launch = [sys.executable, "-m", "proxy.engines.vllm_launch", str(key_fd)]
-        return launch + server_arguments(self.options, self.port)
+        address = ["--host", self.host, "--port", str(self.port)]
+        return launch + self._arguments + address + server_arguments(self.config)
 
     async def wait(self) -> int:
         """Waits until the server has ended, by itself or by `stop`. Returns its exit code."""
@@ -155,7 +174,7 @@ class VllmServer:
 
     def last_words(self) -> str:
         """The line of the server's log that most likely contains the cause of its end."""
-        lines = _tail(self.options.log).splitlines() or ["its log is empty"]
+        lines = _tail(self.log).splitlines() or ["its log is empty"]
         # The first error is the cause; later ones are its consequences in other processes.
         return next((found[0] for line in lines if (found := _ERROR.search(line))), lines[-1])
 
@@ -175,16 +194,14 @@ class VllmServer:
         ended = asyncio.ensure_future(self.wait())
         healthy = asyncio.ensure_future(self._healthy())
         try:
-            timeout_s = self.options.start_timeout_s
+            timeout_s = self.config.start_timeout_s
             await asyncio.wait(
                 {ended, healthy}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if healthy.done():
                 return await healthy
             why = f"exit code {await ended}" if ended.done() else f"silent for {timeout_s:.0f} s"
-            raise EngineError(
-                f"vLLM did not start ({why}): {self.last_words()} (log: {self.options.log})"
-            )
+            raise EngineError(f"vLLM did not start ({why}): {self.last_words()} (log: {self.log})")
         finally:
             for task in (ended, healthy):
                 task.cancel()
@@ -213,34 +230,33 @@ def _new_socket_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="", dir=socket_folder()))
 
 
-def server_arguments(options: VllmOptions, port: int) -> list[str]:
+def server_arguments(config: VllmConfig) -> list[str]:
+    transfer = config.weight_transfer
     optional = {
-        "--served-model-name": options.served_model_name,
-        "--max-model-len": options.max_context_tokens,
-        "--max-num-seqs": options.max_sequences,
-        "--gpu-memory-utilization": options.gpu_memory_share,
-        "--weight-transfer-config": options.weight_transfer,
+        "--max-model-len": config.max_context_tokens,
+        "--max-num-seqs": config.max_sequences,
+        "--gpu-memory-utilization": config.gpu_memory_share,
+        "--weight-transfer-config": json.dumps({"backend": transfer}) if transfer else None,
     }
-    argv = ["--model", str(options.model), "--host", options.host, "--port", str(port)]
-    argv += ["--dtype", options.dtype, "--seed", str(options.seed)]
-    argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    argv = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     argv += ["--disable-uvicorn-access-log"]
     argv += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     argv += ["--enforce-eager"] if is_cpu_build() else []
+    argv += ["--enable-sleep-mode"] if config.sleep else []
     for flag, value in optional.items():
         argv += [flag, str(value)] if value is not None else []
-    return argv + list(options.extra_args)
+    return argv + list(config.args)
 
 
-def server_environment(options: VllmOptions) -> dict[str, str]:
+def server_environment(config: VllmConfig) -> dict[str, str]:
     ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if is_cpu_build():
-        ours["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib or 1)
+        ours["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib or 1)
         # Runs the worker inside the engine's process. A separate worker busy-waits on its queue
         # for a second after each step, which takes 60 % of the engine's processor time away.
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_half_the_cores()))
-    return {**inherited(), **ours, **options.environment}
+    return {**inherited(), **ours, **config.env}
 
 
 def is_cpu_build() -> bool:

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from proxy.app import CONTROL_PLANE, STORE, build_app
 from proxy.config import EngineConfig, ProxyConfig
-from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError, StoreError
 from proxy.http_request import app_runner
 from proxy.processes.workers import serve_workers
@@ -101,13 +101,9 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
         return
     if config.model is None:
         raise ConfigurationError("model is not set; give the folder of the checkpoint to serve")
-    options = VllmOptions(
-        model=config.model,
-        log=Path("agentic-proxy-vllm.log"),
-        max_context_tokens=config.max_context_tokens,
-    )
-    server = VllmServer(options)
-    _log.info("starting vLLM on %s, log in %s", options.model, options.log)
+    vllm = VllmConfig(max_context_tokens=config.max_context_tokens)
+    server = VllmServer(vllm, config.model, log=Path("agentic-proxy-vllm.log"))
+    _log.info("starting vLLM on %s, log in %s", config.model, server.log)
     starting = asyncio.create_task(server.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +119,7 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
         dead = not server.running
         await server.stop()
     if dead:
-        raise EngineError(f"vLLM ended: {server.last_words()} (log: {options.log})")
+        raise EngineError(f"vLLM ended: {server.last_words()} (log: {server.log})")
 
 
 async def _stop_when_it_dies(server: VllmServer, stop: asyncio.Event) -> None:

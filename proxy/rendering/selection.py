@@ -38,21 +38,22 @@ def choose_renderer(tokenizer: Tokenizer, config: RenderingConfig) -> tuple[Fami
     if tokenizer.chat_template is None:
         raise ConfigurationError(
             f"model: {tokenizer.name_or_path} has no chat template; set rendering.renderer=NAME "
-            f"(one of {', '.join(_names())})"
+            f"(one of {', '.join(renderer_names())})"
         )
     template = ChatTemplate(
         tokenizer.chat_template, tokenizer.special_tokens, config.template_kwargs
     )
     tokenizer.template = template
     if config.renderer == "auto":
-        for name in _names():
+        for name in renderer_names():
             renderer = _agreeing(name, tokenizer, template, config.template_kwargs)
             if renderer is not None:
                 return family_of(name), renderer
     return family_of(TEMPLATE), _template_renderer(tokenizer)
 
 
-def _names() -> list[str]:
+def renderer_names() -> list[str]:
+    """The names of the renderers of the package `renderers`."""
     return list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
 
 

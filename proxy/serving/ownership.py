@@ -31,7 +31,7 @@ from functools import partial
 import aiohttp
 from aiohttp import web
 
-from proxy.config import ProxyConfig
+from proxy.config import ListenConfig
 from proxy.errors import HeldElsewhere, ProxyError, StoreError
 from proxy.http_request import read_body
 from proxy.records import TurnStatus
@@ -194,7 +194,7 @@ async def serve_or_forward(
         await asyncio.sleep(delay_s)
 
 
-def own_address(config: ProxyConfig, port: int, own_socket: str | None) -> str:
+def own_address(config: ListenConfig, port: int, own_socket: str | None) -> str:
     """The address at which other processes can reach this one."""
     if own_socket is not None:
         return _UNIX + own_socket

@@ -8,13 +8,12 @@ import select
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from proxy.engines.address import EngineAddress
-from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError
 
 pytestmark = pytest.mark.engine
@@ -23,42 +22,36 @@ STARTER = """
 import asyncio, sys
 from pathlib import Path
 from proxy.engines.address import EngineAddress
-from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.engines.vllm_server import VllmConfig, VllmServer
 
-options = VllmOptions(model=Path(sys.argv[1]), log=Path(sys.argv[2]), max_context_tokens=256)
-asyncio.run(VllmServer(options).start())
+server = VllmServer(VllmConfig(max_context_tokens=256), Path(sys.argv[1]), log=Path(sys.argv[2]))
+asyncio.run(server.start())
 """
 
 
-@pytest.fixture
-def options(tiny_model: Path, tmp_path: Path) -> VllmOptions:
-    return VllmOptions(model=tiny_model, log=tmp_path / "vllm.log")
-
-
 async def test_server_that_dies_at_start_reports_its_reason_in_one_line(
-    options: VllmOptions,
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    server = VllmServer(replace(options, extra_args=("--no-such-flag",)))
+    config = VllmConfig(args=("--no-such-flag",))
+    server = VllmServer(config, tiny_model, log=tmp_path / "vllm.log")
     with pytest.raises(EngineError, match=r"exit code 2.*--no-such-flag.*vllm\.log") as died:
         await server.start()
     assert "\n" not in died.value.message
     assert not server.running
 
 
-def test_model_that_is_not_a_checkpoint_is_refused_by_name(
-    options: VllmOptions, tmp_path: Path
-) -> None:
+def test_model_that_is_not_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"empty has no config\.json"):
-        VllmServer(replace(options, model=tmp_path / "empty"))
+        VllmServer(VllmConfig(), tmp_path / "empty", log=tmp_path / "vllm.log")
 
 
-def test_port_in_use_is_refused_by_number(options: VllmOptions) -> None:
+def test_port_in_use_is_refused_by_number(tiny_model: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"port {port} .*in use"):
-            VllmServer(replace(options, port=port))
+            VllmServer(VllmConfig(), tiny_model, log=tmp_path / "vllm.log", port=port)
 
 
 def test_kill_9_of_its_parent_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
@@ -95,7 +88,7 @@ def _descendants(pid: int) -> list[int]:
     return children + [below for child in children for below in _descendants(child)]
 
 
-def test_key_stands_in_no_environment_and_no_command_line(vllm: VllmServer) -> None:
+def test_no_environment_and_no_command_line_contains_the_key(vllm: VllmServer) -> None:
     key = EngineAddress.parse(vllm.url).key
     assert key
     found = []

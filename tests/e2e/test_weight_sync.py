@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from proxy.engines.address import EngineAddress
-from proxy.engines.vllm_server import VllmOptions, VllmServer
+from proxy.engines.vllm_server import VllmConfig, VllmServer
 from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
@@ -185,16 +185,11 @@ def test_untied_embeddings_in_bfloat16_are_updated(tiny_model: Path, tmp_path: P
     model.config.tie_word_embeddings = not model.config.tie_word_embeddings
     other = type(model)(model.config).to(torch.bfloat16)
     other.save_pretrained(tmp_path / "model")
-    options = VllmOptions(
-        model=tmp_path / "model",
-        log=tmp_path / "vllm.log",
-        dtype="bfloat16",
-        max_context_tokens=256,
-        weight_transfer='{"backend": "shm"}',
-        extra_args=("--skip-tokenizer-init",),
+    config = VllmConfig(
+        max_context_tokens=256, weight_transfer="shm", args=("--skip-tokenizer-init",)
     )
     with asyncio.Runner() as runner:
-        server = VllmServer(options)
+        server = VllmServer(config, tmp_path / "model", log=tmp_path / "vllm.log", dtype="bfloat16")
         runner.run(server.start())
         try:
             sync = WeightSync(EngineControl([server.url]))

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from proxy.web_guard import Hosts, web_guard
-from tests.proxy.conftest import RunningProxy
+from tests.proxy.conftest import RunningProxy, StartProxy
 
 JSON = {"Content-Type": "application/json"}
 
@@ -211,6 +211,13 @@ async def test_both_planes_of_the_proxy_refuse_foreign_pages(
     body = b"{}" if method == "POST" else None
     async with proxy.http.request(method, proxy.url + path, headers=sent, data=body) as response:
         assert response.status == 403
+
+
+async def test_host_of_the_proxys_allowed_hosts_is_accepted(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(allowed_hosts=["*.example.org"])
+    for host, status in (("proxy.example.org", 401), ("proxy.example.com", 403)):
+        async with proxy.http.get(f"{proxy.url}/v1/models", headers={"Host": host}) as response:
+            assert response.status == status, host
 
 
 async def test_engine_cannot_be_registered_by_a_form(proxy: RunningProxy) -> None:

@@ -14,7 +14,7 @@ from tests.trainer import fake_engine
 class FakeServer(VllmServer):
     def command(self, key_fd: int) -> list[str]:
         server = sys.executable, str(fake_engine.__file__)
-        return [*server, self.options.host, str(self.port), str(key_fd)]
+        return [*server, self.host, str(self.port), str(key_fd)]
 
     def kill(self) -> None:
         """Kills the server with `kill -9`. Its guard, the child of this process, reports the

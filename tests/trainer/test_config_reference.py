@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
+from proxy.config import ProxyConfig
+from proxy.engines.registry import ENGINES
+from proxy.store import STORES
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.aggregation import AGGREGATIONS
+from trainer.algorithms.correction import REJECTIONS, WEIGHTS
+from trainer.algorithms.kl import ESTIMATORS
+from trainer.algorithms.policy_losses import LOSSES
+from trainer.algorithms.presets import PRESETS
 from trainer.config import TrainerConfig
 from trainer.config_keys import Key, keys_of
 from trainer.config_reference import reference
@@ -15,8 +26,8 @@ from trainer.config_reference import reference
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 USERS = ("tests/**/*.py", "examples/**/*", "benchmarks/**/*", "agentic_trainer.yaml")
-ALL_KEYS = list(keys_of(TrainerConfig))
-KEYS = [key for key in ALL_KEYS if "." in key.path]
+ALL_KEYS = [*keys_of(TrainerConfig), *keys_of(ProxyConfig)]
+KEYS = [key for key in ALL_KEYS if "." in key.path or not key.sections]
 
 
 @cache
@@ -32,7 +43,9 @@ def words_of_users() -> list[frozenset[str]]:
 
 def names_of_section(key: Key) -> set[str]:
     """What a file calls the key's section: its name in a configuration, or a class with the key."""
-    section, _, name = key.dotted.rpartition(".")
+    section, _, name = key.dotted.replace(".NAME", "").rpartition(".")
+    if not section:
+        return {"ProxyConfig", "load_config", "agentic-proxy", "proxy"}
     models = {model for each in ALL_KEYS if each.dotted == section for model in each.sections}
     classes = {
         cls.__name__
@@ -59,3 +72,24 @@ def test_every_key_is_used_with_its_section_in_a_test_an_example_or_a_benchmark(
         return any(name in words and section & words for words in words_of_users())
 
     assert {key.dotted for key in KEYS if not is_used(key)} == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("algorithm.advantage", ADVANTAGES.names),
+        ("algorithm.loss", LOSSES.names),
+        ("algorithm.aggregation", AGGREGATIONS.names),
+        ("algorithm.kl.estimator", ESTIMATORS.names),
+        ("algorithm.correction.weight", WEIGHTS.names),
+        ("algorithm.correction.reject", REJECTIONS.names),
+        ("algorithm.preset", PRESETS),
+        ("engines.kind", ENGINES),
+        ("rendering.renderer", ["auto", "template", "qwen3"]),
+        ("store", STORES),
+    ],
+)
+def test_line_of_a_key_lists_the_names_of_its_registry(key: str, names: Iterable[str]) -> None:
+    (line,) = re.findall(rf"^- `{re.escape(key)}` .*$", PAGE.read_text(), re.MULTILINE)
+    listed = line.partition("Names:")[2]
+    assert [name for name in names if f"`{name}`" not in listed] == []

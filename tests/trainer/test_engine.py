@@ -6,29 +6,46 @@ from pathlib import Path
 
 import pytest
 
-from trainer.engine import EnginesConfig, vllm_options
+from proxy.engines import vllm_server
+from tests.trainer.test_fit import config_of
+from trainer.cluster.local_engine import replica_server
+from trainer.engine import EnginesConfig
 from trainer.policy.model import ModelConfig
+from trainer.run.folder import RunFolder
 
 
-def test_every_engine_setting_is_passed_to_the_server(tmp_path: Path) -> None:
-    engine = EnginesConfig(
-        kv_cache_gib=3,
-        gpu_memory_share=0.4,
-        start_timeout_s=7.0,
-        max_sequences=5,
-        max_context_tokens=64,
-        sleep=True,
-        args=("--x",),
-        env={"A": "b"},
-    )
-    options = vllm_options(engine, ModelConfig(path=tmp_path), seed=3, log=tmp_path / "log")
-    assert (options.model, options.seed, options.log) == (tmp_path, 3, tmp_path / "log")
-    assert (options.kv_cache_gib, options.gpu_memory_share) == (3, 0.4)
-    assert (options.max_sequences, options.max_context_tokens) == (5, 64)
-    assert options.start_timeout_s == 7.0
-    assert options.extra_args == ("--x", "--enable-sleep-mode")
-    assert options.environment == {"A": "b"}
-    assert options.weight_transfer == '{"backend": "shm"}'
+def test_every_engine_setting_is_passed_to_the_server(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "is_cpu_build", lambda: True)
+    engine = {
+        "kv_cache_gib": 3,
+        "gpu_memory_share": 0.4,
+        "start_timeout_s": 7.0,
+        "max_sequences": 5,
+        "max_context_tokens": 64,
+        "sleep": True,
+        "args": ["--x", "y"],
+        "env": {"A": "b"},
+    }
+    config = config_of(tiny_model, engine=engine, trainer={"seed": 3})
+    server = replica_server(config, RunFolder.create(tmp_path / "a"), 1)()
+    command = " ".join(server.command(9))
+    for words in (
+        f"--model {tiny_model} --dtype float32 --seed 4",
+        f"--port {server.port}",
+        "--gpu-memory-utilization 0.4",
+        "--max-num-seqs 5",
+        "--max-model-len 64",
+        "--enable-sleep-mode",
+        '--weight-transfer-config {"backend": "shm"}',
+    ):
+        assert words in command
+    assert command.endswith(" --x y")
+    environment = vllm_server.server_environment(server.config)
+    assert (environment["VLLM_CPU_KVCACHE_SPACE"], environment["A"]) == ("3", "b")
+    assert server.config.start_timeout_s == 7.0
+    assert server.log == tmp_path / "a" / "logs" / "engine-1.log"
 
 
 @pytest.mark.parametrize(

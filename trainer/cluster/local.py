@@ -26,7 +26,7 @@ from proxy.engines import guard
 from proxy.engines.vllm_server import socket_folder
 from proxy.secrecy import inherited, pipe_with
 from trainer.cluster.cluster import ProcessesConfig
-from trainer.cluster.local_engine import LocalReplica, replica_options
+from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import RankRequest, RankZero
 from trainer.cluster.ranks import check_seat, models_of_rank, rendezvous_ports, torchrun_seat
@@ -113,7 +113,7 @@ class LocalCluster:
         return listening_ports([os.getpid()]) | engines | rendezvous_ports(os.environ)
 
     def replica(self, number: int) -> LocalReplica:
-        return LocalReplica(replica_options(self._config, self._folder, number))
+        return LocalReplica(replica_server(self._config, self._folder, number))
 
     def proxy(self, settings: dict[str, Any]) -> ProxyProcess:
         return ProxyProcess(self._config.proxy_server, settings, self._folder.logs)

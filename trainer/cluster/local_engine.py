@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 
 import aiohttp
 
 from proxy.engines.address import EngineAddress
-from proxy.engines.vllm_server import VllmOptions, VllmServer
-from trainer.engine import vllm_options
+from proxy.engines.vllm_server import VllmServer
 from trainer.errors import TrainerError
 from trainer.run.folder import RunFolder
 from trainer.trainer import RanksConfig
@@ -20,13 +20,23 @@ HEALTH_INTERVAL_S = 1.0
 """Seconds between two health checks; a check takes the server less than a millisecond."""
 HEALTH_TIMEOUT_S = 10.0
 
-MakeServer = Callable[[VllmOptions], VllmServer]
+MakeServer = Callable[..., VllmServer]
+"""A new server for each start; takes the keyword arguments of `VllmServer`."""
 
 
-def replica_options(config: RanksConfig, folder: RunFolder, number: int) -> VllmOptions:
-    """The options to start replica `number`; each replica has its own seed."""
-    seed, log = config.trainer.seed + number, folder.logs / f"engine-{number}.log"
-    return vllm_options(config.engine, config.model, seed=seed, log=log)
+def replica_server(
+    config: RanksConfig, folder: RunFolder, number: int, server: type[VllmServer] = VllmServer
+) -> MakeServer:
+    """Makes the server of replica `number`; each replica has its own seed."""
+    engine, model = config.engine, config.model
+    return partial(
+        server,
+        engine,
+        model.path,
+        log=folder.logs / f"engine-{number}.log",
+        dtype=engine.served_dtype(model),
+        seed=config.trainer.seed + number,
+    )
 
 
 async def until_engine_is_dead(url: str) -> None:
@@ -45,16 +55,15 @@ async def until_engine_is_dead(url: str) -> None:
 
 
 class LocalReplica:
-    """Example: replica = LocalReplica(replica_options(config, folder, 0))"""
+    """Example: replica = LocalReplica(replica_server(config, folder, 0))"""
 
-    def __init__(self, options: VllmOptions, make_server: MakeServer = VllmServer) -> None:
-        self._options = options
+    def __init__(self, make_server: MakeServer) -> None:
         self._make_server = make_server
         self._server: VllmServer | None = None
         self.url = ""
 
     async def start(self) -> None:
-        self._server = self._make_server(self._options)
+        self._server = self._make_server()
         await self._server.start()
         self.url = self._server.url
 
@@ -69,7 +78,7 @@ class LocalReplica:
                 await self._server.stop()
             how = "its engine process died, " if dead.done() else ""
             code, words = await ended, self._server.last_words()
-            return f"{how}exit code {code}: {words} (log: {self._options.log})"
+            return f"{how}exit code {code}: {words} (log: {self._server.log})"
         finally:
             for task in (ended, dead):
                 task.cancel()

@@ -10,13 +10,12 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
-from proxy.engines.vllm_server import VllmOptions
 from trainer.cluster.local_engine import LocalReplica, MakeServer
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.cluster.rank_zero import RankRequest
@@ -32,9 +31,8 @@ T = TypeVar("T")
 class EngineActor:
     """A vLLM server on the actor's GPUs. Its methods may run at the same time."""
 
-    def __init__(self, options: VllmOptions, make_server: MakeServer) -> None:
-        here = replace(options, host=ray.util.get_node_ip_address())
-        self._replica = LocalReplica(here, make_server)
+    def __init__(self, make_server: MakeServer) -> None:
+        self._replica = LocalReplica(partial(make_server, host=ray.util.get_node_ip_address()))
 
     async def start(self) -> str:
         """Its URL, once it answers."""

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agent_loop.processes.listening import listening_ports
 from proxy.engines.vllm_server import VllmServer, socket_folder
 from trainer.cluster.cluster import ClusterConfig, ProcessesConfig, ProxyService
-from trainer.cluster.local_engine import MakeServer, replica_options
+from trainer.cluster.local_engine import replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import RankRequest, RankZero, SendRequest
 from trainer.cluster.ray_actors import ActorGoneError, EngineActor, ProxyActor, RankActor, awaited
@@ -52,7 +52,7 @@ async def ray_cluster(
     config: ProcessesConfig,
     folder: RunFolder,
     control: RunControl,
-    make_server: MakeServer = VllmServer,
+    server: type[VllmServer] = VllmServer,
 ) -> AsyncIterator[RayCluster]:
     """Connects to the cluster and reserves what the run needs.
 
@@ -64,7 +64,7 @@ async def ray_cluster(
         group = placement_group(wanted, strategy=config.cluster.strategy)
         try:
             await control.wait_for(_reserved(group, wanted, config.cluster))
-            yield RayCluster(config, folder, control, group, wanted, make_server)
+            yield RayCluster(config, folder, control, group, wanted, server)
         finally:
             remove_placement_group(group)
 
@@ -95,14 +95,14 @@ class RayCluster:
         control: RunControl,
         group: Any,
         reserved: Sequence[Bundle],
-        make_server: MakeServer,
+        server: type[VllmServer],
     ) -> None:
         self._config = config
         self._folder = folder
         self._control = control
         self._group = group
         self._reserved = reserved
-        self._make_server = make_server
+        self._server = server
         self._ray = RayHere.find()
 
     @property
@@ -127,10 +127,9 @@ class RayCluster:
 
     def start_engine(self, number: int) -> Any:
         """A new actor; its server is not started yet."""
-        options = replica_options(self._config, self._folder, number)
+        make = replica_server(self._config, self._folder, number, self._server)
         cpus = self._config.cluster.engine_cpus
-        args = options, self._make_server
-        return self._actor(EngineActor, f"engine-{number}", number, cpus, *args)
+        return self._actor(EngineActor, f"engine-{number}", number, cpus, make)
 
     def start_proxy(self, settings: dict[str, Any], admin_key: str, port: int) -> Any:
         """A new actor; its server is not started yet."""

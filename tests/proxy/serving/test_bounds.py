@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -15,7 +16,7 @@ from proxy.conversation.json_values import (
 )
 from proxy.rendering.rendering import Rendering
 from proxy.serving.calls import MAX_PREFILL_CHARS, THREADED_PREFILL_CHARS
-from tests.proxy.conftest import RunningProxy
+from tests.proxy.conftest import RunningProxy, StartProxy
 
 
 def body(prefill: str) -> dict[str, Any]:
@@ -54,3 +55,19 @@ def test_arguments_with_very_many_values_are_text_and_are_equal_to_themselves_on
     assert parsed_arguments(many) == many
     assert canonical_arguments(many) == canonical_arguments(many)
     assert canonical_arguments(many) != canonical_arguments(many.replace("1]", "2]"))
+
+
+async def test_calls_beyond_the_limit_of_the_process_get_429_until_one_has_ended(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(limits={"in_flight_calls": 1})
+    session = await proxy.session()
+    proxy.engine.token_delay_s = 0.05
+    hello = {"messages": [{"role": "user", "content": "Hi."}]}
+    first = asyncio.create_task(proxy.post(session, "chat/completions", hello))
+    await proxy.engine.called.wait()
+    status, reply = await proxy.post(session, "chat/completions", hello)
+    assert status == 429
+    assert "limits.in_flight_calls is 1" in reply["error"]["message"]
+    assert (await first)[0] == 200
+    assert (await proxy.post(session, "chat/completions", hello))[0] == 200

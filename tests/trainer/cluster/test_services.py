@@ -14,7 +14,7 @@ from proxy.engines.address import EngineAddress
 from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import config_of
 from trainer.cluster.local import LocalCluster
-from trainer.cluster.local_engine import LocalReplica, replica_options
+from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.rank_zero import Connect, RankRequest, RankZero
 from trainer.cluster.services import RunServices
 from trainer.errors import TrainerError
@@ -28,11 +28,13 @@ class FakeCluster(LocalCluster):
         self.servers: list[FakeServer] = []
 
     def replica(self, number: int) -> LocalReplica:
-        def make(options: Any) -> FakeServer:
-            self.servers.append(FakeServer(options))
+        new_server = replica_server(self._config, self._folder, number, FakeServer)
+
+        def make() -> FakeServer:
+            self.servers.append(new_server())
             return self.servers[-1]
 
-        return LocalReplica(replica_options(self._config, self._folder, number), make)
+        return LocalReplica(make)
 
 
 class ScriptedTrainer:
