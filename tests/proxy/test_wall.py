@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from proxy import landlock, wall
+from tests.proxy import walled
 
 REFUSED = wall.missing() or landlock.missing()
 pytestmark = pytest.mark.skipif(
     REFUSED is not None, reason=f"this machine refuses namespaces: {REFUSED}"
 )
+ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 USERS = [pytest.param(NOBODY, id="user")] + ([pytest.param(0, id="root")] * (os.getuid() == 0))
 
@@ -54,32 +57,24 @@ def place(tmp_path: Path) -> Place:
 
 def behind(place: Place, script: str, *, user: int = 0, ports_fd: int = -1) -> int:
     """Runs a shell script behind the wall; returns its exit code. Output: `place.output`."""
-    gate = start(place, script, user=user, ports_fd=ports_fd)
-    return os.waitstatus_to_exitcode(os.waitpid(gate, 0)[1])
+    with start(place, script, user=user, ports_fd=ports_fd) as gate:
+        return gate.wait()
 
 
-def start(place: Place, script: str, *, user: int = 0, ports_fd: int = -1) -> int:
-    def body() -> NoReturn:
-        os.dup2(os.open(place.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 1)
-        os.dup2(1, 2)
-        os.chdir(place.trial)
-        os.execvpe("bash", ["bash", "-c", textwrap.dedent(script)], {"PATH": os.environ["PATH"]})
-
-    gate = os.fork()
-    if gate:
-        return gate
-    try:
-        if user:
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
-            wall._prctl(wall.PR_SET_DUMPABLE, 1)  # as after an exec
-        wall.enter(
-            [str(place.run), str(place.answers)], [str(place.trial)], body, ports_fd=ports_fd
-        )
-    except OSError as error:
-        place.output.write_text(repr(error))
-    os._exit(111)
+def start(
+    place: Place, script: str, *, user: int = 0, ports_fd: int = -1
+) -> subprocess.Popen[bytes]:
+    job = {
+        "script": textwrap.dedent(script),
+        "hide": [str(place.run), str(place.answers)],
+        "keep": str(place.trial),
+        "output": str(place.output),
+        "user": user,
+        "ports_fd": ports_fd,
+    }
+    command = [sys.executable, "-m", walled.__name__, json.dumps(job)]
+    descriptors = (ports_fd,) if ports_fd >= 0 else ()
+    return subprocess.Popen(command, cwd=ROOT, pass_fds=descriptors)
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -171,20 +166,18 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 def test_sigterm_to_the_gates_group_reaches_the_agent(place: Place) -> None:
     script = "trap 'echo terminated; exit 3' TERM; echo ready; while :; do sleep 0.05; done"
-    gate = start(place, script)
-    _wait_for(lambda: place.output.exists() and "ready" in place.output.read_text())
-    os.kill(_init_of(gate), signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(gate, 0)[1]) == 3
+    with start(place, script) as gate:
+        _wait_for(lambda: place.output.exists() and "ready" in place.output.read_text())
+        os.kill(_init_of(gate.pid), signal.SIGTERM)
+        assert gate.wait() == 3
     assert "terminated" in place.output.read_text()
 
 
 def test_killing_the_gate_ends_everything_behind_the_wall(place: Place) -> None:
-    gate = start(place, "setsid sleep 600 & echo ready; sleep 600")
-    _wait_for(lambda: place.output.exists() and "ready" in place.output.read_text())
-    init = _init_of(gate)
-    pidfd = os.pidfd_open(init)
-    os.kill(gate, signal.SIGKILL)
-    os.waitpid(gate, 0)
+    with start(place, "setsid sleep 600 & echo ready; sleep 600") as gate:
+        _wait_for(lambda: place.output.exists() and "ready" in place.output.read_text())
+        pidfd = os.pidfd_open(_init_of(gate.pid))
+        gate.kill()
     assert select.select([pidfd], [], [], 30)[0] == [pidfd]
     os.close(pidfd)
 
