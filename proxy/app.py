@@ -139,14 +139,7 @@ def _parts(
             model_name=config.served_model_name or (config.model.name if config.model else "model"),
         )
         app[CONTROL_PLANE] = ControlPlane(
-            config,
-            sessions,
-            store,
-            router,
-            metrics,
-            make,
-            siblings,
-            keep_alive_s=config.limits.keep_alive_s,
+            config, config.limits, sessions, store, router, metrics, make, siblings
         )
         async with _removing(store, config.retention):
             yield

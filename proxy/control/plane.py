@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 
 from proxy.admin_key import check_admin_key
-from proxy.config import EngineConfig, ListenConfig
+from proxy.config import EngineConfig, LimitsConfig, ListenConfig
 from proxy.control.event_stream import EventStream
 from proxy.control.openapi import OPERATIONS, document
 from proxy.control.record_view import session_view, trajectories_view, turn_view
@@ -44,17 +44,16 @@ class ControlPlane:
     def __init__(
         self,
         listen: ListenConfig,
+        limits: LimitsConfig,
         sessions: Sessions,
         store: Store,
         router: Router,
         metrics: Metrics,
         make_engine: Callable[[EngineConfig], Engine],
         siblings: Siblings,
-        *,
-        keep_alive_s: float,
     ) -> None:
         self._listen = listen
-        self._keep_alive_s = keep_alive_s
+        self._limits = limits
         self._sessions = sessions
         self._store = store
         self._router = router
@@ -195,7 +194,7 @@ class ControlPlane:
             return _json({"completed": True})
         since = int(_number(request.query.get("since", "0"), "since", 0, 2**53))
         if "text/event-stream" in request.headers.get("Accept", ""):
-            stream = EventStream(live, self._store, self._siblings, self._keep_alive_s)
+            stream = EventStream(live, self._store, self._siblings, self._limits.keep_alive_s)
             return await stream.answer(request, since)
         return _json({"events": await self._store.get_events(live.session.session_id, since)})
 
