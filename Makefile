@@ -19,7 +19,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(call find_python,python3.12)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup reference harbor agents tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages harbor agents tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -41,6 +41,18 @@ reference: $(VENV)/.reference ## also install TRL and verl, which tests and benc
 $(VENV)/.reference: $(VENV)/.ready
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev,reference]'
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata
+	touch $@
+
+# Python 3.12, because SkyRL's types cannot be validated on an older one.
+EXPORTS := .cache/export-packages
+export-packages: $(EXPORTS)/.ready ## install tinker and SkyRL, whose formats tests of `export` read back
+
+$(EXPORTS)/.ready: $(VENV)/.ready
+	@test -n "$(HARBOR_PYTHON)" || { echo "make: this needs Python 3.12; install it or run make export-packages HARBOR_PYTHON=…" >&2; exit 1; }
+	test -x $(EXPORTS)/bin/python || $(HARBOR_PYTHON) -m venv $(EXPORTS)
+	$(EXPORTS)/bin/python -m pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/uv pip install -q --python $(EXPORTS)/bin/python tinker==0.38.0
+	$(BIN)/uv pip install -q --python $(EXPORTS)/bin/python --no-deps skyrl==0.3.0
 	touch $@
 
 starter: setup ## make the examples' small models, which the repository contains, from their recipes
@@ -108,7 +120,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm)
 test-fast: setup ## tests that start no other programs
 	$(BIN)/python -m pytest -n 2 -m "not programs and not slow" $(ARGS)
 
-test-long: setup ## tests that take too long for CI (docs/tested.md)
+test-long: setup reference export-packages ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) fuzz SECONDS=600
 	$(MAKE) test-python PYTHON=python3.12

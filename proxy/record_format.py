@@ -86,6 +86,7 @@ class _TurnFields(msgspec.Struct, array_like=True):
     started_at: float
     first_token_s: float | None
     duration_s: float | None
+    request: bytes = b""
 
 
 class _Record(msgspec.Struct):
@@ -155,6 +156,7 @@ def _encode_turn(turn: Turn) -> _TurnFields:
         turn.started_at,
         turn.first_token_s,
         turn.duration_s,
+        turn.request,
     )
 
 
@@ -180,4 +182,5 @@ def _decode_turn(session_id: str, fields: _TurnFields) -> Turn:
         started_at=fields.started_at,
         first_token_s=fields.first_token_s,
         duration_s=fields.duration_s,
+        request=fields.request,
     )

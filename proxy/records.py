@@ -149,6 +149,9 @@ class Turn:
     sampling: Mapping[str, Any]
     """The sampling parameters that the engine got."""
     dialect: str = "chat"
+    request: bytes = b""
+    """The messages and tools that the request adds, as dialect-independent JSON
+    (`conversation.recorded`); empty for a prompt without messages."""
     sampled_ids: Ids = field(default_factory=lambda: EMPTY_IDS)
     """The ids that the engine returned, `[S]`."""
     logprobs: Logprobs = field(default_factory=lambda: EMPTY_LOGPROBS)

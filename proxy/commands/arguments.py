@@ -1,4 +1,4 @@
-"""The arguments of `agentic-proxy sessions …` and `replay`.
+"""The arguments of `agentic-proxy sessions …`, `export` and `replay`.
 
 Invariant: this module imports nothing that takes long, so that `--help` is fast. A command imports
 what it needs when it runs.
@@ -11,7 +11,8 @@ import asyncio
 from pathlib import Path
 from typing import Literal, get_args
 
-Format = Literal["jsonl", "parquet", "binary"]
+from proxy.export.registry import FORMATS, RECORDS
+
 Status = Literal["open", "completed", "expired"]
 Kind = Literal["train", "eval"]
 """The values of `SessionStatus` and `SessionKind`, repeated here because their module takes too
@@ -19,12 +20,12 @@ long to import; a test compares them."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `sessions` and `replay`."""
+    """Adds `sessions`, `export` and `replay`."""
     sessions = commands.add_parser("sessions", help="read the recorded sessions")
-    actions = sessions.add_subparsers(required=True, metavar="list|show|export")
+    actions = sessions.add_subparsers(required=True, metavar="list|show")
     _add_list(actions.add_parser("list", help="one line per session"))
     _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
-    _add_export(actions.add_parser("export", help="write sessions to a file"))
+    _add_export(commands.add_parser("export", help="write sessions as training data"))
     _add_replay(commands.add_parser("replay", help="score a session again and compare"))
 
 
@@ -41,7 +42,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from proxy.commands.sessions import export_sessions
+    from proxy.commands.export import export_sessions
 
     return asyncio.run(export_sessions(arguments))
 
@@ -81,9 +82,35 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="export only these sessions (default: all that match the filters)",
     )
-    parser.add_argument("--format", choices=get_args(Format), default="jsonl")
     parser.add_argument(
-        "--out", type=Path, required=True, help="a file to write; a folder for binary"
+        "--format",
+        default="tokens",
+        metavar="NAME",
+        help=f"{', '.join(FORMATS)}, {RECORDS} (the binary record), or package.module:Class",
+    )
+    parser.add_argument(
+        "--tag",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="only sessions with this entry in their metadata; may be given several times",
+    )
+    parser.add_argument(
+        "--reward", metavar="KEY", help="the reward to use (default: the sum of the trial's)"
+    )
+    parser.add_argument("--min-reward", type=float, metavar="X", help="only rewards of at least X")
+    parser.add_argument("--max-reward", type=float, metavar="X", help="only rewards of at most X")
+    parser.add_argument(
+        "--where",
+        metavar="MODULE:FUNCTION",
+        help="a function of yours that gets the session and its turns, and returns True to export",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="FILE.jsonl, FILE.parquet, or a folder for a Hugging Face dataset",
     )
     parser.set_defaults(run=_export)
 

@@ -1,105 +1,87 @@
-"""Recorded sessions as files: JSON Lines or Parquet with one trajectory per row, or the compact
-binary form with one file per session.
+"""`agentic-proxy export`: writes recorded sessions in the format of a trainer.
 
-A row is a path from a root to a turn that no other turn continues in full: `ids`, `sampled` and
-`logprobs` per id, the `turns` on the path, and the session's rewards. Over all rows of a session
-each sampled token is marked exactly once.
+It reads the store and needs no running proxy, but one may be running.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import math
+import sys
+from argparse import Namespace
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-import orjson
-
-from proxy.commands.arguments import Format
-from proxy.control.record_view import session_view, trajectories_view
+from proxy.commands.sessions import named_store, where
 from proxy.errors import ConfigurationError
+from proxy.export.files import write
+from proxy.export.protocol import ExportFormat, Row
+from proxy.export.registry import RECORDS, open_format
+from proxy.export.selection import ExportSelection, Filters
+from proxy.plugins import load_plugin
 from proxy.record_format import encode_record
-from proxy.records import Session, Turn
-
-ROWS_PER_GROUP = 256
-"""Rows per Parquet row group; few, so that an export needs little memory."""
-
-Records = AsyncIterator[tuple[Session, list[Turn]]]
 
 
-async def export(records: Records, to: Path, kind: Format) -> int:
-    """Writes the sessions and returns their number.
+async def export_sessions(arguments: Namespace) -> int:
+    """Writes the selected sessions and prints what was left out and why."""
+    filters = _filters(arguments)
+    async with named_store(arguments) as (store, _):
+        for session_id in arguments.trial_id:
+            if await store.get_session(session_id) is None:
+                raise ConfigurationError(
+                    f"session {session_id!r} is not in this store; `agentic-proxy sessions list`"
+                    " prints all ids"
+                )
+        form = open_format("tokens" if arguments.format == RECORDS else arguments.format)
+        selection = ExportSelection(store, filters, form)
+        if arguments.format == RECORDS:
+            count, things = await _write_records(selection, arguments.out), "sessions"
+        else:
+            count, things = await write(_rows(selection, form), form, arguments.out), "rows"
+    print(f"{count} {things} in {arguments.out}")
+    for reason, number in selection.left_out.items():
+        print(f"left out: {number} {reason}", file=sys.stderr)
+    return 0
 
-    Raises ConfigurationError if `to` cannot be written or pyarrow is missing.
-    """
-    writers = {"jsonl": _jsonl, "parquet": _parquet, "binary": _binary}
+
+async def _rows(selection: ExportSelection, form: ExportFormat) -> AsyncIterator[Row]:
+    async for unit in selection.units():
+        found = False
+        for row in form.rows(unit):
+            found = True
+            yield row
+        if not found:
+            selection.left_out[f"{form.unit}s with nothing to export in this format"] += 1
+
+
+async def _write_records(selection: ExportSelection, to: Path) -> int:
+    count = 0
     try:
-        return await writers[kind](records, to)
+        to.mkdir(parents=True, exist_ok=True)
+        async for (sample,) in selection.units():
+            count += 1
+            name = quote(sample.session.session_id, safe="") + ".record"
+            (to / name).write_bytes(encode_record(sample.session, list(sample.turns)))
     except OSError as error:
         raise ConfigurationError(f"--out: cannot write {to}: {error.strerror}") from error
+    return count
 
 
-async def _jsonl(records: Records, to: Path) -> int:
-    sessions = 0
-    with to.open("wb") as file:
-        async for session, turns in records:
-            sessions += 1
-            for row in _rows(session, turns):
-                file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-    return sessions
-
-
-async def _parquet(records: Records, to: Path) -> int:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ConfigurationError(
-            "--format parquet needs the package pyarrow; run `pip install pyarrow`"
-        ) from error
-    schema = pa.schema(
-        [
-            ("trial_id", pa.string()),
-            ("kind", pa.string()),
-            ("rewards", pa.string()),
-            ("metadata", pa.string()),
-            ("turns", pa.list_(pa.int32())),
-            ("ids", pa.list_(pa.int32())),
-            ("sampled", pa.list_(pa.bool_())),
-            ("logprobs", pa.list_(pa.float32())),
-        ]
+def _filters(arguments: Namespace) -> Filters:
+    tags = [tag.partition("=") for tag in arguments.tag]
+    wrong = [name for name, separator, _ in tags if not (name and separator)]
+    if wrong:
+        raise ConfigurationError(f"--tag {wrong[0]}: give NAME=VALUE, like task_id=sum-17")
+    predicate = None
+    if arguments.where is not None:
+        sys.path.insert(0, "")  # a module in the working folder
+        predicate = load_plugin("--where", arguments.where, {})
+    return Filters(
+        where(arguments),
+        tuple(arguments.trial_id),
+        {name: value for name, _, value in tags},
+        arguments.reward,
+        -math.inf if arguments.min_reward is None else arguments.min_reward,
+        math.inf if arguments.max_reward is None else arguments.max_reward,
+        predicate,
     )
-    sessions, rows = 0, []
-    with pq.ParquetWriter(to, schema) as writer:
-        async for session, turns in records:
-            sessions += 1
-            rows += [_flat(row) for row in _rows(session, turns)]
-            if len(rows) >= ROWS_PER_GROUP:
-                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-                rows = []
-        if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    return sessions
-
-
-async def _binary(records: Records, to: Path) -> int:
-    to.mkdir(parents=True, exist_ok=True)
-    sessions = 0
-    async for session, turns in records:
-        sessions += 1
-        name = quote(session.session_id, safe="") + ".record"
-        (to / name).write_bytes(encode_record(session, turns))
-    return sessions
-
-
-def _rows(session: Session, turns: list[Turn]) -> Iterator[dict[str, Any]]:
-    view = session_view(session)
-    head = {name: view[name] for name in ("trial_id", "kind", "rewards", "metadata")}
-    for trajectory in trajectories_view(turns):
-        yield {**head, **trajectory}
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with objects as JSON text, which every Parquet reader can handle."""
-    texts = {name: orjson.dumps(row[name]).decode() for name in ("rewards", "metadata")}
-    return {**row, **texts}

@@ -1,4 +1,4 @@
-"""`agentic-proxy sessions list|show|export` and `replay`: read the record from the store.
+"""`agentic-proxy sessions list|show` and `replay`: read the record from the store.
 
 They need no running proxy, but one may be running. Invariant: they never create a store.
 """
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from proxy.commands.export import export
 from proxy.commands.replay import replay
 from proxy.config import ProxyConfig, load_config
 from proxy.conversation.messages import load_answer
@@ -35,8 +34,8 @@ async def list_sessions(arguments: Namespace) -> int:
     """Prints one line per session."""
     columns = ("trial", "kind", "status", "turns", "forks", "sampled", "rewards")
     table = Table(*columns, box=None, pad_edge=False)
-    async with _store(arguments) as (store, _):
-        async for session, turns in _records(store, _where(arguments)):
+    async with named_store(arguments) as (store, _):
+        async for session, turns in _records(store, where(arguments)):
             causes = Counter(turn.fork_cause.value for turn in turns if turn.fork_cause)
             table.add_row(
                 session.session_id,
@@ -53,7 +52,7 @@ async def list_sessions(arguments: Namespace) -> int:
 
 async def show_session(arguments: Namespace) -> int:
     """Prints a session's turns: the prompt, the answer, and the cause of each fork."""
-    async with _store(arguments) as (store, config):
+    async with named_store(arguments) as (store, config):
         session, turns = await _one(store, arguments.trial_id)
     model = arguments.model or config.model
     if arguments.tokens and model is None:
@@ -75,23 +74,12 @@ async def show_session(arguments: Namespace) -> int:
     return 0
 
 
-async def export_sessions(arguments: Namespace) -> int:
-    """Writes sessions to a file, or to a folder of files."""
-    async with _store(arguments) as (store, _):
-        records = _records(store, _where(arguments))
-        if arguments.trial_id:
-            records = _named(store, arguments.trial_id)
-        count = await export(records, arguments.out, arguments.format)
-    print(f"{count} sessions in {arguments.out}")
-    return 0
-
-
 async def replay_session(arguments: Namespace) -> int:
     """Scores a session's turns again and prints the differences.
 
     Returns 1 if a difference exceeds the tolerance.
     """
-    async with _store(arguments) as (store, _):
+    async with named_store(arguments) as (store, _):
         _, turns = await _one(store, arguments.trial_id)
     scorer = VllmScorer(arguments.engine)
     try:
@@ -153,22 +141,19 @@ def _append_answer(text: Text, turn: Turn) -> None:
         text.append(f"\n{_INDENT}{call.name}({call.arguments})", style="cyan")
 
 
-async def _records(store: Store, where: SessionFilter) -> AsyncIterator[tuple[Session, list[Turn]]]:
+async def _records(
+    store: Store, wanted: SessionFilter
+) -> AsyncIterator[tuple[Session, list[Turn]]]:
     after: str | None = None
     while True:
         page = await store.list_sessions(
-            SessionFilter(where.status, where.kind, where.id_prefix, after, PAGE)
+            SessionFilter(wanted.status, wanted.kind, wanted.id_prefix, after, PAGE)
         )
         for session in page:
             yield session, await store.get_turns(session.session_id)
         if len(page) < PAGE:
             return
         after = page[-1].session_id
-
-
-async def _named(store: Store, ids: list[str]) -> AsyncIterator[tuple[Session, list[Turn]]]:
-    for trial_id in ids:
-        yield await _one(store, trial_id)
 
 
 async def _one(store: Store, trial_id: str) -> tuple[Session, list[Turn]]:
@@ -182,7 +167,7 @@ async def _one(store: Store, trial_id: str) -> tuple[Session, list[Turn]]:
 
 
 @asynccontextmanager
-async def _store(arguments: Namespace) -> AsyncIterator[tuple[Store, ProxyConfig]]:
+async def named_store(arguments: Namespace) -> AsyncIterator[tuple[Store, ProxyConfig]]:
     """Opens an existing store. Raises ConfigurationError if there is none."""
     given = {} if arguments.store is None else {"store": arguments.store}
     config = load_config(arguments.config, **given)
@@ -193,7 +178,8 @@ async def _store(arguments: Namespace) -> AsyncIterator[tuple[Store, ProxyConfig
         await store.close()
 
 
-def _where(arguments: Namespace) -> SessionFilter:
+def where(arguments: Namespace) -> SessionFilter:
+    """The filters that the arguments of a command select."""
     return SessionFilter(
         status=SessionStatus(arguments.status) if arguments.status else None,
         kind=SessionKind(arguments.kind) if arguments.kind else None,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from proxy.records import Session, Turn, TurnStatus
-from proxy.token_tree.paths import path
+from proxy.records import Session, Turn
+from proxy.token_tree.sampled_paths import sampled_paths
 
 
 def session_view(session: Session) -> dict[str, Any]:
@@ -57,36 +55,8 @@ def turn_view(turn: Turn) -> dict[str, Any]:
 
 
 def trajectories_view(turns: list[Turn]) -> list[dict[str, Any]]:
-    """Every path from a root to a turn that no other turn continues in full, as `[T]` arrays of
-    equal length.
-
-    `sampled` marks the tokens that the policy sampled in DONE turns, each token exactly once: on
-    the first of the paths that share it. `logprobs` are filled in wherever they are recorded.
-    """
-    whole = {
-        turn.parent
-        for turn in turns
-        if turn.parent is not None and turn.shared_tokens == turns[turn.parent].path_tokens
-    }
-    marked = [0] * len(turns)
-    return [_trajectory(turns, turn.index, marked) for turn in turns if turn.index not in whole]
-
-
-def _trajectory(turns: list[Turn], leaf: int, marked: list[int]) -> dict[str, Any]:
-    """`marked` holds, per turn, the number of sampled tokens already marked; it is updated."""
-    ids = path(turns, leaf)
-    sampled = np.zeros(len(ids), np.bool_)
-    logprobs = np.zeros(len(ids), np.float32)
-    index: int | None = leaf
-    length = len(ids)
-    chain = []
-    while index is not None:
-        turn = turns[index]
-        start, end = turn.prompt_tokens, min(length, turn.path_tokens)
-        if end > start:
-            sampled[start + marked[index] : end] = turn.status is TurnStatus.DONE
-            marked[index] = max(marked[index], end - start)
-            logprobs[start:end] = turn.logprobs[: end - start]
-        chain.append(index)
-        index, length = turn.parent, min(length, turn.shared_tokens)
-    return {"turns": chain[::-1], "ids": ids, "sampled": sampled, "logprobs": logprobs}
+    """The paths of the token tree (`token_tree.sampled_paths`), as `[T]` arrays of equal length."""
+    return [
+        {"turns": p.turns, "ids": p.ids, "sampled": p.sampled, "logprobs": p.logprobs}
+        for p in sampled_paths(turns)
+    ]

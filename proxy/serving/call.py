@@ -246,10 +246,9 @@ class LiveCall:
     async def _begin(self, choice: int) -> LiveAnswer:
         """Records an intent; returns its answer. Raises TurnConflict if the index is taken."""
         live, backend, asked = self._live, self._backend, self.asked
-        if self.turns:
-            placement = live.tree.sibling(live.tree.nodes[self.turns[0]])
-        else:
-            placement = await self._place()
+        placement = (
+            live.tree.sibling(live.tree.nodes[self.turns[0]]) if self.turns else await self._place()
+        )
         sampling = resolve(
             live.session,
             asked.request.options,
@@ -270,6 +269,7 @@ class LiveCall:
             dialect=asked.caller.dialect,
             agent_id=asked.caller.agent_id,
             started_at=time.time(),
+            request=live.tree.new_messages(asked.request.conversation, asked.keys),
         )
         await self._record_intent(turn)
         prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)

@@ -34,7 +34,7 @@ MIGRATION_TIMEOUT_S = 3600.0
 
 _INTENT = (
     "$1::text, $2::int, $3::int, $4::int, $5::text, $6::bytea, $7::bytea, $8::bytea, $9::text,"
-    " $10::text, $11::double precision, $12::int"
+    " $10::text, $11::double precision, $12::bytea, $13::int"
 )
 _ANSWER = (
     "$1::text, $2::int, $3::text, $4::bytea, $5::bytea, $6::bytea, $7::text, $8::bytea, $9::bytea,"

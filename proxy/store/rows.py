@@ -35,7 +35,7 @@ SESSION_COLUMNS = (
 )
 INTENT_COLUMNS = (
     "session_id, idx, parent, shared_tokens, fork_cause, prompt_ids, request_key, sampling,"
-    " dialect, agent_id, started_at"
+    " dialect, agent_id, started_at, request"
 )
 ANSWER_COLUMNS = (
     "status, sampled_ids, logprobs, versions, finish_reason, answer_key, answer,"
@@ -92,6 +92,7 @@ def intent_row(t: Turn) -> tuple[Any, ...]:
         t.dialect,
         t.agent_id,
         t.started_at,
+        t.request,
     )
 
 
@@ -124,20 +125,21 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
         dialect=row[8],
         agent_id=row[9],
         started_at=row[10],
+        request=bytes(row[11]),
     )
-    if row[11] is None:
+    if row[12] is None:
         return turn
     return replace(
         turn,
-        status=TurnStatus(row[11]),
-        sampled_ids=_ids_from(row[12]),
-        logprobs=_logprobs_from(row[13]),
-        versions=_versions_from(row[14]),
-        finish_reason=FinishReason(row[15]) if row[15] else None,
-        answer_key=bytes(row[16]),
-        answer=bytes(row[17]),
-        first_token_s=row[18],
-        duration_s=row[19],
+        status=TurnStatus(row[12]),
+        sampled_ids=_ids_from(row[13]),
+        logprobs=_logprobs_from(row[14]),
+        versions=_versions_from(row[15]),
+        finish_reason=FinishReason(row[16]) if row[16] else None,
+        answer_key=bytes(row[17]),
+        answer=bytes(row[18]),
+        first_token_s=row[19],
+        duration_s=row[20],
     )
 
 

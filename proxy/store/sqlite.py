@@ -72,7 +72,7 @@ _ENDED = (
     " ORDER BY coalesce(completed_at, expires_at) LIMIT ?"
 )
 _BEGIN = (
-    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 12)}"
+    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 13)}"
     " WHERE EXISTS (SELECT 1 FROM sessions WHERE session_id = ?1 AND status = 'open')"
     " ON CONFLICT DO NOTHING"
 )

@@ -19,6 +19,7 @@ import numpy as np
 
 from proxy.conversation.message_keys import ConversationKey, Key, RawKey, key_from_stored, raw_key
 from proxy.conversation.messages import Conversation, Message, load_answer
+from proxy.conversation.recorded import dump_request, dump_same_request
 from proxy.errors import RequestError
 from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
@@ -183,6 +184,13 @@ class TokenTree:
             if node is not None:
                 return Match(position, node)
         return Match(-1, None)
+
+    def new_messages(self, conversation: Conversation, keys: Sequence[Key]) -> bytes:
+        """What a request adds to the conversation of the turn that it continues, to be recorded."""
+        if same := self.same_requests(keys[-1]):
+            return dump_same_request(same[-1].index)
+        match = self.match(keys)
+        return dump_request(conversation, match.answered, match.node)
 
     def place(
         self, conversation: Conversation, keys: Sequence[Key], rendering: Rendering

@@ -36,6 +36,7 @@ def turns(draw: st.DrawFn) -> Turn:
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
         status=draw(st.sampled_from(TurnStatus)),
         answer=draw(st.binary(max_size=30)),
+        request=draw(st.binary(max_size=30)),
     )
 
 

@@ -37,7 +37,7 @@ print([name for name in {slow} if name in sys.modules], file=sys.stderr)
         ("proxy.cli", ["sessions", "--help"]),
         ("proxy.cli", ["sessions", "list", "--help"]),
         ("proxy.cli", ["sessions", "show", "--help"]),
-        ("proxy.cli", ["sessions", "export", "--help"]),
+        ("proxy.cli", ["export", "--help"]),
         ("proxy.cli", ["replay", "--help"]),
         ("proxy.relay.cli", ["--help"]),
         ("proxy.relay.cli", ["--version"]),
@@ -63,7 +63,9 @@ def test_choices_of_flags_equal_the_values_of_the_enums() -> None:
     assert set(get_args(arguments.Kind)) == set(SessionKind)
 
 
-@pytest.mark.parametrize("command", [["list"], ["show", "x"], ["export", "--out", "x"]])
+@pytest.mark.parametrize(
+    "command", [["sessions", "list"], ["sessions", "show", "x"], ["export", "--out", "x.jsonl"]]
+)
 def test_command_without_a_store_is_refused_and_creates_nothing(
     command: list[str],
     tmp_path: Path,
@@ -71,7 +73,7 @@ def test_command_without_a_store_is_refused_and_creates_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["sessions", *command]) == 2
+    assert main(command) == 2
     error = capsys.readouterr().err
     assert f"the file {tmp_path}/agentic-proxy.db does not exist" in error
     assert "--store sqlite:///FILE" in error

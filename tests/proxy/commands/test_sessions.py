@@ -6,13 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import orjson
-import pyarrow.parquet as pq
 import pytest
 
 from proxy.cli import main
 from proxy.client import SessionHandle
-from proxy.record_format import decode_record
 from proxy.records import Reward, SessionKind
 from tests.proxy.conftest import RunningProxy
 
@@ -74,26 +71,6 @@ async def test_show_prints_the_whole_conversation_if_it_has_a_tokenizer(
     assert "needs --model FOLDER" in capsys.readouterr().err
     assert await run(tmp_path, "sessions", "show", "unknown") == 2
     assert "`agentic-proxy sessions list` prints all" in capsys.readouterr().err
-
-
-async def test_exports_contain_the_record(
-    tmp_path: Path, proxy: RunningProxy, session: SessionHandle
-) -> None:
-    record, turns = await proxy.record(session)
-    for kind in ("jsonl", "parquet", "binary"):
-        out = str(tmp_path / kind)
-        assert await run(tmp_path, "sessions", "export", "--format", kind, "--out", out) == 0
-
-    rows = [orjson.loads(line) for line in (tmp_path / "jsonl").read_bytes().splitlines()]
-    assert [row["turns"] for row in rows] == [[0, 1], [0, 2]]
-    sampled = [i for i, s in zip(rows[0]["ids"], rows[0]["sampled"], strict=True) if s]
-    assert sampled == [*turns[0].sampled_ids, *turns[1].sampled_ids]
-    parquet = pq.read_table(tmp_path / "parquet").to_pylist()
-    assert [row["ids"] for row in parquet] == [row["ids"] for row in rows]
-    assert orjson.loads(parquet[0]["rewards"])[0]["value"] == 0.5
-    (file,) = (tmp_path / "binary").iterdir()
-    assert file.name == "team%2Frun-1.record"
-    assert decode_record(file.read_bytes())[0] == record
 
 
 async def test_replay_exits_with_1_if_a_difference_exceeds_the_tolerance(

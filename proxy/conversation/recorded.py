@@ -1,0 +1,92 @@
+"""What a request adds to its session's conversation, as the JSON that a `Turn` records.
+
+A request is recorded as the messages after the last recorded answer that it repeats:
+
+    {"after": 3, "messages": […]}                 messages(3) + answer(3) + these
+    {"after": null, "tools": […], "messages": […]}  the whole conversation
+    {"same_as": 3}                                another answer to the request of turn 3
+
+Invariant: `load_conversation` returns the conversation that was sent, with recorded answers in the
+place of the agent's copies of them (which have the same key; see `message_keys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from proxy.conversation.messages import Conversation, Message, ToolCall, load_answer
+from proxy.records import Turn
+
+
+def dump_same_request(index: int) -> bytes:
+    """For another answer to the request of turn `index`."""
+    return orjson.dumps({"same_as": index})
+
+
+def dump_request(conversation: Conversation, answered: int, after: int | None) -> bytes:
+    """`answered` is the index of the last message that is a recorded answer (-1: none), and `after`
+    the turn of that answer. Empty for a prompt without messages (Completions)."""
+    if conversation.raw is not None:
+        return b""
+    new = [_fields(message) for message in conversation.messages[answered + 1 :]]
+    if after is not None:
+        return orjson.dumps({"after": after, "messages": new})
+    return orjson.dumps({"after": None, "tools": conversation.tools, "messages": new})
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConversation:
+    """The conversation that a turn answers."""
+
+    conversation: Conversation
+    answers: Mapping[int, int]
+    """Index of a message that is a recorded answer → its turn."""
+
+
+def load_conversation(turns: Sequence[Turn], index: int) -> RecordedConversation | None:
+    """The conversation that turn `index` answers. None if it was not recorded: a prompt without
+    messages, or a turn of a version that did not record them."""
+    parts: list[list[tuple[Message, int | None]]] = []
+    while turns[index].request:
+        fields = orjson.loads(turns[index].request)
+        if "same_as" in fields:
+            index = fields["same_as"]
+            continue
+        parts.append([(_message(each), None) for each in fields["messages"]])
+        if fields["after"] is None:
+            found = [message for part in reversed(parts) for message in part]
+            answers = {at: turn for at, (_, turn) in enumerate(found) if turn is not None}
+            messages = [message for message, _ in found]
+            return RecordedConversation(Conversation(messages, fields["tools"]), answers)
+        index = fields["after"]
+        parts.append([(load_answer(turns[index].answer), index)])
+    return None
+
+
+def continued_turn(turns: Sequence[Turn], index: int) -> int | None:
+    """The turn whose answer is the last recorded one in the conversation that `index` answers."""
+    while turns[index].request:
+        fields = orjson.loads(turns[index].request)
+        if "same_as" not in fields:
+            after: int | None = fields["after"]
+            return after
+        index = fields["same_as"]
+    return None
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    calls = [
+        {"id": call.id, "name": call.name, "arguments": call.arguments}
+        for call in message.tool_calls
+    ]
+    fields = {"role": message.role, "text": message.text, "reasoning": message.reasoning}
+    return {**fields, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+
+
+def _message(fields: dict[str, Any]) -> Message:
+    calls = [ToolCall(**call) for call in fields.pop("tool_calls")]
+    return Message(**fields, tool_calls=calls)

@@ -1,0 +1,1 @@
+"""Recorded sessions as training data of this and other projects."""

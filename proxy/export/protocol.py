@@ -1,0 +1,53 @@
+"""What an export format is: sessions in, rows of a table out.
+
+Invariant: a format whose rows hold tokens has each sampled token of the exported sessions in
+exactly one row, to be trained once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from proxy.records import Session, Turn
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One session to export."""
+
+    session: Session
+    turns: Sequence[Turn]
+    reward: float | None = None
+    """The reward of the whole trial; None is no reward, which is not 0."""
+    advantage: float = 0.0
+    """`reward` minus the mean reward of the exported sessions of the same task."""
+
+    @property
+    def task_id(self) -> str:
+        """The session's `task_id` in its metadata, or else its own id."""
+        return str(self.session.metadata.get("task_id", self.session.session_id))
+
+
+class ExportFormat(Protocol):
+    """A format. `registry` creates it without arguments."""
+
+    unit: Literal["session", "pair"]
+    """`session`: `rows` gets one sample. `pair`: it gets two of one task, the better one first."""
+    trains: bool
+    """Whether it is meant for training only: sessions of kind eval are then left out, unless they
+    are asked for."""
+    needs_reward: bool
+    """Whether sessions without a reward are left out."""
+
+    def schema(self, pa: Any) -> Any:
+        """The Arrow schema of the rows; `pa` is pyarrow. A value that is not a string in a column
+        of strings is written as JSON text."""
+        ...
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        """The rows of one unit."""
+        ...

@@ -1,0 +1,314 @@
+"""Exported rows are read by the real packages whose formats they have.
+
+TRL, verl and Harbor are in environments of the test run. tinker and SkyRL are installed by
+`make export-packages` for `make test-long`. prime-rl is not on the package index: its rows are
+checked against the fields of its source (`src/prime_rl/transports/rollouts/types.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+import pytest
+import torch
+from torch import Tensor
+
+from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Task
+from agent_loop.trial_outcome import Attempt, build_rollout
+from proxy.conversation.messages import Conversation, Message, ToolCall, dump_answer
+from proxy.conversation.recorded import dump_request
+from proxy.export.protocol import Row, Sample
+from proxy.export.registry import open_format
+from proxy.records import Turn
+from tests.agent_loop.recorded import turn as a_turn
+from tests.needs import needs
+from tests.proxy.export.trees import a_session
+from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.correction import Correction
+from trainer.batch import build_batch
+from trainer.optimizer import OptimizerConfig
+from trainer.policy.model import ModelConfig
+from trainer.policy.policy import Policy
+
+ROOT = Path(__file__).parents[2]
+HARBOR = ROOT / ".harbor/bin/python"
+PACKAGES = ROOT / ".cache/export-packages/bin/python"
+NO_PACKAGES = None if PACKAGES.exists() else "run make export-packages (tinker, SkyRL)"
+REWARDS = (1.0, 0.0, 0.5, 0.25)
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
+]
+
+
+def sessions() -> list[Sample]:
+    """Four sessions of one task with a tool's result between two answers, of random tokens."""
+    random, samples = np.random.default_rng(0), []
+    for number, reward in enumerate(REWARDS):
+        prompt, first, result, second = (
+            random.integers(5, 500, int(random.integers(3, 9))).tolist() for _ in range(4)
+        )
+        call = Message("assistant", "", None, [ToolCall("call_1", "ls", '{"path": "."}')])
+        user, tool = Message("user", "List."), Message("tool", "a.txt", tool_call_id="call_1")
+        turns = [
+            answered(a_turn(0, None, 0, prompt, first), [user], None, call),
+            answered(
+                a_turn(1, 0, len(prompt) + len(first), result, second),
+                [tool],
+                0,
+                Message("assistant", f"It is file {number}."),
+            ),
+        ]
+        advantage = reward - sum(REWARDS) / len(REWARDS)
+        samples.append(Sample(a_session(f"s-{number}", reward), turns, reward, advantage))
+    return samples
+
+
+def answered(turn: Turn, new: list[Message], after: int | None, answer: Message) -> Turn:
+    request = dump_request(Conversation(new, TOOLS), -1, after)
+    return replace(turn, request=request, answer=dump_answer(answer))
+
+
+def rows_of(name: str) -> list[Row]:
+    """What a JSON Lines file of the export gives back."""
+    form = open_format(name)
+    units: Sequence[Sequence[Sample]] = [[sample] for sample in sessions()]
+    if form.unit == "pair":
+        units = [(sessions()[0], sessions()[1])]
+    rows = [row for unit in units for row in form.rows(unit)]
+    assert rows
+    return [orjson.loads(orjson.dumps(row)) for row in rows]
+
+
+def check_in(python: Path, program: str, rows: list[Row]) -> str:
+    """Runs a program in another environment, with the rows as JSON on its standard input."""
+    script = f"import json, sys\nrows = json.load(sys.stdin)\n{program}"
+    done = subprocess.run(
+        [python, "-W", "ignore", "-c", script],
+        input=orjson.dumps(rows),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+@needs(None if HARBOR.exists() else "Harbor is not installed: make harbor")
+def test_harbor_reads_atif() -> None:
+    program = """
+from harbor.models.trajectories import Trajectory
+for row in rows:
+    trajectory = Trajectory.model_validate(row)
+    assert [step.source for step in trajectory.steps] == ["user", "agent", "agent"]
+    print(sum(len(s.metrics.completion_token_ids) for s in trajectory.steps if s.metrics))
+"""
+    counts = [int(line) for line in check_in(HARBOR, program, rows_of("atif")).split()]
+    assert counts == [sum(len(t.sampled_ids) for t in s.turns) for s in sessions()]
+
+
+@needs(None if importlib.util.find_spec("verl") else "verl is not installed: make reference")
+@pytest.mark.filterwarnings("ignore")  # verl's own
+def test_verl_reads_its_agent_loop_output() -> None:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+    for row, reward in zip(rows_of("verl"), REWARDS, strict=True):
+        fields = AgentLoopOutput.model_validate(row).as_dict()
+        assert fields["responses"].shape == fields["response_mask"].shape
+        assert float(fields["rm_scores"].sum()) == reward
+
+
+def test_rows_have_the_fields_of_prime_rls_source() -> None:
+    """The fields without a default of `TrainingSample` at 559b447 (2026-08-21), and `advantages`,
+    with their types."""
+    sample = msgspec.defstruct(
+        "TrainingSample",
+        [
+            ("token_ids", list[int]),
+            ("mask", list[bool]),
+            ("logprobs", list[float]),
+            ("temperatures", list[float]),
+            ("env_name", str),
+            ("advantages", list[float]),
+        ],
+        forbid_unknown_fields=True,
+    )
+    for row in rows_of("prime-rl"):
+        read = msgspec.convert(row, sample)
+        lengths = {len(getattr(read, name)) for name in row if name != "env_name"}
+        assert lengths == {len(row["token_ids"])}
+
+
+@pytest.mark.long
+@needs(NO_PACKAGES)
+def test_tinker_reads_its_datum() -> None:
+    program = """
+from tinker import types
+from tinker.types._pydantic_types.datum import Datum
+for row in rows:
+    wire = {name: row[name] for name in ("model_input", "loss_fn_inputs")}
+    datum = Datum.model_validate(wire)
+    tokens = row["model_input"]["chunks"][0]["tokens"]
+    inputs = {name: tensor["data"] for name, tensor in row["loss_fn_inputs"].items()}
+    made = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+    assert made.model_input.length == len(tokens) == datum.model_input.length
+    for name, tensor in made.loss_fn_inputs.items():
+        read = datum.loss_fn_inputs[name]
+        assert (tensor.dtype, tensor.tolist()) == (read.dtype, read.tolist()), name
+        assert tensor.tolist() == inputs[name]
+    print(len(tokens))
+"""
+    assert len(check_in(PACKAGES, program, rows_of("tinker")).split()) == len(REWARDS)
+
+
+@pytest.mark.long
+@needs(NO_PACKAGES)
+def test_skyrl_validates_its_generator_output() -> None:
+    program = """
+import importlib.util
+from pathlib import Path
+from pydantic import TypeAdapter
+(skyrl,) = importlib.util.find_spec("skyrl").submodule_search_locations
+file = Path(skyrl, "train/generators/base.py")  # alone: its package imports all of SkyRL
+spec = importlib.util.spec_from_file_location("base", file)
+base = importlib.util.module_from_spec(spec)
+sys.modules["base"] = base
+spec.loader.exec_module(base)
+known = base.GeneratorOutput.__annotations__
+assert set(rows[0]) <= set(known), set(rows[0]) - set(known)
+output = {name: [row[name] for row in rows] for name in rows[0]}
+for name, values in output.items():
+    TypeAdapter(known[name]).validate_python(values)
+"""
+    check_in(PACKAGES, program, rows_of("skyrl"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_trl_trains_one_step_on_ours_with_gradients_equal_to_ours(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    theirs = trl_gradients(tiny_model, tmp_path, rows_of("trl"))
+    mine = our_gradients(tiny_model, sessions())
+    assert theirs.keys() == mine.keys()
+    assert max(float(gradient.abs().max()) for gradient in mine.values()) > 1e-3
+    for name, gradient in mine.items():
+        torch.testing.assert_close(theirs[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def trl_gradients(model: Path, folder: Path, rows: list[Row]) -> dict[str, Tensor]:
+    """The gradients of the first step of TRL's GRPOTrainer, whose rollouts are the rows."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    found: dict[str, Tensor] = {}
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+            found.update(gradients(model))
+
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=GRPOConfig(
+            output_dir=str(folder),
+            per_device_train_batch_size=len(rows),
+            num_generations=len(rows),
+            max_steps=1,
+            max_grad_norm=0.0,  # no clipping
+            beta=0.0,
+            loss_type="grpo",
+            scale_rewards="none",
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+        ),
+        reward_funcs=lambda reward, **_: reward,
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * len(rows)}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        rollout_func=lambda prompts, trainer: columns,
+        callbacks=[Keep()],
+    ).train()
+    return found
+
+
+def our_gradients(path: Path, samples: list[Sample]) -> dict[str, Tensor]:
+    policy = Policy(
+        ModelConfig(path=path, compute_dtype="float32"), OptimizerConfig(), device="cpu"
+    )
+    algorithm = Algorithm(
+        AlgorithmConfig.model_validate(
+            {
+                "advantage": "dr_grpo",
+                "prox": "reuse",
+                "correction": Correction(),
+                "aggregation": "sequence_mean_token_mean",
+            }
+        )
+    )
+    task = Task("t-1", {})
+    rollouts = [
+        build_rollout(
+            Attempt(sample.session.session_id, task),
+            AgentResult(AgentEnd.EXITED),
+            sample.turns,
+            Graded(sample.reward),
+        )
+        for sample in samples
+    ]
+    batch = build_batch([Group("g", task, rollouts)])
+    algorithm.compute_advantages(batch)
+    sequences = torch.arange(len(batch.sequences))
+    loss = algorithm.loss(batch, sequences, version=0)
+    for micro in policy.pack(batch, sequences.tolist()):
+        policy.forward_backward(micro, batch, loss, temperature=1.0, entropy_grad=False)
+    return gradients(policy.model)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_trl_trains_one_step_of_sft_and_dpo_on_ours(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    rows = rows_of(name)
+    kinds = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}
+    trainer_class, config_class = kinds[name]
+    columns = ("input_ids", "labels") if name == "sft" else ("prompt", "chosen", "rejected")
+    trainer = trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+        args=config_class(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=len(rows),
+            max_steps=1,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_list([{c: row[c] for c in columns} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    if name == "sft":
+        (batch,) = trainer.get_train_dataloader()
+        trained = (batch["labels"] != -100).sum()
+        assert trained == sum(len(t.sampled_ids) for s in sessions() for t in s.turns)
+    assert np.isfinite(trainer.train().training_loss)

@@ -1,0 +1,90 @@
+"""Conversations are exported with each sampled answer marked once; pairs begin alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+
+from proxy.export.protocol import Sample
+from proxy.export.registry import open_format
+from proxy.records import Turn, TurnStatus
+from tests.proxy.conftest import RunningProxy
+from tests.proxy.export.trees import a_sample, a_session, recorded_trees
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
+]
+CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "."}}\n</tool_call>'
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(recorded_trees())
+def test_every_answer_is_marked_as_sampled_exactly_once(turns: list[Turn]) -> None:
+    marked: Counter[str] = Counter()
+    for row in open_format("messages").rows([a_sample(turns)]):
+        assert len(row["sampled"]) == len(row["messages"])
+        for message, sampled in zip(row["messages"], row["sampled"], strict=True):
+            assert message["role"] == "assistant" or not sampled
+            marked[message["content"]] += sampled
+    done = [t for t in turns if t.status is TurnStatus.DONE and t.answer]
+    assert {text for text, count in marked.items() if count} == {f"answer {t.index}" for t in done}
+    assert set(marked.values()) <= {0, 1}
+
+
+async def recorded(proxy: RunningProxy, reward: float, last: str) -> Sample:
+    """A session that calls a tool and then says `last`."""
+    session = await proxy.session()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files."}]
+    proxy.answers(CALL)
+    body = {"messages": messages, "tools": TOOLS}
+    _, reply = await proxy.post(session, "chat/completions", body)
+    answer = reply["choices"][0]["message"]
+    call_id = answer["tool_calls"][0]["id"]
+    messages += [answer, {"role": "tool", "tool_call_id": call_id, "content": "a.txt"}]
+    proxy.answers(last)
+    await proxy.post(session, "chat/completions", body)
+    _, turns = await proxy.record(session)
+    return Sample(a_session(session.trial_id, reward), turns, reward)
+
+
+async def test_conversation_has_tool_calls_and_results_in_the_form_of_chat_completions(
+    proxy: RunningProxy,
+) -> None:
+    sample = await recorded(proxy, 1.0, "One file.")
+    (row,) = open_format("messages").rows([sample])
+    user, call, result, answer = row["messages"]
+    assert user["content"] == "List the files."
+    function = call["tool_calls"][0]["function"]
+    assert function == {"name": "ls", "arguments": '{"path": "."}'}
+    assert result["tool_call_id"] == call["tool_calls"][0]["id"]
+    assert (result["role"], result["content"]) == ("tool", "a.txt")
+    assert answer["content"] == "One file."
+    assert row["sampled"] == [False, True, False, True]
+    assert row["tools"] == TOOLS
+
+
+async def test_pair_begins_alike_and_ends_differently(proxy: RunningProxy) -> None:
+    better = await recorded(proxy, 1.0, "One file: a.txt.")
+    worse = await recorded(proxy, 0.0, "None.")
+    (row,) = open_format("dpo").rows([better, worse])
+    assert [m["role"] for m in row["prompt"]] == ["user", "assistant", "tool"]
+    assert [m["content"] for m in row["chosen"]] == ["One file: a.txt."]
+    assert [m["content"] for m in row["rejected"]] == ["None."]
+    assert (row["chosen_reward"], row["rejected_reward"]) == (1.0, 0.0)
+    assert not list(open_format("dpo").rows([better, better]))  # they do not differ
+
+
+async def test_atif_document_has_observations_and_exact_tokens(proxy: RunningProxy) -> None:
+    sample = await recorded(proxy, 0.5, "One file.")
+    (document,) = open_format("atif").rows([sample])
+    user, call, answer = document["steps"]
+    assert [user["source"], call["source"], answer["source"]] == ["user", "agent", "agent"]
+    (result,) = call["observation"]["results"]
+    assert result["source_call_id"] == call["tool_calls"][0]["tool_call_id"]
+    first, second = sample.turns
+    assert call["metrics"]["completion_token_ids"] == first.sampled_ids.tolist()
+    whole = [*first.prompt_ids, *first.sampled_ids, *second.prompt_ids]
+    assert answer["metrics"]["prompt_token_ids"] == whole
+    assert document["extra"]["reward"] == 0.5
