@@ -59,6 +59,9 @@ RESTRICT_SELF, MOUNT_SETATTR = 446, 442
 """Numbers of system calls, the same on every architecture."""
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 0x1
 
+Body = Callable[[], NoReturn]
+"""What the agent's process runs."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -93,7 +96,7 @@ def missing() -> str | None:
 def enter(
     hide: Sequence[str],
     keep: Sequence[str],
-    body: Callable[[], NoReturn],
+    body: Body,
     *,
     ports_fd: int = -1,
     left_over_fd: int = -1,
@@ -181,7 +184,7 @@ def join(
 def _init(
     hide: Sequence[str],
     keep: Sequence[str],
-    body: Callable[[], NoReturn],
+    body: Body,
     as_root: bool,
     ports_fd: int,
     status_fd: int,

@@ -1,4 +1,4 @@
-"""The arguments of `agentic-proxy sessions …`, `export` and `replay`.
+"""The arguments of `agentic-proxy run`, `sessions …`, `export` and `replay`.
 
 Invariant: this module imports nothing that takes long, so that `--help` is fast. A command imports
 what it needs when it runs.
@@ -20,7 +20,8 @@ long to import; a test compares them."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `sessions`, `export` and `replay`."""
+    """Adds `run`, `sessions`, `export` and `replay`."""
+    _add_run(commands.add_parser("run", help="run an agent in a recorded session"))
     sessions = commands.add_parser("sessions", help="read the recorded sessions")
     actions = sessions.add_subparsers(required=True, metavar="list|show")
     _add_list(actions.add_parser("list", help="one line per session"))
@@ -51,6 +52,50 @@ def _replay(arguments: argparse.Namespace) -> int:
     from proxy.commands.sessions import replay_session
 
     return asyncio.run(replay_session(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from proxy.commands.run import run
+
+    return run(arguments)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] [-- PROGRAM ARGUMENT …]"
+    _add_store(parser)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="start a proxy for this model")
+    parser.add_argument(
+        "--engine", action="append", metavar="URL", help="with --model: a running vLLM"
+    )
+    parser.add_argument("--url", help="the running proxy (default: the configured host and port)")
+    parser.add_argument("--session", metavar="NAME", help="the session's name (default: random)")
+    _add_tags(parser, "add this entry to the session's metadata")
+    parser.add_argument(
+        "--agent", metavar="NAME", help="claude-code, codex, …; default: found by the program"
+    )
+    parser.add_argument(
+        "--sandbox",
+        choices=["light", "off"],
+        default="light",
+        help="light: the proxy's files and other processes are hidden from the agent",
+    )
+    parser.add_argument(
+        "program",
+        nargs="*",
+        metavar="PROGRAM ARGUMENT",
+        help="the agent's command, after --; without it, prints lines to paste into a shell",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _add_tags(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument(
+        "--tag",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"{meaning}; may be given several times",
+    )
 
 
 def _add_list(parser: argparse.ArgumentParser) -> None:
@@ -88,13 +133,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{', '.join(FORMATS)}, {RECORDS} (the binary record), or package.module:Class",
     )
-    parser.add_argument(
-        "--tag",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="only sessions with this entry in their metadata; may be given several times",
-    )
+    _add_tags(parser, "only sessions with this entry in their metadata")
     parser.add_argument(
         "--reward", metavar="KEY", help="the reward to use (default: the sum of the trial's)"
     )

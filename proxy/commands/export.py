@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote
 
-from proxy.commands.sessions import named_store, where
+from proxy.commands.sessions import named_store, tags, where
 from proxy.errors import ConfigurationError
 from proxy.export.files import write
 from proxy.export.protocol import ExportFormat, Row
@@ -68,10 +68,6 @@ async def _write_records(selection: ExportSelection, to: Path) -> int:
 
 
 def _filters(arguments: Namespace) -> Filters:
-    tags = [tag.partition("=") for tag in arguments.tag]
-    wrong = [name for name, separator, _ in tags if not (name and separator)]
-    if wrong:
-        raise ConfigurationError(f"--tag {wrong[0]}: give NAME=VALUE, like task_id=sum-17")
     predicate = None
     if arguments.where is not None:
         sys.path.insert(0, "")  # a module in the working folder
@@ -79,7 +75,7 @@ def _filters(arguments: Namespace) -> Filters:
     return Filters(
         where(arguments),
         tuple(arguments.trial_id),
-        {name: value for name, _, value in tags},
+        tags(arguments.tag),
         arguments.reward,
         -math.inf if arguments.min_reward is None else arguments.min_reward,
         math.inf if arguments.max_reward is None else arguments.max_reward,

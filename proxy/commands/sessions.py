@@ -185,3 +185,16 @@ def where(arguments: Namespace) -> SessionFilter:
         kind=SessionKind(arguments.kind) if arguments.kind else None,
         id_prefix=arguments.prefix,
     )
+
+
+def tags(given: list[str]) -> dict[str, str]:
+    """The values of `--tag NAME=VALUE`.
+
+    Raises:
+        ConfigurationError: one of them has another form.
+    """
+    parts = [tag.partition("=") for tag in given]
+    wrong = [name for name, separator, _ in parts if not (name and separator)]
+    if wrong:
+        raise ConfigurationError(f"--tag {wrong[0]}: give NAME=VALUE, like task_id=sum-17")
+    return {name: value for name, _, value in parts}

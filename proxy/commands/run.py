@@ -1,0 +1,192 @@
+"""`agentic-proxy run -- PROGRAM …`: an agent in a recorded session, with one command.
+
+It finds a running proxy or starts one, creates a session, and runs the program with the variables
+that this agent needs. Without a program it prints the lines to paste into a shell.
+Invariant: when the command ends, also by Ctrl-C, the agent has ended, its session is completed, and
+a proxy that it started has stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from proxy.admin_key import client_key, key_file
+from proxy.agent_process import run_agent
+from proxy.agents import agent_environment, find_agent, placeholders, session_variables
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle
+from proxy.commands.sessions import tags
+from proxy.config import ProxyConfig, load_config
+from proxy.errors import ConfigurationError
+
+FIND_TIMEOUT_S = 5.0
+"""Seconds in which a running proxy answers /health."""
+_LISTENS = re.compile(r"recording proxy on (\S+), ")
+
+
+def run(arguments: Namespace) -> int:
+    """Returns the exit code of the agent."""
+    argv: list[str] = arguments.program
+    config = _config(arguments)
+    if not argv:
+        with _running(arguments, config, may_start=False) as client:
+            print(asyncio.run(_lines(client, arguments)))
+        return 0
+    agent = find_agent(argv, arguments.agent)
+    with (
+        _running(arguments, config, may_start=True) as client,
+        tempfile.TemporaryDirectory(prefix="agentic-proxy-run-") as directory,
+    ):
+        session = asyncio.run(_open(client, arguments, agent.name))
+        try:
+            code = run_agent(
+                agent.command(argv, placeholders(session, Path(directory))),
+                agent_environment(agent, session, Path(directory)),
+                [str(path) for path in _private(config)],
+                walled=arguments.sandbox == "light",
+            )
+        finally:
+            print(asyncio.run(_closed(client, session.trial_id)), file=sys.stderr)
+    return 128 - code if code < 0 else code
+
+
+async def _open(
+    client: ProxyClient, arguments: Namespace, agent: str | None = None
+) -> SessionHandle:
+    async with client:
+        try:
+            return await client.create_session(
+                arguments.session,
+                metadata={**tags(arguments.tag), **({"agent": agent} if agent else {})},
+            )
+        except ProxyClientError as error:
+            if error.status == 409:
+                raise ConfigurationError(
+                    f"--session {arguments.session}: exists; choose another name"
+                ) from error
+            raise ConfigurationError(str(error)) from error
+
+
+async def _closed(client: ProxyClient, trial_id: str) -> str:
+    """Completes the session; returns its summary."""
+    async with client:
+        try:
+            await client.complete(trial_id)
+            return _summary(await client.show(trial_id))
+        except ProxyClientError as error:
+            return f"session {trial_id}: {error}"
+
+
+def _summary(session: dict[str, Any]) -> str:
+    name, turns = session["trial_id"], session["turns"]
+    causes = Counter(turn["fork_cause"] for turn in turns if turn["fork_cause"])
+    forks = ", ".join(f"{count} {cause}" for cause, count in causes.items()) or "none"
+    prompt = sum(turn["new_prompt_tokens"] for turn in turns)
+    sampled = sum(turn["sampled_tokens"] for turn in turns)
+    word = shlex.quote(name)
+    return (
+        f"session {name}: {len(turns)} turns, {prompt} prompt tokens, {sampled} sampled tokens,"
+        f" forks: {forks}\n"
+        f"  agentic-proxy sessions show {word}\n"
+        f"  agentic-proxy export {word} --format messages --out session.jsonl"
+    )
+
+
+async def _lines(client: ProxyClient, arguments: Namespace) -> str:
+    """A new session's variables as lines for a shell."""
+    session = await _open(client, arguments)
+    variables = session_variables(session)
+    posix = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    fish = [f"set -gx {name} {shlex.quote(value)}" for name, value in variables.items()]
+    return "\n".join(
+        [f"# session {session.trial_id}; bash, zsh, sh:", f"export {posix}", "# fish:", *fish]
+    )
+
+
+@contextmanager
+def _running(
+    arguments: Namespace, config: ProxyConfig, *, may_start: bool
+) -> Iterator[ProxyClient]:
+    """A client of the proxy that answers at the configured address, or of one that is started and
+    stopped."""
+    url = arguments.url or config.public_url or f"http://{config.host}:{config.port}"
+    found = ProxyClient(url, _key(config, url), timeout_s=FIND_TIMEOUT_S)
+    if asyncio.run(_answers(found)):
+        yield ProxyClient(url, found.admin_key)
+        return
+    if not may_start or arguments.url is not None or config.model is None:
+        raise ConfigurationError(
+            f"no proxy answers at {url}; start one with `agentic-proxy serve --model FOLDER`"
+            + (", or give --model FOLDER here, which starts one" if may_start else "")
+        )
+    with _served(arguments) as url:
+        yield ProxyClient(url, _key(config, url))
+
+
+def _key(config: ProxyConfig, url: str) -> str | None:
+    if config.admin_key is not None:
+        return config.admin_key.get_secret_value()
+    path = key_file(config)
+    return path.read_text().strip() if path.is_file() else client_key(url)
+
+
+async def _answers(client: ProxyClient) -> bool:
+    async with client:
+        try:
+            await client.health()
+        except ProxyClientError as error:
+            if error.status:
+                raise ConfigurationError(f"not a proxy: {error}") from error
+            return False
+    return True
+
+
+@contextmanager
+def _served(arguments: Namespace) -> Iterator[str]:
+    """Runs `agentic-proxy serve` on a free port; yields its URL once it listens."""
+    command = [sys.executable, "-m", "proxy", "serve", "--port", "0"]
+    for name in ("config", "model", "store"):
+        if (value := getattr(arguments, name)) is not None:
+            command += [f"--{name}", str(value)]
+    for url in arguments.engine or ():
+        command += ["--engine", url]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        listens = _LISTENS.match(line)
+        if listens is None:
+            raise ConfigurationError("the proxy did not start; its message is above")
+        for _ in range(2):  # the variables, and the place of the admin key
+            process.stdout.readline()
+        yield listens[1]
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+def _config(arguments: Namespace) -> ProxyConfig:
+    given = {name: getattr(arguments, name) for name in ("model", "store")}
+    engines = [{"url": url} for url in arguments.engine or ()]
+    overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return load_config(arguments.config, **overrides, **({"engines": engines} if engines else {}))
+
+
+def _private(config: ProxyConfig) -> list[Path]:
+    """The proxy's files, which an agent must not read: other sessions, and the admin key."""
+    files = [key_file(config), Path("agentic-proxy-vllm.url").absolute()]
+    scheme, _, rest = config.store.partition(":///")
+    if scheme == "sqlite":
+        files += [Path(rest + suffix).absolute() for suffix in ("", "-wal", "-shm")]
+    return files
