@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -64,7 +64,7 @@ def run_agent(
     return os.waitstatus_to_exitcode(status)
 
 
-def _child(hide: Sequence[str], become: wall.Body, *, walled: bool) -> NoReturn:
+def _child(hide: Sequence[str], become: Callable[[], NoReturn], *, walled: bool) -> NoReturn:
     """In the fork: the gate of the wall, or the agent itself."""
     try:
         os.setpgid(0, 0)

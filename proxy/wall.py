@@ -59,9 +59,6 @@ RESTRICT_SELF, MOUNT_SETATTR = 446, 442
 """Numbers of system calls, the same on every architecture."""
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 0x1
 
-Body = Callable[[], NoReturn]
-"""What the agent's process runs."""
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -96,7 +93,7 @@ def missing() -> str | None:
 def enter(
     hide: Sequence[str],
     keep: Sequence[str],
-    body: Body,
+    body: Callable[[], NoReturn],
     *,
     ports_fd: int = -1,
     left_over_fd: int = -1,
@@ -184,7 +181,7 @@ def join(
 def _init(
     hide: Sequence[str],
     keep: Sequence[str],
-    body: Body,
+    body: Callable[[], NoReturn],
     as_root: bool,
     ports_fd: int,
     status_fd: int,
