@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from trainer.config import TrainerConfig
 from trainer.config_keys import keys_of
+from trainer.config_successors import successor
 from trainer.errors import ConfigError
 
 ENV_PREFIX = "AGENTIC_TRAIN__"
@@ -46,25 +47,6 @@ VERL_NAMES: Mapping[str, str] = {
 }
 """Environment variable of verl's recipe → key. The variables keep their meaning, except that the
 command line overrides them."""
-
-SUCCESSORS: Mapping[str, str] = {
-    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
-    "actor_rollout_ref.model.path": "model.path",
-    "actor_rollout_ref.rollout.n": "rollout.group_size",
-    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
-    "algorithm.adv_estimator": "algorithm.advantage.name",
-    "data.train_batch_size": "rollout.groups_per_step",
-    "proxy_server.tool_format": "proxy_server.renderer",
-    "remote_agent.harbor_dataset_dirs": "data.harbor_dataset_dirs",
-    "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",
-    "remote_agent.proxy_server_url": "proxy_server.url",
-    "trainer.default_local_dir": "trainer.run_dir",
-    "trainer.dir": "trainer.run_dir",
-    "trainer.save_freq": "trainer.save_every",
-    "trainer.test_freq": "eval.every",
-    "trainer.total_training_steps": "trainer.steps",
-}
-"""A key's name in another trainer, mostly verl → its name here."""
 
 _EXPONENT = re.compile(r"^[+-]?\d+[eE][+-]?\d+$")
 
@@ -184,13 +166,11 @@ def _problems(
 ) -> Iterator[str]:
     key, value = _key(detail["loc"], values), detail["input"]
     where = f" (from {_origin(key, origin)})" if key else ""
-    renamed = [each for each in _leaves(key, value) if each in SUCCESSORS]
     if detail["type"] == "missing":
         yield f"{key}: missing; set it in the YAML file or as {key}=… on the command line"
-    elif detail["type"] == "extra_forbidden" and renamed:
-        yield from (f"{each}{where}: there is no such key{suggestion(each)}" for each in renamed)
     elif detail["type"] == "extra_forbidden":
-        yield f"{key}={value!r:.100}{where}: there is no such key{suggestion(key)}"
+        for each, given in _leaves(key, value):
+            yield f"{each}={given!r:.100}{where}: there is no such key{suggestion(each)}"
     else:
         message = detail["msg"].removeprefix("Value error, ")
         if key:
@@ -221,14 +201,14 @@ def _origin(key: str, origin: Mapping[str, str]) -> str:
 
 def suggestion(key: str) -> str:
     """The end of an error message that suggests the key that was probably meant."""
-    if key in SUCCESSORS:
-        return f"; here it is {SUCCESSORS[key]}"
+    if (here := successor(key)) is not None:
+        return f"; here it is {here}"
     known = list(dict.fromkeys(each.dotted for each in keys_of(TrainerConfig)))
     known.sort(key=lambda each: each.count("."))
     section, _, name = key.rpartition(".")
     inside = [_last(each) for each in known if each.rpartition(".")[0] == section]
     close = difflib.get_close_matches(name, inside, n=1, cutoff=0.7)
-    close = close or [each for each in inside if name in each]
+    close = close or [each for each in inside if len(name) > 2 and name in each]
     elsewhere = [each for each in known if _last(each) == name]
     nearest = [each for each in elsewhere if each.count(".") == elsewhere[0].count(".")]
     prefix = f"{section}." if section else ""
@@ -243,9 +223,9 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    if not isinstance(value, Mapping):
-        yield key
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or not value:
+        yield key, value
         return
     for name, inner in value.items():
         yield from _leaves(f"{key}.{name}", inner)

@@ -10,7 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.config import TrainerConfig
+from trainer.config_keys import keys_of
 from trainer.config_sources import dump, load
+from trainer.config_successors import SUCCESSORS, SUCCESSORS_BY_LAST_NAME
 from trainer.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {
@@ -134,6 +137,10 @@ def test_all_wrong_keys_are_named_at_once(file: Path) -> None:
         ("remote_agent.proxy_server_url=http://h:1", "here it is proxy_server.url"),
         ("proxy_server.tool_format=hermes", "here it is proxy_server.renderer"),
         ("actor_rollout_ref.rollout.n=8", "here it is rollout.group_size"),
+        ("rollout.n=8", "here it is rollout.group_size"),
+        ("ajet.rollout.num_repeat=4", "here it is rollout.group_size"),
+        ("gconfig.n_samples=4", "here it is rollout.group_size"),
+        ("trainer.total_epochs=3", "here it is trainer.steps"),
         ("nothing.like_it=1", "the sections are: model, "),
     ],
 )
@@ -141,6 +148,26 @@ def test_unknown_key_is_refused_with_the_key_that_was_probably_meant(
     file: Path, given: str, meant: str
 ) -> None:
     assert meant in error_of(file, given)
+
+
+def test_every_key_of_an_unknown_section_is_named(file: Path, tmp_path: Path) -> None:
+    verl = tmp_path / "verl.yaml"
+    actor = {"actor": {"optim": {"lr": 1e-6}, "strategy": "fsdp"}, "rollout": {"n": 8}}
+    verl.write_text(yaml.safe_dump({"actor_rollout_ref": actor}))
+    with pytest.raises(ConfigError) as caught:
+        load([file, verl])
+    lr, strategy, n = caught.value.problems
+    assert "actor_rollout_ref.actor.optim.lr=1e-06" in lr
+    assert "here it is optimizer.lr" in lr
+    assert "actor_rollout_ref.actor.strategy='fsdp'" in strategy
+    assert "here it is rollout.group_size" in n
+
+
+def test_every_successor_is_a_key() -> None:
+    keys = {key.dotted for key in keys_of(TrainerConfig)}
+    here = {*SUCCESSORS.values(), *SUCCESSORS_BY_LAST_NAME.values()}
+    named = {word.rstrip(",") for text in here for word in text.split() if "." in word}
+    assert named - keys <= {"algorithm.advantage.name"}
 
 
 def test_unknown_key_on_the_command_line_is_refused_with_its_source_and_the_nearest_key(
