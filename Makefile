@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_INDEX ?=
+# What pip downloads and unpacks; for a GPU an estimate, because CUDA builds differ.
+SIZE_cpu := 1.5 GB to download, 4 GB on disk
+SIZE_gpu := 5 to 8 GB to download, 10 to 15 GB on disk
 AGENTS := .agents
 CONFIG ?= agentic_trainer.yaml
 # A Python that runs: pyenv's shims exist even for versions that are not selected.
@@ -28,12 +31,16 @@ setup: $(VENV)/.ready ## create .venv with everything that the other targets nee
 
 $(VENV)/.ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; install Python 3.11 or run make PYTHON=…" >&2; exit 1; }
+	@echo "make: installs into $(VENV), once: $(SIZE_$(EXTRA))"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q uv
 ifeq ($(EXTRA),cpu)
+	@echo "make: torch for CPUs, 0.2 GB …"
 	$(BIN)/python -m pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 endif
+	@echo "make: vLLM, the trainer and the tools for tests and documentation …"
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev]'
+	@echo "make: $(VENV) is ready; make train starts the quickstart"
 	touch $@
 
 reference: $(VENV)/.reference ## also install TRL and verl, which tests and benchmarks compare with
