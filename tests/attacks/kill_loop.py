@@ -2,6 +2,7 @@
 
     make kill-loop KILLS=1000 SEED=7
 
+SIGINT (Ctrl-C) ends the killing early; the agents finish their turns, and the record is examined.
 What must hold: every answer that an agent got is in the record, once, in its order; no turn stays
 open; every session's turns form one path whose prompts are what the engine was given.
 """
@@ -37,7 +38,9 @@ TARGETS = ("proxy", "worker", "engine", "postgres")
 AGENTS = 4
 TURNS_PER_KILL = 10
 """Answers of all agents together between two kills."""
+TURNS_PER_SESSION = 100
 TOKEN_DELAY_S = 0.001
+PROGRESS_KILLS = 25
 START_TIMEOUT_S = 120.0
 
 
@@ -81,40 +84,48 @@ class Program:
 
 
 class Agent:
-    """A conversation of `turns` calls, each repeated until it is answered."""
+    """One conversation after the other, each in a session of its own. Every call is repeated until
+    it is answered."""
 
-    def __init__(self, session: SessionHandle, proxy: Program, answered: asyncio.Queue[int]):
-        self.session, self.proxy, self.answered = session, proxy, answered
-        self.answers: list[str] = []
+    def __init__(
+        self, sessions: Sequence[SessionHandle], proxy: Program, answered: asyncio.Queue[int]
+    ):
+        self.sessions, self.proxy, self.answered = sessions, proxy, answered
+        self.answers: list[list[str]] = [[] for _ in sessions]
         self.refusals: Counter[int] = Counter()
         self.cuts = 0
         """Streams that ended without their terminal event."""
 
-    async def run(self, turns: int, rng: random.Random) -> None:
-        messages: list[dict[str, str]] = [{"role": "user", "content": "Begin."}]
-        for turn in range(turns):
-            answer = await self._answer(messages, stream=rng.random() < 0.5)
-            self.answers.append(answer)
-            messages += [
-                {"role": "assistant", "content": answer},
-                {"role": "user", "content": f"Go on, {turn}."},
-            ]
-            self.answered.put_nowait(turn)
+    async def run(self, rng: random.Random, over: asyncio.Event) -> None:
+        for session, answers in zip(self.sessions, self.answers, strict=True):
+            messages: list[dict[str, str]] = [{"role": "user", "content": "Begin."}]
+            while len(answers) < TURNS_PER_SESSION and not over.is_set():
+                answer = await self._answer(session, messages, stream=rng.random() < 0.5)
+                answers.append(answer)
+                messages += [
+                    {"role": "assistant", "content": answer},
+                    {"role": "user", "content": f"Go on, {len(answers)}."},
+                ]
+                self.answered.put_nowait(len(answers))
 
-    async def _answer(self, messages: list[dict[str, str]], *, stream: bool) -> str:
+    async def _answer(
+        self, session: SessionHandle, messages: list[dict[str, str]], *, stream: bool
+    ) -> str:
         while True:
             await self.proxy.up.wait()
             with suppress(aiohttp.ClientError, ConnectionError):
-                answer = await self._call(messages, stream=stream)
+                answer = await self._call(session, messages, stream=stream)
                 if answer is not None:
                     return answer
             await asyncio.sleep(0.01)  # as a client's back-off: what was killed will be up again
 
-    async def _call(self, messages: list[dict[str, str]], *, stream: bool) -> str | None:
+    async def _call(
+        self, session: SessionHandle, messages: list[dict[str, str]], *, stream: bool
+    ) -> str | None:
         """None: refused with a status after which clients try again."""
         body = {"model": "m", "messages": messages, "stream": stream}
-        headers = {"Authorization": f"Bearer {self.session.api_key}"}
-        url = f"{self.session.base_url}/chat/completions"
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        url = f"{session.base_url}/chat/completions"
         async with (
             aiohttp.ClientSession() as http,
             http.post(url, json=body, headers=headers) as response,
@@ -216,25 +227,44 @@ async def scene(folder: Path, targets: Sequence[str], rng: random.Random) -> Asy
         yield Scene(proxy, engine, postgres, await stack.enter_async_context(control), rng)
 
 
-async def kill_loop(folder: Path, targets: Sequence[str], kills: int, seed: int) -> Report:
-    """Raises AssertionError where an agent got an answer that is not a retryable refusal."""
-    rng = random.Random(seed)
-    turns = TURNS_PER_KILL * (kills + 1) // AGENTS + 1
+async def kill_loop(
+    folder: Path,
+    targets: Sequence[str],
+    kills: int,
+    seed: int,
+    stop: asyncio.Event | None = None,
+) -> Report:
+    """Raises AssertionError where an agent got an answer that is not a retryable refusal.
+
+    `stop` ends the killing early.
+    """
+    rng, stop = random.Random(seed), stop or asyncio.Event()
+    sessions = TURNS_PER_KILL * (kills + 1) // AGENTS // TURNS_PER_SESSION + 1
     killed: Counter[str] = Counter()
     async with scene(folder, targets, rng) as place:
         answered: asyncio.Queue[int] = asyncio.Queue()
-        sessions = [await place.control.create_session() for _ in range(AGENTS)]
-        agents = [Agent(session, place.proxy, answered) for session in sessions]
+        agents = [
+            Agent(
+                [await place.control.create_session() for _ in range(sessions)],
+                place.proxy,
+                answered,
+            )
+            for _ in range(AGENTS)
+        ]
+        over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for agent in agents:
-                group.create_task(agent.run(turns, random.Random(rng.random())))
-            for _ in range(kills):
+                group.create_task(agent.run(random.Random(rng.random()), over))
+            while killed.total() < kills and not stop.is_set():
                 for _ in range(rng.randint(1, TURNS_PER_KILL)):
                     await answered.get()
                 await asyncio.sleep(rng.random() * 0.05)  # any moment of a call, not just its end
                 target = rng.choice(targets)
                 killed[target] += 1
                 await place.kill(target)
+                if killed.total() % PROGRESS_KILLS == 0:
+                    sys.stderr.write(f"{killed.total()} kills, {_answers(agents)} answers\n")
+            over.set()
         return await _examine(place.control, agents, killed)
 
 
@@ -243,23 +273,28 @@ async def _examine(control: ProxyClient, agents: list[Agent], killed: Counter[st
     doubled: list[str] = []
     still_open: list[str] = []
     for agent in agents:
-        trial = agent.session.trial_id
-        _, turns = await control.get_turns(trial)
-        done = [load_answer(t.answer).text for t in turns if t.status is TurnStatus.DONE]
-        lost += [f"{trial}: {text}" for text in (Counter(agent.answers) - Counter(done)).elements()]
-        extra = Counter(done) - Counter(agent.answers)
-        doubled += [f"{trial}: {text}" for text in extra.elements()]
-        if not lost and not doubled and done != agent.answers:
-            lost.append(f"{trial}: the order of answers is another one")
-        still_open += [f"{trial}#{t.index}" for t in turns if t.status is TurnStatus.OPEN]
+        for session, answers in zip(agent.sessions, agent.answers, strict=True):
+            trial = session.trial_id
+            _, turns = await control.get_turns(trial)
+            done = [load_answer(t.answer).text for t in turns if t.status is TurnStatus.DONE]
+            lost += [f"{trial}: {text}" for text in (Counter(answers) - Counter(done)).elements()]
+            extra = Counter(done) - Counter(answers)
+            doubled += [f"{trial}: {text}" for text in extra.elements()]
+            if not lost and not doubled and done != answers:
+                lost.append(f"{trial}: the order of answers is another one")
+            still_open += [f"{trial}#{t.index}" for t in turns if t.status is TurnStatus.OPEN]
     return Report(
         killed,
-        answers=sum(len(agent.answers) for agent in agents),
+        answers=_answers(agents),
         lost=lost,
         doubled=doubled,
         open=still_open,
         failed_calls=sum(agent.refusals.total() + agent.cuts for agent in agents),
     )
+
+
+def _answers(agents: Sequence[Agent]) -> int:
+    return sum(len(answers) for agent in agents for answers in agent.answers)
 
 
 def _free_port() -> int:
@@ -268,14 +303,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+async def _until_interrupted(folder: Path, given: argparse.Namespace) -> Report:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    return await kill_loop(folder, given.targets, given.kills, given.seed, stop)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     given = parser.parse_args()
+    sys.stderr.write(f"seed {given.seed}\n")
     with tempfile.TemporaryDirectory(prefix="kill-loop-") as folder:
-        report = asyncio.run(kill_loop(Path(folder), given.targets, given.kills, given.seed))
+        report = asyncio.run(_until_interrupted(Path(folder), given))
     sys.stdout.write(f"seed {given.seed}: {report.summary()}\n")
     for line in report.broken[:20]:
         sys.stdout.write(f"BROKEN {line}\n")
