@@ -19,6 +19,7 @@ from proxy.engines.protocol import Engine
 from proxy.engines.registry import make_engine
 from proxy.errors import ConfigurationError
 from proxy.http_request import answer_expect, forget_body
+from proxy.memory import Trimmer
 from proxy.metrics import Metrics
 from proxy.profiles import Profiles
 from proxy.relay.fingerprint import fingerprint
@@ -45,6 +46,7 @@ ENDPOINTS = web.AppKey("endpoints", AgentEndpoints)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
 CALLS = web.AppKey("calls", Calls)
 RELAY = web.AppKey("relay", RelayHub)
+TRIMMER = web.AppKey("trimmer", Trimmer)
 STORE: web.AppKey[Store] = web.AppKey("store")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -141,8 +143,10 @@ def _parts(
         app[CONTROL_PLANE] = ControlPlane(
             config, config.limits, sessions, store, router, metrics, make, siblings
         )
+        app[TRIMMER] = trimmer = Trimmer()
         async with _removing(store, config.retention):
             yield
+        trimmer.stop()
         await deliveries.close()
         await ownership.stop()
         await router.close()
@@ -198,4 +202,4 @@ async def _data(request: web.Request) -> web.StreamResponse:
     try:
         return await request.app[ENDPOINTS].handle(request)
     finally:
-        forget_body(request)
+        request.app[TRIMMER].after(forget_body(request))

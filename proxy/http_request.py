@@ -75,10 +75,11 @@ async def answer_expect(request: web.Request) -> None:
     request.writer.output_size = 0
 
 
-def forget_body(request: web.Request) -> None:
-    """Frees the body once the request is answered. aiohttp keeps a request until its connection
-    brings the next one, so that an idle connection would hold the memory of its last body."""
-    request.pop(_UNPACKED, None)
+def forget_body(request: web.Request) -> int:
+    """Frees the body once the request is answered; returns its size in bytes. aiohttp keeps a
+    request until its connection brings the next one, so that an idle connection would hold the
+    memory of its last body."""
+    return len(request.pop(_UNPACKED, b""))
 
 
 async def _read(request: web.Request) -> bytes:

@@ -358,6 +358,7 @@ class LiveCall:
 
     def _end(self, task: asyncio.Task[list[Outcome]]) -> None:
         self.state = CallState.ENDED
+        self._task = None
         if self._timer is not None:
             self._timer.cancel()
         if self._live.retries.running.get(self.asked.request_key) is self:
@@ -365,6 +366,7 @@ class LiveCall:
         if task.cancelled():
             self.stream.fail(self._aborted or EngineError("the call was cancelled; try again"))
         elif (error := task.exception()) is not None:
+            error.__traceback__ = None  # its frames refer to the call, as they do in the task
             self.stream.fail(error)
         else:
             self.stream.finish(task.result())

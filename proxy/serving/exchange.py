@@ -52,6 +52,7 @@ class Exchanges:
         try:
             response = await endpoint(exchange)
         except ProxyError as error:
+            error.__traceback__ = None  # its frames refer to the call, and the call to it
             return await self._refuse(exchange, error)
         if self._log.wanted and exchange.call is not None:
             self._log_call(exchange, response.status, stream=exchange.call.asked.request.stream)

@@ -2,6 +2,8 @@
 
     make fuzz-http REQUESTS=100000 SEED=7
 
+SIGINT (Ctrl-C) ends it early, with its report.
+
 Bodies of every dialect are mutated, compressed, truncated, or sent with a false length; so are
 control calls, headers and framing. What must hold: no 500, no traceback in the log, `/health`
 answers all the time, every session's record can be read, and no turn stays open.
@@ -14,6 +16,7 @@ import asyncio
 import gzip
 import json
 import random
+import signal
 import sys
 import tempfile
 import zlib
@@ -425,8 +428,13 @@ def note(attack: Attack, answer: bytes, report: Report) -> None:
         report.broken.append(f"{attack.name}: {answer[-300:]!r} to {attack.data[:2000]!r}")
 
 
-async def fuzz(victim: Victim, requests: int, seed: int) -> Report:
-    """Sends the requests, `PARALLEL` at a time, then looks at every record."""
+async def fuzz(
+    victim: Victim, requests: int, seed: int, stop: asyncio.Event | None = None
+) -> Report:
+    """Sends the requests, `PARALLEL` at a time, then looks at every record.
+
+    `stop` ends it early.
+    """
     rng, report = random.Random(seed), Report(seed)
     sessions = await _new_sessions(victim)
     fuzzer = Fuzzer(rng, f"{victim.host}:{victim.port}", sessions)
@@ -434,6 +442,8 @@ async def fuzz(victim: Victim, requests: int, seed: int) -> Report:
 
     async def attacker() -> None:
         for number in left:
+            if stop is not None and stop.is_set():
+                return
             await send(victim, fuzzer.attack(), report, rng)
             if number % 200 == 0:
                 victim.rss_bytes()
@@ -442,6 +452,7 @@ async def fuzz(victim: Victim, requests: int, seed: int) -> Report:
                 report.broken.extend(await _open_turns(victim, used))
                 for trial, _ in used:
                     await victim.control.delete(trial)
+                sys.stderr.write(f"{number} requests: {len(report.broken)} broken\n")
 
     async with asyncio.TaskGroup() as group:
         for _ in range(PARALLEL):
@@ -469,10 +480,13 @@ async def _open_turns(victim: Victim, sessions: list[tuple[str, str]]) -> list[s
 
 
 async def _main(requests: int, seed: int) -> int:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    sys.stderr.write(f"seed {seed}\n")
     with tempfile.TemporaryDirectory(prefix="fuzz-http-") as folder:
         async with running_victim(Path(folder)) as victim:
             before = victim.rss_bytes()
-            report = await fuzz(victim, requests, seed)
+            report = await fuzz(victim, requests, seed, stop)
             after = victim.rss_bytes()
             mib = [round(size / 2**20) for size in (before, victim.peak_rss_bytes, after)]
     sys.stdout.write(f"{report.summary()}\n")

@@ -1,0 +1,56 @@
+"""A call that has ended is freed at once, without the garbage collector, which runs rarely."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from proxy.serving.call import LiveCall
+from proxy.wire.dialect import Call
+from tests.proxy.conftest import StartProxy
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hello."}]}
+TOO_LONG = {"model": "m", "messages": [{"role": "user", "content": "Hello."}] * 200}
+
+
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held() -> list[Any]:
+    """The calls and requests that are still in memory."""
+    return [each for each in gc.get_objects() if isinstance(each, LiveCall | Call)]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (ASKED, 200),
+        ({**ASKED, "stream": True}, 200),
+        (TOO_LONG, 400),
+        ({**TOO_LONG, "stream": True}, 400),
+        ({**ASKED, "tool_choice": "required"}, 400),
+        ({**ASKED, "messages": []}, 400),
+    ],
+    ids=["answered", "streamed", "overlong", "overlong stream", "no tools", "malformed"],
+)
+async def test_ended_call_is_freed_without_the_garbage_collector(
+    start_proxy: StartProxy, without_collections: None, body: Any, status: int
+) -> None:
+    proxy = await start_proxy(max_context_tokens=1000)
+    session = await proxy.session()
+    for _ in range(2):  # aiohttp keeps a connection's last request until the next one
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        url = f"{session.base_url}/chat/completions"
+        async with proxy.http.post(url, json=body, headers=headers) as response:
+            assert response.status == status, await response.text()
+            await response.read()
+    await proxy.control.get_turns(session.trial_id)
+    assert held() == []
