@@ -79,8 +79,12 @@ class SessionsConfig(Section):
 class LimitsConfig(Section):
     """Limits of the process."""
 
-    body_bytes: int = Field(default=64 * 2**20, ge=1024)
-    """Maximum size of a request body after decompression; a larger one gets 413."""
+    body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Maximum size of a request body after decompression; a larger one gets 413. The default is
+    three times a prompt of a million tokens; parsing a body of this size delays other calls by up
+    to a quarter of a second."""
+    unread_s: float = Field(default=120.0, gt=0)
+    """Seconds after which the connection of a client that does not read its answer is closed."""
     in_flight_calls: int = Field(default=4096, ge=1)
     """Number of calls in flight in the process; further calls get 429 with Retry-After."""
     keep_alive_s: float = Field(default=5.0, gt=0)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -19,6 +20,12 @@ from aiohttp.web_protocol import PayloadAccessError, RequestPayloadError
 
 from proxy.errors import RequestError
 
+BODY_TIMEOUT_S = 120.0
+"""Seconds in which a request body must arrive: 16 MiB at 1.1 Mbit/s."""
+IDLE_S = 120
+"""Seconds after which a connection without a complete request is closed: longer than the HTTP
+clients of agents and load balancers keep an idle connection."""
+
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE_BITS = -15
 _WIRE_ERRORS = (HttpProcessingError, RequestPayloadError, PayloadAccessError, ConnectionError)
@@ -26,13 +33,21 @@ _UNPACKED = web.RequestKey("unpacked", bytes)
 
 
 def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
-    """A runner that leaves decompression to `read_body` and does not log clients' errors.
+    """A runner that leaves decompression to `read_body`, does not log clients' errors, and closes
+    idle connections after IDLE_S.
 
     `options` are those of `web.AppRunner`.
     """
     log = logging.getLogger("aiohttp.server.requests")
     log.addFilter(_is_our_error)
-    return web.AppRunner(app, access_log=None, auto_decompress=False, logger=log, **options)
+    return web.AppRunner(
+        app,
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=IDLE_S,
+        logger=log,
+        **options,
+    )
 
 
 def api_key(headers: Mapping[str, str]) -> str | None:
@@ -46,9 +61,9 @@ def api_key(headers: Mapping[str, str]) -> str | None:
 async def read_body(request: web.Request) -> bytes:
     """The body, decompressed if its `Content-Encoding` is gzip or deflate.
 
-    Raises RequestError: 413 if the body is larger than `client_max_size`, compressed or not; 415
-    for another encoding; 400 for a body that does not match its encoding. A body whose declared
-    length is too large is not read at all.
+    Raises RequestError: 408 if the body does not arrive within BODY_TIMEOUT_S; 413 if it is larger
+    than `client_max_size`, compressed or not; 415 for another encoding; 400 for a body that does
+    not match its encoding. A body whose declared length is too large is not read at all.
     """
     if _UNPACKED in request:
         return request[_UNPACKED]
@@ -59,7 +74,14 @@ async def read_body(request: web.Request) -> bytes:
             "or uncompressed",
             status=415,
         )
-    body = await _read(request)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await _read(request)
+    except TimeoutError as error:
+        raise RequestError(
+            f"the request body did not arrive within {BODY_TIMEOUT_S:g} s; send it again",
+            status=408,
+        ) from error
     if body and encoding in _WINDOW_BITS:
         # zlib releases the GIL, so that decompressing a large body delays no other request.
         body = await asyncio.to_thread(_unpack, body, encoding, request.client_max_size)
@@ -73,6 +95,27 @@ async def answer_expect(request: web.Request) -> None:
         raise web.HTTPExpectationFailed(text="Expect: only 100-continue is supported")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0
+
+
+@asynccontextmanager
+async def read_in_time(request: web.Request, limit_s: float) -> AsyncIterator[None]:
+    """Breaks the connection if the client does not read what the block sends within `limit_s`.
+
+    Raises ConnectionResetError then, as for a client that disconnects.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client read nothing for {limit_s:g} s") from error
+
+
+def unsent_bytes(request: web.Request) -> int:
+    """Number of bytes of the answer that wait for the client to read."""
+    transport = request.transport
+    return 0 if transport is None else transport.get_write_buffer_size()
 
 
 def forget_body(request: web.Request) -> int:

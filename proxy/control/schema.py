@@ -25,6 +25,8 @@ from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, T
 
 M = TypeVar("M", bound=BaseModel)
 MAX_TTL_S = 10 * 365 * 86400.0
+MAX_BODY_BYTES = 2**20
+"""A control call's body; validating it takes some milliseconds."""
 _SHOWN_CHARS = 80
 
 
@@ -261,6 +263,12 @@ class ErrorBody(Schema):
 def parsed(model: type[M], body: bytes) -> M:
     """Parses a request's body. Raises RequestError with the field, its value and what was
     expected."""
+    if len(body) > MAX_BODY_BYTES:
+        raise RequestError(
+            f"the request body has {len(body)} bytes; a control call may have {MAX_BODY_BYTES}; "
+            "keep large data elsewhere and send its name",
+            status=413,
+        )
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:

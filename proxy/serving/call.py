@@ -37,7 +37,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from proxy.errors import ContextOverflow, EngineError, ProxyError, StoreError
+from proxy.errors import EngineError, ProxyError, StoreError
 from proxy.metrics import Metrics
 from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
@@ -47,6 +47,7 @@ from proxy.serving.answer import AnswerSource, LiveAnswer, replayed_outcome
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.asked import Asked
 from proxy.serving.ownership import Ownership
+from proxy.serving.prompt_bounds import refuse_overlong
 from proxy.serving.retries import Replay
 from proxy.serving.sessions import LiveSession
 from proxy.serving.stream import AnswerStream
@@ -56,8 +57,6 @@ from proxy.wire.dialect import Outcome, Piece
 
 MAX_CONFLICTS = 16
 """Number of times that other processes may take a turn's index before the call gives up."""
-THREADED_CHARS = 50_000
-"""Longer new text is tokenised in a thread: 50,000 characters take about 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +282,8 @@ class LiveCall:
         if asked_before:
             return tree.sibling(asked_before[-1])
         since = tree.match(asked.keys).answered + 1
-        new_chars = sum(len(m.text) for m in conversation.messages[since:])
-        new_chars += len(conversation.raw or "")
-        if new_chars > THREADED_CHARS and self._backend.room is not None:
-            least = await asyncio.to_thread(rendering.least_tokens, conversation, since)
-            if least >= self._backend.room:
-                raise ContextOverflow(least, self._backend.room)
-        if asked.request.is_large or new_chars > THREADED_CHARS:
+        long = await refuse_overlong(conversation, since, rendering, self._backend.room)
+        if long or asked.request.is_large:
             placement = await asyncio.to_thread(tree.place, conversation, asked.keys, rendering)
         else:
             placement = tree.place(conversation, asked.keys, rendering)

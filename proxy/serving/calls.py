@@ -23,6 +23,7 @@ from proxy.errors import EngineError, RequestError
 from proxy.records import EMPTY_IDS, Ids
 from proxy.serving.asked import Asked, Caller
 from proxy.serving.call import Backend, LiveCall
+from proxy.serving.prompt_bounds import refuse_too_many_chars
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.dialect import Call
 
@@ -64,6 +65,15 @@ class Calls:
         call = LiveCall(self._backend, live, asked)
         call.start()
         return call
+
+    async def count_tokens(self, conversation: Conversation) -> int:
+        """Number of tokens of a prompt. Raises RequestError."""
+        rendering, prefill = self._backend.rendering, conversation.prefill
+        refuse_too_many_chars(conversation, 0, self._backend.room)
+        ids = await asyncio.to_thread(rendering.full, conversation)
+        if prefill is None:
+            return len(ids)
+        return len(ids) + len(await asyncio.to_thread(rendering.prefill, prefill))
 
     async def close(self, grace_s: float) -> None:
         """Lets running calls end for `grace_s`, then aborts them. Returns when all have ended."""

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -18,7 +19,7 @@ from aiohttp import web
 
 from proxy.config import LimitsConfig
 from proxy.errors import ProxyError, RequestError
-from proxy.http_request import api_key, read_body
+from proxy.http_request import api_key, read_body, read_in_time, unsent_bytes
 from proxy.metrics import Metrics
 from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Caller
@@ -112,8 +113,9 @@ class AgentEndpoints:
             return await self._stream(exchange, call, watcher, request)
         body = exchange.dialect.whole(request, self._answer_id(), await watcher.outcomes())
         response = web.Response(body=body, content_type="application/json")
-        await response.prepare(exchange.request)
-        await response.write_eof()
+        async with read_in_time(exchange.request, self._limits.unread_s):
+            await response.prepare(exchange.request)
+            await response.write_eof()
         return response
 
     async def _stream(
@@ -126,7 +128,11 @@ class AgentEndpoints:
             if not response.prepared:
                 await response.prepare(exchange.request)
                 data = writer.start(call.prompt_tokens, call.turns[0]) + data
-            await response.write(data)
+            if unsent_bytes(exchange.request):
+                async with read_in_time(exchange.request, self._limits.unread_s):
+                    await response.write(data)
+            else:
+                await response.write(data)
 
         async for piece in watcher.pieces(self._limits.keep_alive_s):
             if piece is not None:
@@ -141,29 +147,20 @@ class AgentEndpoints:
             await send(writer.error(error))
         else:
             await send(writer.end(outcomes))
-        await response.write_eof()
+        async with read_in_time(exchange.request, self._limits.unread_s):
+            await response.write_eof()
         return response
 
     async def _parse(self, exchange: Exchange, live: LiveSession) -> Call:
         """Raises RequestError."""
         body = Body(await read_body(exchange.request))
-        dialect, headers = exchange.dialect, exchange.request.headers
-        if body.is_large:
-            call = await asyncio.to_thread(parse_call, dialect, body, headers)
-        else:
-            call = parse_call(dialect, body, headers)
-        call.conversation = live.profile.scrubbed(call.conversation)
-        return call
+        parse = partial(parse_call, exchange.dialect, body, exchange.request.headers, live.profile)
+        return await asyncio.to_thread(parse) if body.is_large else parse()
 
     async def _count(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
         """Counts the tokens of a prompt; nothing is sampled or recorded."""
         call = await self._parse(exchange, live)
-        ids = await asyncio.to_thread(self._rendering.full, call.conversation)
-        prefill = call.conversation.prefill
-        if prefill is None:
-            return _json({"input_tokens": len(ids)})
-        begun = len(await asyncio.to_thread(self._rendering.prefill, prefill))
-        return _json({"input_tokens": len(ids) + begun})
+        return _json({"input_tokens": await self._calls.count_tokens(call.conversation)})
 
     def _models(self, wanted: str) -> web.Response:
         """The model list in a form that is valid for OpenAI and Anthropic. Any name is served."""

@@ -15,6 +15,7 @@ import orjson
 
 from proxy.conversation.json_values import is_deeper
 from proxy.errors import RequestError
+from proxy.profiles import AgentProfile
 from proxy.wire.dialect import Call, Dialect, Headers
 from proxy.wire.fields import Fields
 
@@ -55,9 +56,11 @@ class Body:
         return len(self.data) > LARGE_BYTES or self.brackets > LARGE_CONTAINERS
 
 
-def parse_call(dialect: Dialect, body: Body, headers: Headers) -> Call:
-    """Raises RequestError for a body that the dialect cannot honour."""
+def parse_call(dialect: Dialect, body: Body, headers: Headers, profile: AgentProfile) -> Call:
+    """The call as the model is to see it. Raises RequestError for a body that the dialect cannot
+    honour."""
     call = dialect.parse(parse_body(body), headers)
+    call.conversation = profile.scrubbed(call.conversation)
     call.is_large = body.is_large
     return call
 

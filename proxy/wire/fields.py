@@ -13,6 +13,8 @@ import orjson
 from proxy.errors import RequestError
 
 MAX_SHOWN_CHARS = 80
+MAX_SHOWN_VALUES = 40
+"""A list or object with more values is described by their number."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 
@@ -156,10 +158,12 @@ def refuse_unhonoured(fields: Fields) -> None:
 
 
 def refusal(path: str, value: Any, expected: str) -> RequestError:
-    try:
-        shown = orjson.dumps(value).decode()
-    except TypeError:
-        shown = repr(value)
-    if len(shown) > MAX_SHOWN_CHARS:
-        shown = shown[:MAX_SHOWN_CHARS] + "…"
-    return RequestError(f"{path}: expected {expected}, got {shown}", param=path)
+    return RequestError(f"{path}: expected {expected}, got {_shown(value)}", param=path)
+
+
+def _shown(value: Any) -> str:
+    """The value as JSON, shortened. A long list or object is not serialised as a whole."""
+    if isinstance(value, dict | list) and len(value) > MAX_SHOWN_VALUES:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} values"
+    shown = orjson.dumps(value[:MAX_SHOWN_CHARS] if isinstance(value, str) else value).decode()
+    return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "…"

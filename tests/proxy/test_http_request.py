@@ -12,6 +12,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from proxy.http_request import app_runner, read_in_time
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
 BODY = orjson.dumps({"messages": [{"role": "user", "content": "Hello."}]})
@@ -144,3 +145,54 @@ async def test_an_unknown_expect_header_gets_a_417_also_when_it_is_not_utf_8(
     answer = await reader.read()
     writer.close()
     assert answer.split()[1] == b"417"
+
+
+async def test_body_that_does_not_arrive_in_time_is_a_408(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.http_request.BODY_TIMEOUT_S", 0.05)
+    session = await proxy.session()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+    writer.write(f"{head}Authorization: Bearer {session.api_key}\r\n\r\n{{".encode())
+    answer = await reader.readuntil(b"\r\n")
+    writer.close()
+    assert answer.split()[1] == b"408"
+
+
+async def test_connection_without_a_request_is_closed(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.http_request.IDLE_S", 0.05)
+    proxy = await start_proxy()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: ")
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_client_that_reads_nothing_is_disconnected() -> None:
+    disconnected = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                async with read_in_time(request, 0.05):
+                    await response.write(bytes(2**20))
+        except ConnectionResetError:
+            disconnected.set()
+            raise
+
+    app = web.Application()
+    app.router.add_get("/", endless)
+    runner = app_runner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    _, writer = await asyncio.open_connection(*runner.addresses[0])
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await disconnected.wait()
+    writer.close()
+    await runner.cleanup()

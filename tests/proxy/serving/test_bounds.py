@@ -15,7 +15,9 @@ from proxy.conversation.json_values import (
     parsed_arguments,
 )
 from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import Tokenizer
 from proxy.serving.calls import MAX_PREFILL_CHARS, THREADED_PREFILL_CHARS
+from proxy.serving.prompt_bounds import max_chars
 from tests.proxy.conftest import RunningProxy, StartProxy
 
 
@@ -46,6 +48,45 @@ async def test_a_long_prefill_is_tokenised_outside_the_event_loop(
     session = await proxy.session()
     await proxy.post(session, route, body("word " * THREADED_PREFILL_CHARS))
     assert in_loop == [False]
+
+
+@pytest.mark.parametrize(
+    ("route", "field"),
+    [
+        ("messages", "system"),
+        ("messages/count_tokens", "system"),
+        ("chat/completions", "arguments"),
+        ("chat/completions", "description"),
+        ("completions", "prompt"),
+    ],
+)
+async def test_overlong_text_anywhere_is_refused_before_it_is_tokenised(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch, route: str, field: str
+) -> None:
+    proxy = await start_proxy(max_context_tokens=1000)
+    text = "List the files. " * (max_chars(1000) // 16 + 1)
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 5}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    if field == "system":
+        asked["system"] = text
+    elif field == "arguments":
+        asked["messages"].append({"role": "assistant", "tool_calls": [call]})
+    elif field == "description":
+        asked["tools"] = [{"type": "function", "function": {"name": "f", "description": text}}]
+    else:
+        asked = {"prompt": text}
+    encoded: list[int] = []
+    original = Tokenizer.encode
+
+    def watched(tokenizer: Tokenizer, text: str, *args: Any, **more: Any) -> Any:
+        encoded.append(len(text))
+        return original(tokenizer, text, *args, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    status, answer = await proxy.post(await proxy.session(), route, asked)
+    assert status == 400
+    assert "context" in orjson.dumps(answer).decode() or "too long" in answer["error"]["message"]
+    assert max(encoded, default=0) < len(text)
 
 
 def test_arguments_with_very_many_values_are_text_and_are_equal_to_themselves_only() -> None:
