@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from proxy.records import TurnStatus
 from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.continued import Continued
 from tests.proxy.relay.conftest import TOKEN, StartWorker, Worker
 
 CHAT = "chat/completions"
@@ -91,3 +92,35 @@ async def test_worker_cannot_take_the_name_of_an_engine(
         None, url=proxy.url.replace("http", "ws"), engine=proxy.engine.url, model=checkpoint
     )
     assert "gpu-0" in await worker.ended()
+
+
+async def test_answer_goes_on_at_another_worker_from_the_tokens_so_far(
+    proxy: RunningProxy, start_worker: StartWorker, checkpoint: Path
+) -> None:
+    workers = {
+        name: await connect(proxy, start_worker, checkpoint, name) for name in ("gpu-0", "gpu-1")
+    }
+    engine = proxy.engine
+    text = "One two three four five six seven eight nine ten."
+    tokenizer = proxy.rendering.tokenizer
+    whole = [*tokenizer.encode(text), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    continued = Continued(lambda _: whole)
+    engine.script, engine.token_delay_s = continued, 0.02
+    session = await proxy.session()
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    body, url = chat("Count.") | {"stream": True}, f"{session.base_url}/{CHAT}"
+    async with proxy.http.post(url, json=body, headers=headers) as response:
+        data = b""
+        while b'" two"' not in data:
+            data += await response.content.readany()
+        (serving,) = [e["name"] for e in await proxy.control.engines() if e["in_flight"]]
+        workers[serving].signal(signal.SIGKILL)
+        data += await response.read()
+    assert data.rstrip().endswith(b"data: [DONE]")
+    first, second = engine.calls
+    seam = len(second.prompt_ids) - len(first.prompt_ids)
+    assert 0 < seam < len(whole)
+    assert second.prompt_ids == [*first.prompt_ids, *whole[:seam]]
+    _, turns = await proxy.record(session)
+    assert [turn.status for turn in turns] == [TurnStatus.DONE]
+    assert turns[0].sampled_ids.tolist() == whole
