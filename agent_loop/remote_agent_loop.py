@@ -38,7 +38,9 @@ from agent_loop.rewards.protocol import RewardSource
 from agent_loop.threads import run_to_end
 from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
 from agent_loop.trial_outcome import Attempt, build_rollout, failed_rollout
+from agent_loop.trial_retention import FinishedTrials
 from proxy.client import ProxyClient, ProxyClientError
+from proxy.config import RetentionConfig
 from proxy.record_format import RecordFormatError
 from proxy.records import SessionKind, Turn
 from proxy.wall import Wall
@@ -67,13 +69,15 @@ class RemoteAgentLoop:
         hidden: Sequence[Path] = (),
         shown: Sequence[Path] = (),
         private_ports: Callable[[], frozenset[int]] = frozenset,
+        retention: RetentionConfig | None = None,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
     ) -> None:
         """What local agents see of this machine. `hidden`: files and folders that are empty for
         them, in addition to `trials_dir` (of which an agent sees its own part of its trial's
         directory). `shown`: what they can read with `sandbox: strict`, in addition to `trial.show`.
         `private_ports`: called in a thread before each trial; the TCP ports that the agent cannot
-        connect to. The proxy's is not refused. `on_rollout` is called with each rollout before it
+        connect to. The proxy's is not refused. `retention`: which folders of finished trials are
+        removed from `trials_dir`. `on_rollout` is called with each rollout before it
         is returned."""
         self.proxy = proxy
         self.launcher = launcher
@@ -84,6 +88,7 @@ class RemoteAgentLoop:
         self.sampling = sampling or SamplingConfig()
         self.recording = recording or RecordingConfig()
         self.private_ports = private_ports
+        self.finished = FinishedTrials(trials_dir, retention or RetentionConfig())
         hide = (trials_dir, *self.trial.hide, *hidden)
         is_strict = self.trial.sandbox == "strict"
         self.wall = Wall(
@@ -161,6 +166,7 @@ class _TrialRun:
             if not self._loop.trial.keep_workspaces:
                 work = self._directory / "work"
                 await run_to_end(shutil.rmtree, work, ignore_errors=True)
+            await run_to_end(self._loop.finished.add, self._attempt.trial_id)
 
     async def _open(self) -> Trial:
         loop, attempt, config = self._loop, self._attempt, self._loop.trial

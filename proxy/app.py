@@ -160,8 +160,13 @@ def _parts(
 async def _removing(store: Store, retention: RetentionConfig) -> AsyncIterator[None]:
     """Removes old sessions in the background, if the configuration asks for it."""
     async with AsyncExitStack() as stack:
-        if retention.completed_s is not None:
-            task = asyncio.create_task(keep_removing(store, retention.completed_s))
+        if retention.max_bytes is not None and await store.used_bytes() is None:
+            raise ConfigurationError(
+                f"retention.max_bytes={retention.max_bytes}: the size of this store is not known; "
+                "use a SQLite store, or retention.completed_s alone"
+            )
+        if retention.completed_s is not None or retention.max_bytes is not None:
+            task = asyncio.create_task(keep_removing(store, retention))
             stack.push_async_callback(asyncio.wait, [task])
             stack.callback(task.cancel)
         yield

@@ -103,11 +103,14 @@ class LimitsConfig(Section):
 
 
 class RetentionConfig(Section):
-    """How long recorded sessions are kept."""
+    """How long recorded sessions are kept; in a run, the folders of its trials, too."""
 
     completed_s: float | None = Field(default=None, gt=0)
     """Seconds after which a completed or expired session is removed from the store with its turns,
     rewards and events. Default: sessions are kept."""
+    max_bytes: int | None = Field(default=None, gt=0)
+    """Size of the store above which the sessions that ended first are removed, until it is smaller;
+    only for SQLite. Sessions of the last five minutes are kept. Default: no limit."""
 
 
 class RelayConfig(Section):

@@ -76,6 +76,7 @@ class RunParts:
                 *kept_files(),
             ],
             shown=agent.shown_files,
+            retention=self.config.retention,
             private_ports=cluster.private_ports if missing() is None else frozenset,
             on_rollout=on_rollout,
         )

@@ -194,6 +194,9 @@ class PostgresStore:
                 await connection.execute(sql, ended)
         return len(ended)
 
+    async def used_bytes(self) -> int | None:
+        return None  # the size of a table includes removed rows until they are vacuumed
+
     async def begin_turn(self, turn: Turn) -> None:
         owner = await self._owner.number()
         if not await self._changed(_BEGIN, *rows.intent_row(turn), owner):

@@ -73,6 +73,10 @@ class Store(Protocol):
         """
         ...
 
+    async def used_bytes(self) -> int | None:
+        """Size of the data, without the space that removed data has left; None: not known."""
+        ...
+
     async def begin_turn(self, turn: Turn) -> None:
         """Records the intent: everything known before sampling. An index is unique in a session.
 

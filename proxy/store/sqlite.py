@@ -199,6 +199,14 @@ class SqliteStore:
             unused = await self._writer.write(_shrink, may_block=True)
         return removed
 
+    async def used_bytes(self) -> int:
+        def measure(c: sqlite3.Connection) -> int:
+            names = ("page_count", "freelist_count", "page_size")
+            pages, unused, page_bytes = (c.execute(f"PRAGMA {n}").fetchone()[0] for n in names)
+            return int((pages - unused) * page_bytes)
+
+        return await self._writer.write(measure, may_block=True)
+
     async def begin_turn(self, turn: Turn) -> None:
         values = (*rows.intent_row(turn), self._owner.number)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from proxy.records import Reward, SessionStatus
-from proxy.retention import remove_old_sessions
+from proxy.retention import remove_old_sessions, shrink_store
 from proxy.store.protocol import SessionFilter, Store
 from proxy.store.sqlite import SqliteStore
 from tests.proxy.conftest import StartProxy
@@ -67,6 +67,25 @@ async def test_sqlite_file_shrinks_after_removal(tmp_path: Path) -> None:
     connection = sqlite3.connect(file)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
+
+
+async def test_store_above_its_size_loses_the_sessions_that_ended_first(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.sqlite")
+    for number in range(20):
+        await add(store, f"s-{number:02}", completed_at=NOW - 1e6 + number, expires_at=NOW)
+    await add(store, "just-ended", completed_at=NOW - 1, expires_at=NOW)
+    await add(store, "open", completed_at=None, expires_at=NOW + DAY_S)
+    whole = await store.used_bytes()
+    assert whole > 4_000_000
+    removed = await shrink_store(store, whole // 2, now=NOW)
+    left = sorted(s.session_id for s in await store.list_sessions(SessionFilter()))
+    assert 9 <= removed <= 13
+    assert left == ["just-ended", "open", *(f"s-{number:02}" for number in range(removed, 20))]
+    assert await store.used_bytes() <= whole // 2
+    assert await shrink_store(store, 1, now=NOW) == 20 - removed
+    left = [session.session_id for session in await store.list_sessions(SessionFilter())]
+    assert left == ["just-ended", "open"]
+    await store.close()
 
 
 async def test_removal_does_not_run_in_the_event_loop(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from proxy.config import RetentionConfig
 from proxy.section import Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
@@ -53,6 +54,9 @@ class ProcessesConfig(RanksConfig):
 
     proxy_server: ProxyServerConfig = ProxyServerConfig()
     cluster: ClusterConfig = ClusterConfig()
+    retention: RetentionConfig = RetentionConfig()
+    """Of the sessions in the run's own store and, with the same limits, of the folders in its
+    `trials/`. The samples that wait to be trained are kept elsewhere."""
 
 
 class Replica(Protocol):

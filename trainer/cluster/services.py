@@ -100,6 +100,7 @@ class RunServices:
             "model": str(config.model.path),
             "store": f"sqlite:///{self.folder.sessions.absolute()}",
             "max_context_tokens": config.engine.max_context_tokens,
+            "retention": config.retention.model_dump(),
             "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
         }
         proxy = self.cluster.proxy(settings)
