@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import openai
@@ -98,7 +99,13 @@ def test_programs_of_the_wheel_print_its_version(base: Path, program: str, wheel
 
 @pytest.mark.long
 def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Path) -> None:
-    programs = _installed(f"{wheel}[cpu]", tmp_path / "env", "openai")
+    programs = tmp_path / "env/bin"
+    _run([sys.executable, "-m", "venv", str(programs.parent)], ROOT)
+    for requirements in (
+        [f"torch=={version('torch').partition('+')[0]}"],
+        [f"{wheel}[cpu]", "openai"],
+    ):
+        _run([str(programs / "pip"), "install", "-q", *requirements], tmp_path)
     train = str(programs / "agentic-train")
     _run([train, "init", "project"], tmp_path)
     run = [train, "--config", "agentic_trainer.yaml"]
@@ -110,10 +117,10 @@ def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Pa
     assert (tmp_path / "project/runs/first/report.html").exists()
 
 
-def _installed(requirement: str, folder: Path, *more: str) -> Path:
+def _installed(requirement: str, folder: Path) -> Path:
     _run([*UV, "venv", "-q", "--python", sys.executable, "--allow-existing", str(folder)], ROOT)
     python = ["--python", str(folder / "bin/python")]
-    _run([*UV, "pip", "install", "-q", *python, requirement, *more], folder)
+    _run([*UV, "pip", "install", "-q", *python, requirement], folder)
     return folder / "bin"
 
 
