@@ -66,10 +66,11 @@ starter: setup ## make the examples' small models, which the repository contains
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
 
-dist: setup ## build the wheel in dist/
+dist: setup ## build the wheel in dist/, and the overrides that its extras need
 	rm -rf build dist
 	$(BIN)/uv build -q --wheel
-	@ls dist/*.whl
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["uv"]["override-dependencies"], sep="\n")' > dist/overrides.txt
+	@ls dist/*.whl dist/overrides.txt
 
 harbor: $(HARBOR)/.ready ## install Harbor and harbor-server in .harbor/ (Python 3.12)
 

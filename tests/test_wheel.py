@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -101,11 +102,14 @@ def test_programs_of_the_wheel_print_its_version(base: Path, program: str, wheel
 def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Path) -> None:
     programs = tmp_path / "env/bin"
     _run([sys.executable, "-m", "venv", str(programs.parent)], ROOT)
-    for requirements in (
-        [f"torch=={version('torch').partition('+')[0]}"],
-        [f"{wheel}[cpu]", "openai"],
-    ):
-        _run([str(programs / "pip"), "install", "-q", *requirements], tmp_path)
+    # pip, because the configuration of this machine may have an index of torch's CPU builds.
+    torch = f"torch=={version('torch').partition('+')[0]}"
+    _run([str(programs / "pip"), "install", "-q", torch], tmp_path)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    overrides = tmp_path / "overrides.txt"
+    overrides.write_text("\n".join(settings["override-dependencies"]))
+    install = [*UV, "pip", "install", "-q", "--python", str(programs / "python")]
+    _run([*install, "--overrides", str(overrides), f"{wheel}[cpu]", "openai"], tmp_path)
     train = str(programs / "agentic-train")
     _run([train, "init", "project"], tmp_path)
     run = [train, "--config", "agentic_trainer.yaml"]

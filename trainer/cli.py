@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"agentic-train: the package {error.name!r} is missing: this installation is for "
-            "the proxy alone; install the wheel with its extra `cpu` or `gpu`, like pip install "
-            f"'agentic_rl-{version('agentic-rl')}-py3-none-any.whl[cpu]'",
+            "the proxy alone; install the wheel with its extra `cpu` or `gpu`, as the README "
+            "describes",
             file=sys.stderr,
         )
         return 2
