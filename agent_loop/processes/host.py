@@ -209,10 +209,6 @@ class ProcessHost:
                 os.close(cancel_fd)
         return _parse(job, raw)
 
-    @property
-    def server_pid(self) -> int | None:
-        return None if self._server is None else self._server.pid
-
     async def close(self) -> None:
         """Ends the server. Running jobs are not ended; cancel them first."""
         if self._socket is not None:

@@ -150,15 +150,6 @@ class AsyncProducer:
         """To be called when the checkpoint with this state is durable."""
         self._watch(self._buffer.acknowledge(int(state["batches"])))
 
-    def gauges(self) -> dict[str, int]:
-        """The current number of groups by state."""
-        return {
-            "running": len(self._running),
-            "ready": len(self._ready),
-            "tail": len(self._tail),
-            "ending": len(self._ending),
-        }
-
     async def close(self) -> None:
         """Ends every trial. Groups that were running are run again when the run is resumed."""
         running = [*self._ending, *(running.task for running in self._running.values())]

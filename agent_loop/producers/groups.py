@@ -126,12 +126,6 @@ class GroupRun:
         )
 
 
-def is_uniform(group: Group) -> bool:
-    """Whether the rewards of all trainable rollouts are equal, so that a baseline leaves nothing to
-    learn. True for a group of one rollout."""
-    return len({rollout.reward for rollout in group.rollouts if rollout.trainable}) == 1
-
-
 def judge(group: Group, config: RolloutConfig) -> Verdict:
     trainable = [rollout for rollout in group.rollouts if rollout.trainable]
     if len(trainable) < min(config.min_group_size, config.group_size):
@@ -172,7 +166,7 @@ class Intake:
         if verdict is Verdict.FAILED:
             self._fail(group)
             return False
-        self.counts["no_signal"] += is_uniform(group)
+        self.counts["no_signal"] += group.uniform
         self._failed, self._hopeless = Tally(), Tally()
         if verdict is Verdict.KEPT:
             return True

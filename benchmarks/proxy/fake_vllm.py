@@ -15,7 +15,6 @@ import uvloop
 from aiohttp import web
 
 TOKENS = 200
-_END = 2
 _TOKEN = 75
 """An arbitrary id, because the text of the answer does not matter."""
 

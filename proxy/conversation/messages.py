@@ -57,18 +57,6 @@ class Conversation:
     raw: str | list[int] | None = None
     """A prompt without messages, as text or ids (Completions)."""
 
-    @property
-    def text_chars(self) -> int:
-        """Number of characters of text, reasoning and arguments; the length of a raw prompt."""
-        if self.raw is not None:
-            return len(self.raw)
-        return sum(message_chars(message) for message in self.messages)
-
-
-def message_chars(message: Message) -> int:
-    arguments = sum(len(call.arguments) for call in message.tool_calls)
-    return len(message.text) + len(message.reasoning or "") + arguments
-
 
 def arguments_object(call: ToolCall) -> dict[str, Any]:
     """The arguments as the object that some dialects require.

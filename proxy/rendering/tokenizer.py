@@ -163,11 +163,6 @@ class Tokenizer:
             return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
-    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
-        if isinstance(ids, int):
-            return self.fast.id_to_token(ids)
-        return [self.fast.id_to_token(token_id) for token_id in ids]
-
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],

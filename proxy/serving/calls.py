@@ -27,9 +27,6 @@ from proxy.serving.prompt_bounds import refuse_too_many_chars
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.dialect import Call
 
-LIMITS = {"max_turns", "max_tokens", "max_concurrent_calls"}
-"""Limits that a session may set for itself."""
-
 MAX_PREFILL_CHARS = 500_000
 """Characters of an answer that the request begins: more than an answer of 100,000 tokens has."""
 THREADED_PREFILL_CHARS = 5000

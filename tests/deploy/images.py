@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy import __version__
 from proxy.client import ProxyClient
 from proxy.engines.scripted import ScriptedEngine
 from tests.proxy.checkpoint import write_checkpoint
@@ -80,7 +81,7 @@ class Image:
 def open_image(name: str) -> Iterator[Image]:
     if name not in BUILT:
         pytest.skip(f"the image {name} is not built: run make images IMAGES={name}")
-    container = buildah("from", f"localhost/agentic-{name}:0.1.0")
+    container = buildah("from", f"localhost/agentic-{name}:{__version__}")
     try:
         described = orjson.loads(buildah("inspect", container))
         yield Image(Path(buildah("mount", container)), described["Docker"]["config"])
@@ -145,7 +146,9 @@ async def test_proxy_serves_in_its_image(proxy_image: Image, tmp_path: Path) -> 
 
 
 def test_proxy_image_is_small_and_has_no_torch(proxy_image: Image) -> None:
-    (described,) = orjson.loads(buildah("images", "--json", "localhost/agentic-proxy:0.1.0"))
+    (described,) = orjson.loads(
+        buildah("images", "--json", f"localhost/agentic-proxy:{__version__}")
+    )
     used = subprocess.run(
         ["du", "-s", "--block-size=1", str(proxy_image.root)],
         check=True,

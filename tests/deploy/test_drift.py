@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,13 @@ def test_images_run_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert {s.removeprefix("HARBOR_SERVER_").lower() for s in settings} <= set(
         ServerConfig.model_fields
     )
+
+
+def test_image_tags_are_the_version_of_the_package() -> None:
+    files = [ROOT / "docker/compose.yaml", *(ROOT / "k8s").rglob("kustomization.yaml")]
+    pattern = r"(?:newTag: |image: agentic-\w+:)(\S+)"
+    tags = [tag for file in files for tag in re.findall(pattern, file.read_text())]
+    assert set(tags) == {tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]}
 
 
 def _setting(model: Any, name: str) -> bool:

@@ -130,6 +130,7 @@ async def serving(checkpoint: Path, engine: str, folder: Path, *more: str) -> As
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--workers", "2")], ids=["one process", "two processes"])
 async def test_serve_creates_a_key_that_every_control_route_needs(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]

@@ -26,11 +26,12 @@ from agent_loop.tasks import Source, TaskStream
 from proxy.records import SessionKind
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
+from tests.trainer.score_text import ScoreText
 from trainer.batch import Batch
 from trainer.checkpoint import Checkpoints, Saved
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.local import local_trainer
-from trainer.cluster.rank_zero import RankZero, Restore, ScoreText
+from trainer.cluster.rank_zero import RankZero, Restore
 from trainer.cluster.ranks import models_of_rank
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError, TrainingError

@@ -107,7 +107,13 @@ def learn(checkpoint: Path, algorithm: dict[str, Any], *, staleness: int, update
     return float(build_batch(sample(models, version)).rewards.mean())
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "ppo" else [])  # trains a critic
+        for name in sorted(PRESETS)
+    ],
+)
 def test_every_preset_learns(checkpoint: Path, preset: str) -> None:
     changes: dict[str, Any] = {
         "ppo": {"critic": {"optimizer": {"lr": 3e-3}}, "epochs": 3},

@@ -88,16 +88,6 @@ class SyncWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreText:
-    """Computes the log-probabilities of a text under the current weights."""
-
-    ids: Sequence[int]
-
-    def on(self, trainer: Trainer) -> list[float]:
-        return trainer.score(self.ids)
-
-
-@dataclass(frozen=True, slots=True)
 class Save:
     """Writes a checkpoint; `loop` is the training loop's own state."""
 

@@ -54,8 +54,8 @@ async def test_killed_server_is_replaced_and_running_jobs_continue(tmp_path: Pat
     waits = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"
     first = asyncio.ensure_future(host.run(job(tmp_path, "open('up', 'w');" + waits)))
     await until((tmp_path / "up").exists)
-    assert host.server_pid is not None
-    os.kill(host.server_pid, signal.SIGKILL)
+    assert host._server is not None
+    host._server.kill()
     second: Ended | None = None
     while second is None:
         try:

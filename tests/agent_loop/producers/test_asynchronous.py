@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ async def train(
     return batches
 
 
+@asynccontextmanager
+async def producing(
+    loop: ScriptedLoop, policy: RolloutConfig, *, path: Path | str = ":memory:", tasks: int = 40
+) -> AsyncIterator[AsyncProducer]:
+    """A producer with a buffer of its own; both are closed at the end."""
+    with closing(ReplayBuffer(path)) as buffer:
+        async with AsyncProducer(loop, stream(tasks), policy, seed=3, buffer=buffer) as producer:
+            yield producer
+
+
 def produce(
     loop: ScriptedLoop,
     steps: int = 6,
@@ -58,12 +69,9 @@ def produce(
     **policy: Any,
 ) -> list[list[Group]]:
     async def main() -> list[list[Group]]:
-        producer = AsyncProducer(
-            loop, stream(tasks), RolloutConfig(**policy), seed=3, buffer=ReplayBuffer(":memory:")
-        )
-        if follow_version:
-            loop.version_now = lambda: producer.version
-        async with producer:
+        async with producing(loop, RolloutConfig(**policy), tasks=tasks) as producer:
+            if follow_version:
+                loop.version_now = lambda: producer.version
             producer.start(0)
             batches = await train(producer, steps)
             if check:
@@ -195,16 +203,10 @@ def test_cancelled_tasks_are_run_again_as_tail_groups_that_the_batch_waits_for()
 def test_over_sampling_forms_the_batch_from_the_groups_that_finish_first() -> None:
     def wall_s(over_sample: float) -> float:
         async def main() -> float:
-            producer = AsyncProducer(
-                ScriptedLoop(duration=long_tailed),
-                stream(),
-                RolloutConfig(
-                    groups_per_step=4, group_size=2, max_staleness=0, over_sample=over_sample
-                ),
-                seed=3,
-                buffer=ReplayBuffer(":memory:"),
+            policy = RolloutConfig(
+                groups_per_step=4, group_size=2, max_staleness=0, over_sample=over_sample
             )
-            async with producer:
+            async with producing(ScriptedLoop(duration=long_tailed), policy) as producer:
                 producer.start(0)
                 await train(producer, 8)
             return asyncio.get_running_loop().time()
@@ -363,14 +365,8 @@ def test_nothing_starts_while_training_without_staleness() -> None:
     loop = ScriptedLoop(duration=lambda seed: 1.0)
 
     async def main() -> None:
-        producer = AsyncProducer(
-            loop,
-            stream(),
-            RolloutConfig(groups_per_step=2, group_size=2, max_staleness=0),
-            seed=0,
-            buffer=ReplayBuffer(":memory:"),
-        )
-        async with producer:
+        policy = RolloutConfig(groups_per_step=2, group_size=2, max_staleness=0)
+        async with producing(loop, policy) as producer:
             producer.start(0)
             await producer.next_batch(0)
             await asyncio.sleep(TRAIN_S)
@@ -389,11 +385,8 @@ def test_resumed_run_neither_loses_nor_repeats_a_group(tmp_path: Path) -> None:
     policy = RolloutConfig(groups_per_step=3, group_size=2, max_staleness=2)
 
     async def killed() -> tuple[list[Group], dict[str, Any], list[Group]]:
-        producer = AsyncProducer(
-            ScriptedLoop(duration=long_tailed), stream(), policy, seed=3,
-            buffer=ReplayBuffer(tmp_path / "buffer.sqlite"),
-        )  # fmt: skip
-        async with producer:
+        loop = ScriptedLoop(duration=long_tailed)
+        async with producing(loop, policy, path=tmp_path / "buffer.sqlite") as producer:
             producer.start(0)
             (first,) = await train(producer, 1)
             state = producer.state()
@@ -402,11 +395,8 @@ def test_resumed_run_neither_loses_nor_repeats_a_group(tmp_path: Path) -> None:
         return first, state, second
 
     async def resumed(state: dict[str, Any]) -> list[list[Group]]:
-        producer = AsyncProducer(
-            ScriptedLoop(duration=long_tailed), stream(), policy, seed=3,
-            buffer=ReplayBuffer(tmp_path / "buffer.sqlite"),
-        )  # fmt: skip
-        async with producer:
+        loop = ScriptedLoop(duration=long_tailed)
+        async with producing(loop, policy, path=tmp_path / "buffer.sqlite") as producer:
             producer.start(1, state)
             return await train(producer, 4, first=1)
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer, Written
 from agent_loop.producers.rollout_config import RolloutConfig
@@ -68,6 +70,7 @@ asyncio.run(live(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_every_group_is_trained_once_in_a_run_that_is_killed_repeatedly(tmp_path: Path) -> None:
     for life in range(5):
         process = subprocess.Popen(

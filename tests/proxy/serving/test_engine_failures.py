@@ -188,6 +188,7 @@ async def engine_process(port: int) -> AsyncIterator[tuple[asyncio.subprocess.Pr
         await process.wait()
 
 
+@pytest.mark.slow
 async def test_answer_goes_on_when_a_killed_engine_process_is_started_again(
     start_proxy: StartProxy,
 ) -> None:

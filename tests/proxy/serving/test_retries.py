@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,23 @@ import pytest
 from proxy.client import ProxyClientError, SessionHandle
 from proxy.engines.scripted import Fault
 from proxy.records import Turn, TurnStatus
-from proxy.serving import arrived_answers
+from proxy.store.protocol import DeliveryMark
 from proxy.store.sqlite import SqliteStore
 from tests.proxy.conftest import RunningProxy, StartProxy
+
+
+class MarkingStore(SqliteStore):
+    """A store that counts the delivery marks that it has written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.marks = asyncio.Semaphore(0)
+
+    async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
+        await super().mark_deliveries(marks)
+        for _ in marks:
+            self.marks.release()
+
 
 CHAT = "chat/completions"
 NO_PATIENCE = {"engine_patience_s": 0}
@@ -287,7 +302,7 @@ async def test_deleted_session_does_not_exist(proxy: RunningProxy) -> None:
 async def test_clients_that_disconnect_at_any_moment_leave_no_turn_open(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    store = SqliteStore(tmp_path / "hang_up.db")
+    store = MarkingStore(tmp_path / "hang_up.db")
     proxy = await start_proxy(store=store)
     session = await proxy.session()
     proxy.engine.token_delay_s = 0.001
@@ -304,9 +319,8 @@ async def test_clients_that_disconnect_at_any_moment_leave_no_turn_open(
     await ended
     other = SqliteStore(tmp_path / "hang_up.db")
     async with asyncio.timeout(10):
-        # The last mark may not be written yet.
-        while await other.holder(session.trial_id) is not None:  # noqa: ASYNC110
-            await asyncio.sleep(arrived_answers.DELAY_S)
+        while await other.holder(session.trial_id) is not None:
+            await store.marks.acquire()  # the session is held until its last mark is written
     assert TurnStatus.OPEN not in await statuses(proxy, session)
     await other.close()
     await store.close()
@@ -323,9 +337,10 @@ async def until_no_call_runs(proxy: RunningProxy, session: SessionHandle) -> Non
 
 
 async def test_delivered_answers_are_not_replayed_after_the_session_is_reloaded(
-    start_proxy: StartProxy,
+    start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    proxy = await start_proxy(sessions={"cached": 1})
+    store = MarkingStore(tmp_path / "marks.db")
+    proxy = await start_proxy(store=store, sessions={"cached": 1})
     session, other = await proxy.session(), await proxy.session()
     answers = iter(range(100))
     proxy.answers(lambda _: f"Answer {next(answers)}.")
@@ -335,14 +350,14 @@ async def test_delivered_answers_are_not_replayed_after_the_session_is_reloaded(
         return [reply["choices"][0]["message"]["content"] for _, reply in replies]
 
     said = await ask(4)
-    await asyncio.sleep(
-        2 * arrived_answers.DELAY_S
-    )  # the marks are durable: the session can be evicted
+    for _ in said:
+        await store.marks.acquire()  # once its marks are durable, a session can be evicted
     assert (await proxy.post(other, CHAT, chat("Another session.")))[0] == 200
     said += await ask(4)
 
     assert len(set(said)) == 8
     assert await statuses(proxy, session) == [TurnStatus.DONE] * 8
+    await store.close()
 
 
 async def test_delivered_answers_are_not_replayed_by_the_next_process(

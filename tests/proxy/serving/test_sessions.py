@@ -82,9 +82,11 @@ async def test_control_plane_needs_the_admin_key(proxy: RunningProxy) -> None:
             assert await stranger.ready()
 
 
-async def test_expired_session_gets_410(proxy: RunningProxy) -> None:
+async def test_expired_session_gets_410(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = await proxy.session(ttl_s=1)
-    await asyncio.sleep(session.expires_at - time.time())
+    monkeypatch.setattr(time, "time", lambda: session.expires_at)
     assert (await proxy.post(session, CHAT, BODY))[0] == 410
     assert (await proxy.record(session))[0].status == "expired"
 

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.fake_engine import fake_engine
+from tests.trainer.score_text import ScoreText
 from tests.trainer.test_fit import config_of, run_once
 from trainer.checkpoint import Checkpoints
 from trainer.cluster.local import local_trainer
-from trainer.cluster.rank_zero import ScoreText
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump
@@ -145,7 +145,7 @@ def test_every_rank_ends_when_the_run_is_killed(checkpoint: Path, tmp_path: Path
     program = f"""
     import asyncio, pathlib
     from trainer.cluster.local import local_trainer
-    from trainer.cluster.rank_zero import ScoreText
+    from tests.trainer.score_text import ScoreText
     from trainer.config_sources import load
     from trainer.run.control import RunControl
     from trainer.run.folder import RunFolder

@@ -29,9 +29,9 @@ from proxy.wall import Wall
 from tests.needs import skip_or_fail
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.fake_server import FakeServer
+from tests.trainer.score_text import ScoreText
 from tests.trainer.test_fit import ScriptedTrials, config_of, run_once, scored_on
 from trainer.checkpoint import Checkpoints
-from trainer.cluster.rank_zero import ScoreText
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError

@@ -21,6 +21,8 @@ from trainer.errors import TrainerError
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 
+pytestmark = pytest.mark.slow
+
 
 class FakeCluster(LocalCluster):
     def __init__(self, *args: Any) -> None:

@@ -63,6 +63,7 @@ def test_mlflow_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lines == [["0.25", "1"], ["0.5", "2"]]
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_its_runs_at_mlflow_and_wandb(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
