@@ -58,6 +58,12 @@ class Conversation:
     """A prompt without messages, as text or ids (Completions)."""
 
 
+def message_chars(message: Message) -> int:
+    """Number of characters of text, reasoning and arguments."""
+    arguments = sum(len(call.arguments) for call in message.tool_calls)
+    return len(message.text) + len(message.reasoning or "") + arguments
+
+
 def arguments_object(call: ToolCall) -> dict[str, Any]:
     """The arguments as the object that some dialects require.
 
