@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_INDEX ?=
 # What pip downloads and unpacks; for a GPU an estimate, because CUDA builds differ.
-SIZE_cpu := 1.5 GB to download, 4 GB on disk
+SIZE_cpu := 1.2 GB to download, 4 GB on disk
 SIZE_gpu := 5 to 8 GB to download, 10 to 15 GB on disk
 AGENTS := .agents
 CONFIG ?= agentic_trainer.yaml
