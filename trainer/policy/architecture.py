@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.errors import ConfigError
 
-_LAYERS = {"full_attention", "sliding_attention"}
+_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
 """Kinds of layers (`layer_types`) that can be computed over packed rows."""
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
 """Kinds of positions that depend on the longest sequence of a pass: packing would change them."""

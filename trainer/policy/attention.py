@@ -22,15 +22,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
-from transformers import AttentionInterface
 
 from trainer.packing import Layout, Run
 from trainer.policy.blocks import attend_by_blocks
 from trainer.policy.flex import flex_attend
 from trainer.policy.mask import AttentionMask
 
-ATTENTION = "packed_paths"
-"""The name under which packed attention is registered with transformers."""
 _WITHOUT_EFFECT = frozenset(("position_ids", "use_cache", "cache_position", "output_attentions"))
 """Arguments that models pass to every attention and that are ignored here, because the layout is
 causal and has no cache."""
@@ -39,12 +36,6 @@ causal and has no cache."""
 # also return the log-sum-exp.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def use_packed_attention(model: Any) -> None:
-    """Makes the model compute its attention over packed rows."""
-    AttentionInterface.register(ATTENTION, packed_attention)
-    model.set_attn_implementation(ATTENTION)
 
 
 def packed_attention(

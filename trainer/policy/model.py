@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.errors import ConfigError
 from trainer.policy.architecture import check_model, check_settings, without_noise
-from trainer.policy.attention import use_packed_attention
 from trainer.policy.proof import prove
+from trainer.policy.scorer import use_packed_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -73,7 +73,7 @@ def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
         local_files_only=True,
     )
     check_model(model, config.path)
-    use_packed_attention(model)
+    use_packed_rows(model)
     if config.gradient_checkpointing and trainable:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora is not None and trainable:

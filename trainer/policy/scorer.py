@@ -12,9 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from trainer.packing import MicroBatch
+from trainer.policy.attention import packed_attention
+from trainer.policy.delta_rule import fork_states
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
+
+ATTENTION = "packed_paths"
+"""The name under which packed attention is registered with transformers."""
+
+
+def use_packed_rows(model: Any) -> None:
+    """Makes the layers of a Hugging Face model compute packed rows and trees."""
+    AttentionInterface.register(ATTENTION, packed_attention)
+    model.set_attn_implementation(ATTENTION)
+    fork_states(model)
 
 
 class CausalScorer(nn.Module):

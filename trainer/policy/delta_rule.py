@@ -1,0 +1,206 @@
+"""Gated DeltaNet over packed rows and trees: its state is forked at branch points.
+
+A linear layer of Qwen3-Next, Qwen3.5 or OLMo Hybrid (Yang et al., Gated Delta Networks, arXiv
+2412.06464) reads its past through two states: the recurrent state
+
+    S_t = S_{t−1} · exp(g_t) · (I − β_t k_t k_tᵀ) + β_t k_t v_tᵀ        o_t = S_tᵀ q_t
+
+and the last `W − 1` inputs of a causal convolution. Invariant: both states of a token are those at
+the end of its own path's prefix. A branch begins with the states at the end of the prefix that it
+shares, and the gradients of all branches flow back into it, so that a tree equals its paths.
+
+Shapes: `T` tokens of a micro-batch, `C` channels, `W` width of the convolution, `H` heads, `K` and
+`V` head sizes of keys and values, `R` runs of a level.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.activations import ACT2FN
+
+from trainer.packing import Layout
+
+_CONVOLUTION, _RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+"""Functions of transformers' modules that a Gated DeltaNet layer calls."""
+Rule = Callable[..., tuple[Tensor, Tensor]]
+"""`(q, k, v, g=…, beta=…, initial_state=…, output_final_state=…, …) → (outputs, final states)`"""
+
+
+def fork_states(model: nn.Module) -> None:
+    """Makes every Gated DeltaNet layer of the model compute packed rows.
+
+    A layer keeps its own `forward`; only the convolution and the recurrence that it calls, which
+    are functions of its module, are replaced by those of this module.
+    """
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        if code is None or not {_CONVOLUTION, _RULE} <= set(code.co_names):
+            continue
+        own = forward.__globals__
+        rule = functools.partial(tree_delta_rule, inspect.unwrap(own[_RULE]))
+        functions = own | {_CONVOLUTION: tree_convolution, _RULE: rule}
+        copied = FunctionType(code, functions, None, forward.__defaults__, forward.__closure__)
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(copied, module)
+
+
+def tree_convolution(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    layout: Layout | None = None,
+    use_cache: bool | None = None,
+) -> Tensor:
+    """Causal convolution of each channel along each path: `[1, C, T]` → `[1, C, T]`; `weight`
+    `[C, W]`. A token's window is its `W − 1` ancestors, with zeros before the start of its path."""
+    before = _before(_given(layout))
+    padded = pad(inputs, (0, 1))
+    at = torch.arange(inputs.shape[-1], device=inputs.device)
+    width = weight.shape[-1]
+    out = weight[:, -1:] * inputs
+    for back in range(1, width):
+        at = before[at]
+        out = out + weight[:, width - 1 - back, None] * padded[:, :, at]
+    if bias is not None:
+        out = out + bias[:, None]
+    return (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype)
+
+
+def tree_delta_rule(
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: None = None,
+    layout: Layout | None = None,
+    use_cache: bool | None = None,
+) -> tuple[Tensor, None]:
+    """The gated delta rule along each path: `[1, T, H, K]`, `[1, T, H, V]` → `[1, T, H, V]`.
+
+    Runs of the same depth in the tree are computed together, each from the final state of the run
+    that it continues. `rule` is transformers' torch function, which computes one run at a time; on
+    CUDA, fla's kernel computes all of them.
+    """
+    many = _fla_rule() if query.is_cuda and find_spec("fla") else functools.partial(_each, rule)
+    l2norm = use_qk_l2norm_in_kernel
+    return over_levels(
+        many,
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        layout=_given(layout),
+        use_qk_l2norm_in_kernel=l2norm,
+    )
+
+
+def over_levels(
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    layout: Layout,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, None]:
+    """`tree_delta_rule` with a rule that computes several runs in one row, whose bounds are
+    `cu_seqlens` `[R + 1]`, from `initial_state` `[R, H, K, V]`."""
+    row = (query, key, value, g, beta)
+    finals: dict[int, Tensor] = {}
+    outputs: list[Tensor] = []
+    order: list[Tensor] = []
+    for level in _levels(layout):
+        lengths = [layout.runs[run][1] - layout.runs[run][0] for run in level]
+        at = torch.cat([torch.arange(*layout.runs[run][:2], device=query.device) for run in level])
+        parents = [layout.parent_runs[run] for run in level]
+        states = [finals[parent] for parent in parents if parent is not None]
+        query_L, key_L, value_L, g_L, beta_L = (each[:, at] for each in row)
+        out, final_R = rule(
+            query_L,
+            key_L,
+            value_L,
+            g=g_L,
+            beta=beta_L,
+            initial_state=torch.stack(states) if states else None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=torch.tensor([0, *lengths], device=query.device).cumsum(0),
+        )
+        finals |= dict(zip(level, final_R, strict=True))
+        outputs.append(out)
+        order.append(at)
+    back = torch.cat(order).argsort()
+    return torch.cat(outputs, 1)[:, back], None
+
+
+def _each(rule: Rule, *row: Tensor, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """`rule` on each run of a level alone, from its own initial state."""
+    bounds, states = cu_seqlens.tolist(), options.pop("initial_state")
+    decay, beta = options.pop("g"), options.pop("beta")
+    outputs, finals = [], []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        out, final = rule(
+            *(each[:, start:stop] for each in row),
+            g=decay[:, start:stop],
+            beta=beta[:, start:stop],
+            initial_state=None if states is None else states[number, None],
+            **options,
+        )
+        outputs.append(out)
+        finals.append(final)
+    return torch.cat(outputs, 1), torch.cat(finals)
+
+
+def _fla_rule() -> Rule:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    rule: Rule = chunk_gated_delta_rule
+    return rule
+
+
+@functools.lru_cache(maxsize=2)  # for all layers of the micro-batch at hand
+def _levels(layout: Layout) -> list[list[int]]:
+    """The runs of the row by their depth in the tree of runs."""
+    depths: list[int] = []
+    levels: list[list[int]] = []
+    for number, parent in enumerate(layout.parent_runs):
+        depths.append(0 if parent is None else depths[parent] + 1)
+        if depths[-1] == len(levels):
+            levels.append([])
+        levels[depths[-1]].append(number)
+    return levels
+
+
+@functools.lru_cache(maxsize=2)
+def _before(layout: Layout) -> Tensor:
+    """`[T + 1]`: the token before each token on its path; `T` at the start of a path."""
+    tokens = len(layout.ends)
+    return pad(layout.parents.where(layout.parents >= 0, tokens), (0, 1), value=tokens)
+
+
+def _given(layout: Layout | None) -> Layout:
+    if layout is None:
+        raise ValueError("the model does not pass the layout of the packed row to linear attention")
+    return layout
