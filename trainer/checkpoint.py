@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
@@ -89,7 +90,7 @@ class Checkpoints:
             (partial / "model").mkdir(parents=True)
             learner.save_state(partial / "state")
             with closing(learner.weights()) as weights:
-                _export(weights, model, partial / "model")
+                _export(with_untrained(weights, model), model, partial / "model")
             (partial / "run.json").write_text(json.dumps({**run, "step": step, "format": FORMAT}))
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)
@@ -225,6 +226,24 @@ def _export(weights: Iterable[Named], model: Path, folder: Path) -> None:
         where = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def with_untrained(weights: Iterable[Named], model: Path) -> Iterator[Named]:
+    """The weights, then the tensors of the checkpoint `model` that are not among them: its vision
+    tower or its layers for speculative decoding. A second copy of a tied output layer is left out.
+    """
+    written = set()
+    for name, tensor in weights:
+        written.add(name)
+        yield name, tensor
+    config = json.loads((model / "config.json").read_text())
+    text = config.get("text_config") or config
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as source:
+            for name in source.keys():  # noqa: SIM118 (not a mapping)
+                if name not in written and not (tied and name == "lm_head.weight"):
+                    yield name, source.get_tensor(name)
 
 
 def _shards(weights: Iterable[Named]) -> Iterator[dict[str, torch.Tensor]]:

@@ -46,12 +46,10 @@ def check_settings(settings: Any, path: Path, key: str) -> None:
                 f"{key}: {path}: rope_type={rope['rope_type']} makes positions depend on the"
                 " longest sequence of a pass; use a model without it"
             )
-    mapping = AutoModelForCausalLM._model_mapping
-    model_class = mapping.get(type(settings), None)
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if AutoModelForCausalLM._model_mapping.get(type(settings), None) is None:
         raise ConfigError(
-            f"{key}: {path}: models of type {settings.model_type} have an attention of their own,"
-            " which does not support packing; use a model with transformers' attention interface"
+            f"{key}: {path}: transformers has no causal language model of type"
+            f" {settings.model_type}; use another model"
         )
 
 

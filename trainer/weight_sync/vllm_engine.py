@@ -51,6 +51,8 @@ class SharedMemoryEngine(
         self._reader = SegmentReader()
 
     def start_weight_update(self) -> None:
+        if self.device.type == "cpu":
+            _unpack_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
@@ -77,7 +79,11 @@ class SharedMemoryEngine(
             raise ValueError(f"the update contained only a part of these layers: {partial[:5]}")
 
     def _expected(self) -> set[str]:
-        names = {name for name, _ in self.model.named_parameters()}
+        """Names of the weights that the trainer trains: those of the language model, without
+        vision or audio towers."""
+        part = getattr(self.model, "get_language_model", lambda: self.model)()
+        trained = {id(parameter) for parameter in part.parameters()}
+        names = {name for name, p in self.model.named_parameters() if id(p) in trained}
         tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
         return names - {"lm_head.weight"} if tied else names
 
@@ -94,6 +100,21 @@ class SharedMemoryEngine(
 
     def shutdown(self) -> None:
         self._reader.close()
+
+
+def _unpack_experts(model: torch.nn.Module) -> None:
+    """Makes vLLM pack the experts of each layer again after the reload. It does so only when it
+    creates the layer's kernel, and would later copy unpacked weights over packed ones without any
+    error: the experts would compute with shuffled weights.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.trainer.policy.test_policy import make_policy
+from trainer.checkpoint import with_untrained
 from trainer.policy.proof import randomize
 from trainer.policy.shrink import shrunk
 
@@ -59,3 +60,44 @@ def test_merged_adapters_have_the_names_of_the_source_checkpoint(tmp_path: Path)
     assert exported.keys() == source.keys()
     changed = {key for key, tensor in source.items() if not torch.equal(exported[key], tensor)}
     assert {key.split(".")[-2] for key in changed} == {"q_proj", "o_proj"}
+
+
+def test_export_keeps_the_vision_tower_and_mtp_layers_of_the_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint as Qwen3.5 is published: its class, its prefix, and tensors that are not
+    trained."""
+    whole = CONFIG_MAPPING["qwen3_5"]()
+    whole.text_config = shrunk(whole)
+    for name, size in {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+    }.items():
+        setattr(whole.vision_config, name, size)
+    whole.vision_config.out_hidden_size = whole.text_config.hidden_size
+    model = AutoModelForImageTextToText.from_config(whole)
+    randomize(model)
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    model.save_pretrained(source)
+    tensors = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 2)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert {name.split(".")[1] for name in tensors} >= {"visual", "language_model"}
+
+    policy = make_policy(source)
+    trained = dict(policy.named_hf_parameters())
+    assert {name.split(".")[1] for name in trained} == {"language_model", "weight"}
+    exported.mkdir()
+    save_file(dict(with_untrained(trained.items(), source)), exported / "model.safetensors")
+    again = load_file(exported / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(again[name], tensor, msg=name)
+
+
+def test_stale_copy_of_a_tied_output_layer_is_not_exported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    stale = {"lm_head.weight": torch.zeros(2), "mtp.weight": torch.ones(2)}
+    save_file(stale, tmp_path / "model.safetensors")
+    ours = [("model.embed_tokens.weight", torch.ones(2))]
+    names = [name for name, _ in with_untrained(ours, tmp_path)]
+    assert names == ["model.embed_tokens.weight", "mtp.weight"]
