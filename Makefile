@@ -22,7 +22,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(call find_python,python3.12)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup reference export-packages harbor agents tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages harbor agents tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -237,6 +237,9 @@ stalls: setup ## how long single hostile requests keep the proxy from answering 
 
 bench-train: reference ## the training step compared with TRL's
 	$(BIN)/python -m benchmarks.train $(ARGS)
+
+models: setup ## which architectures are trained, and how exactly: the tables of docs/models.md
+	$(BIN)/python -m tests.trainer.policy.table
 
 bench-weight-sync: setup ## how long a weight update pauses an engine
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)

@@ -190,17 +190,12 @@ def test_experts_buffers_and_linear_layers_are_updated(kind: str, tmp_path: Path
     model = AutoModelForCausalLM.from_config(settings)
     randomize(model)
     model.save_pretrained(tmp_path / "model")
-    options = VllmOptions(
-        model=tmp_path / "model",
-        log=tmp_path / "vllm.log",
-        dtype="float32",
-        max_context_tokens=256,
-        weight_transfer='{"backend": "shm"}',
-        extra_args=("--skip-tokenizer-init",),
+    config = VllmConfig(
+        max_context_tokens=256, weight_transfer="shm", args=("--skip-tokenizer-init",)
     )
     ids = [each % 127 + 1 for each in IDS]
     with asyncio.Runner() as runner:
-        server = VllmServer(options)
+        server = VllmServer(config, tmp_path / "model", log=tmp_path / "vllm.log", dtype="float32")
         runner.run(server.start())
         try:
             sync = WeightSync(EngineControl([server.url]))

@@ -63,14 +63,14 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         tokenizer = load_tokenizer(checkpoint)
         if name == "gpt-oss":
             tokenizer = HarmonyTokenizer(tokenizer)
-        rendering = _with_its_tokens(tokenizer, name, checkpoint)
+        rendering = with_its_tokens(tokenizer, name, checkpoint)
         prompt = rendering.full(Conversation([Message("user", "List.")], [TOOL]))
         return Family(rendering, _pieces(rendering, tokenizer), prompt)
 
     return build
 
 
-def _with_its_tokens(tokenizer: Tokenizer, name: str, checkpoint: Path) -> Rendering:
+def with_its_tokens(tokenizer: Tokenizer, name: str, checkpoint: Path) -> Rendering:
     """Adds the tokens that the renderer reports as missing, until it accepts the vocabulary."""
     added = ""
     while True:
