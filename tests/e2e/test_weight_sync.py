@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig, VllmServer
@@ -25,8 +25,6 @@ from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.policy.proof import randomize
-from trainer.policy.shrink import shrunk
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
 from trainer.weight_sync.segment import Written
@@ -180,37 +178,6 @@ def test_exchanged_pair_of_weights_is_detected(sync: WeightSync, tiny_model: Pat
     sync.push(weights.items(), 40)
     with pytest.raises(WeightSyncError, match="does not serve"):
         sync.verify(IDS, score_ids(policy, IDS), TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "qwen3_5_text"])
-def test_experts_buffers_and_linear_layers_are_updated(kind: str, tmp_path: Path) -> None:
-    """Twice, because vLLM packs experts for a CPU only when they are first loaded."""
-    settings = shrunk(CONFIG_MAPPING[kind]())
-    settings.max_position_embeddings = 256
-    model = AutoModelForCausalLM.from_config(settings)
-    randomize(model)
-    model.save_pretrained(tmp_path / "model")
-    config = VllmConfig(
-        max_context_tokens=256, weight_transfer="shm", args=("--skip-tokenizer-init",)
-    )
-    ids = [each % 127 + 1 for each in IDS]
-    with asyncio.Runner() as runner:
-        server = VllmServer(config, tmp_path / "model", log=tmp_path / "vllm.log", dtype="float32")
-        runner.run(server.start())
-        try:
-            sync = WeightSync(EngineControl([server.url]))
-            policy = policy_of(tmp_path / "model")
-            for version in (1, 2):
-                disturb(policy, version)
-                with torch.no_grad():
-                    for name, buffer in policy.model.named_buffers():
-                        if name.endswith("e_score_correction_bias"):
-                            buffer += torch.linspace(-1, 1, len(buffer))
-                sync.push(policy.named_hf_parameters(), version)
-                assert sync.verify(ids, score_ids(policy, ids), TOLERANCE) <= TOLERANCE
-            sync.close()
-        finally:
-            runner.run(server.stop())
 
 
 def test_untied_embeddings_in_bfloat16_are_updated(tiny_model: Path, tmp_path: Path) -> None:

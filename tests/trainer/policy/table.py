@@ -6,6 +6,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -86,8 +87,9 @@ def _class(architecture: Architecture) -> str:
     return f"`{model.__name__}`" if model else "none"
 
 
-def _layers(small: object) -> str:
-    kinds = getattr(small, "layer_types", None) or ["full_attention"] * small.num_hidden_layers  # type: ignore[attr-defined]
+def _layers(small: Any) -> str:
+    every = "sliding_attention" if getattr(small, "sliding_window", None) else "full_attention"
+    kinds = getattr(small, "layer_types", None) or [every] * small.num_hidden_layers
     names = [kind.removesuffix("_attention") for kind in kinds]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
