@@ -77,9 +77,16 @@ class Replicas(Protocol):
         """The version of the replica's weights, as far as it is known."""
         ...
 
-    async def released(self, engine: Engine) -> None:
-        """To be called when a call of the replica has ended."""
+    def is_removed(self, engine: Engine) -> bool:
+        """Whether the replica was removed while it had calls in flight."""
         ...
+
+    async def released(self, engine: Engine) -> None:
+        """To be called when a call of a removed replica has ended."""
+        ...
+
+    @property
+    def paused(self) -> bool: ...
 
     async def until_running(self) -> float:
         """Waits while engines are paused. Returns the seconds waited."""
@@ -207,9 +214,10 @@ class Generation:
                 "an answer with a grammar or a penalty cannot be continued exactly; try again"
             )
         while True:
-            paused_s = await self._replicas.until_running()
-            if self._deadline is not None:
-                self._deadline += paused_s
+            if self._replicas.paused:
+                paused_s = await self._replicas.until_running()
+                if self._deadline is not None:
+                    self._deadline += paused_s
             engine = self._replicas.choose(
                 self._session_id,
                 self._tried | self._unusable,
@@ -280,7 +288,8 @@ class Generation:
                 raise self._replicas.refused(engine, refusal) from refusal
             self._lose(engine, EngineError(refusal.message, status=502))
         finally:
-            await self._replicas.released(engine)
+            if self._replicas.is_removed(engine):
+                await self._replicas.released(engine)
 
     def _asked(self, engine: Engine) -> AsyncGenerator[Chunk, None]:
         prompt, number = self._prompt, self._calls - 1

@@ -226,6 +226,10 @@ class Router:
             " the reason"
         )
 
+    def is_removed(self, engine: Engine) -> bool:
+        """Implements `Replicas`."""
+        return engine in self._removed
+
     async def released(self, engine: Engine) -> None:
         """Implements `Replicas`."""
         await self._close_if_removed(engine)

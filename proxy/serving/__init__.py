@@ -2,8 +2,7 @@
 
 From the handler of a request down to one answer:
 
-    exchange    one HTTP exchange; writes errors in the dialect's form, logs and counts them
-    endpoints   authorises, parses, opens the call, writes its answer
+    endpoints   authorises, parses, opens the call, writes its answer or its error
     sessions    authorisation, and the token trees in memory
     calls       identifies and admits the request, joins a running call or starts one
     call        the call and its states; `retries` decides what a repeated request gets

@@ -6,10 +6,12 @@ version of the weights that sampled it, even if the answer was cut.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,49 +19,35 @@ from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.generation import Seam
-from proxy.metrics import Metrics
-from proxy.records import FinishReason, Ids, Turn, TurnStatus
+from proxy.records import FinishReason, Turn, TurnStatus
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
-from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
+from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.rendering.stream import AnswerParser
-from proxy.routing import Router
-from proxy.serving.asked import Asked
-from proxy.serving.sessions import LiveSession
 from proxy.serving.stream import AnswerStream
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
-
-@dataclass(frozen=True, slots=True)
-class AnswerSource:
-    """What samples and parses an answer, and the stream that its pieces go to."""
-
-    router: Router
-    rendering: Rendering
-    metrics: Metrics
-    stream: AnswerStream
-    live: LiveSession
+if TYPE_CHECKING:
+    from proxy.serving.call import LiveCall
 
 
 class LiveAnswer:
-    """One answer of a call. Await `sample` once, then get the result from `finished`."""
+    """One answer of a call. Await `sample` once, then call `finished`."""
 
-    def __init__(
-        self,
-        choice: int,
-        asked: Asked,
-        intent: Turn,
-        sampling: Sampling,
-        prompt: Ids,
-        source: AnswerSource,
-    ) -> None:
-        """`choice` is the answer's index in the call; `intent` is its turn before sampling."""
+    outcome: Outcome
+    """The answer as the agent gets it, for after it is recorded. Set by `finished`."""
+    key: Key
+    """The key of the conversation with the answer appended. Set by `finished`."""
+
+    def __init__(self, call: LiveCall, choice: int, intent: Turn, sampling: Sampling) -> None:
+        """`choice` is the answer's index in the call; `intent` is its turn before sampling, which
+        is in the tree."""
+        self._call = call
         self._choice = choice
-        self._asked = asked
         self._intent = intent
         self._sampling = sampling
-        self._prompt = prompt
-        self._source = source
+        self._asked = call.asked
+        self._prompt = call.live.tree.prompt(intent.parent, intent.shared_tokens, intent.prompt_ids)
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._tokens: list[SampledToken] = []
@@ -69,15 +57,13 @@ class LiveAnswer:
         self._hidden_chars = self._begun_chars
         """Number of characters still to be left out, because they are the agent's own prefill."""
         self._parser = self._make_parser()
-        self._generation = source.router.generate(
-            prompt,
+        self._generation = call.backend.router.generate(
+            self._prompt,
             sampling,
             request_id=f"{intent.session_id}#{intent.index}",
             session_id=intent.session_id,
             stream=self._streamed,
         )
-        self._message = Message("assistant")
-        self._turn = intent
 
     async def sample(self) -> None:
         """Samples the answer. Raises EngineError or RequestError if it does not reach its end."""
@@ -99,11 +85,13 @@ class LiveAnswer:
 
     def finished(self) -> Turn:
         """The turn to record: DONE, or CUT with what was sampled. Call it once."""
-        rest, self._message = self._parser.finish()
+        rest, message = self._parser.finish()
         cut, size = self._finish is FinishReason.CUT, len(self._ids)
-        if self._finish is FinishReason.STOP and self._message.tool_calls:
+        if self._finish is FinishReason.STOP and message.tool_calls:
             self._finish = FinishReason.TOOL_CALLS
-        self._turn = replace(
+        said = self._without_prefill(message)
+        self.key = self._answer_key(message)
+        turn = replace(
             self._intent,
             sampled_ids=np.array(self._ids, np.int32),
             logprobs=np.array(self._logprobs, np.float32),
@@ -112,33 +100,30 @@ class LiveAnswer:
             status=TurnStatus.CUT if cut else TurnStatus.DONE,
             first_token_s=self._first_token_s,
             duration_s=time.perf_counter() - self._begun,
-            answer=dump_answer(self._said) if size else b"",
-            answer_key=self._answer_key().stored() if size else b"",
+            answer=dump_answer(said) if size else b"",
+            answer_key=self.key.stored() if size else b"",
+        )
+        self.outcome = Outcome(
+            message=said,
+            finish_reason=self._finish,
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=turn.shared_tokens,
+            completion_tokens=size,
+            stop_string=self._parser.stop_string,
+            tokens=self._tokens,
+            turn=turn.index,
+            prompt_ids=self._prompt,
+            sampled_ids=turn.sampled_ids,
         )
         visible = [] if cut else self._visible(rest)
         if visible:
-            self._source.stream.push(Piece(self._choice, visible))
-        return self._turn
-
-    def outcome(self) -> Outcome:
-        """The answer as the agent gets it, once it is recorded."""
-        return Outcome(
-            message=self._said,
-            finish_reason=self._finish,
-            prompt_tokens=self._turn.prompt_tokens,
-            cached_tokens=self._turn.shared_tokens,
-            completion_tokens=len(self._ids),
-            stop_string=self._parser.stop_string,
-            tokens=self._tokens,
-            turn=self._turn.index,
-            prompt_ids=self._prompt,
-            sampled_ids=self._turn.sampled_ids,
-        )
+            self._call.stream.push(Piece(self._choice, visible))
+        return turn
 
     def _resumed(self, seam: Seam) -> None:
         """An engine failed in mid-answer, and another call of an engine continues the answer."""
-        self._source.metrics.resumed(seam.cause.value)
-        self._source.live.publish(
+        self._call.backend.metrics.resumed(seam.cause.value)
+        self._call.live.publish(
             "resumed",
             index=self._intent.index,
             at_token=seam.at_token,
@@ -154,7 +139,7 @@ class LiveAnswer:
         self._tokens += tokens
         deltas = self._visible(self._parser.feed(chunk.ids))
         if deltas or tokens:
-            self._source.stream.push(Piece(self._choice, deltas, tokens))
+            self._call.stream.push(Piece(self._choice, deltas, tokens))
 
     def _make_parser(self) -> AnswerParser | PrefixParser:
         """A whole answer is parsed at its end, a stream in the way its model family allows."""
@@ -168,7 +153,7 @@ class LiveAnswer:
             "opening": opening,
         }
         tools = self._asked.request.conversation.tools
-        rendering = self._source.rendering
+        rendering = self._call.backend.rendering
         if streamed and not plain and rendering.markers is None:
             return PrefixParser(rendering, before, tools, **common)
         markers = rendering.markers if streamed else None
@@ -185,10 +170,9 @@ class LiveAnswer:
     def _begun_chars(self) -> int:
         return len((self._asked.request.conversation.prefill or "").lstrip())
 
-    @property
-    def _said(self) -> Message:
+    def _without_prefill(self, message: Message) -> Message:
         """The message as the agent gets it, without the agent's own prefill."""
-        begun, message = self._begun_chars, self._message
+        begun = self._begun_chars
         return replace(message, text=message.text[begun:]) if begun else message
 
     def _visible(self, deltas: list[Delta]) -> list[Delta]:
@@ -204,16 +188,16 @@ class LiveAnswer:
             out.append(delta)
         return out
 
-    def _answer_key(self) -> Key:
+    def _answer_key(self, message: Message) -> Key:
         # Based on the conversation's key, because a forced call is not part of the conversation.
-        asked, message = self._asked.keys[-1], self._message
+        asked = self._asked.keys[-1]
         if not isinstance(asked, RawKey):
-            return asked.answered(message, with_reasoning=self._source.live.tree.follows)
+            return asked.answered(message, with_reasoning=self._call.live.tree.follows)
         raw = self._asked.request.conversation.raw or ""
         return raw_key(raw + message.text if isinstance(raw, str) else [*raw, *self._ids])
 
     def _shown(self, chunk: Chunk) -> list[SampledToken]:
-        decode = self._source.rendering.tokenizer.decode
+        decode = self._call.backend.rendering.tokenizer.decode
         tops = chunk.top_logprobs or [[] for _ in chunk.ids]
         return [
             SampledToken(
@@ -221,6 +205,20 @@ class LiveAnswer:
             )
             for token, logprob, top in zip(chunk.ids, chunk.logprobs, tops, strict=True)
         ]
+
+
+async def sample_all(answers: Sequence[LiveAnswer]) -> None:
+    """Samples all answers. If one fails, ends the others and raises its error."""
+    if len(answers) == 1:
+        await answers[0].sample()
+        return
+    tasks = [asyncio.create_task(answer.sample()) for answer in answers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def replayed_outcome(stream: AnswerStream, choice: int, turn: Turn) -> Outcome:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -43,7 +43,7 @@ from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.routing import Router
 from proxy.sampling import as_record, resolve
-from proxy.serving.answer import AnswerSource, LiveAnswer, replayed_outcome
+from proxy.serving.answer import LiveAnswer, replayed_outcome, sample_all
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.asked import Asked
 from proxy.serving.ownership import Ownership
@@ -53,7 +53,7 @@ from proxy.serving.sessions import LiveSession
 from proxy.serving.stream import AnswerStream
 from proxy.store.protocol import Store, TurnConflict
 from proxy.token_tree import Placement
-from proxy.wire.dialect import Outcome, Piece
+from proxy.wire.dialect import Outcome
 
 MAX_CONFLICTS = 16
 """Number of times that other processes may take a turn's index before the call gives up."""
@@ -105,20 +105,21 @@ class CallState(Enum):
 
 
 class Watcher:
-    """One HTTP request that waits for a call's answer."""
+    """One HTTP request that waits for a call's answer, as a context manager."""
 
     def __init__(self, call: LiveCall) -> None:
-        self._call = call
+        self.call = call
         self.arrived = False
         """Set it when the whole answer was sent."""
+        self.pieces = call.stream.pieces
+        self.outcomes = call.stream.outcomes
 
-    def pieces(self, keep_alive_s: float) -> AsyncGenerator[Piece | None, None]:
-        """See `AnswerStream.pieces`."""
-        return self._call.stream.pieces(keep_alive_s)
+    def __enter__(self) -> Watcher:
+        self.call.watchers += 1
+        return self
 
-    async def outcomes(self) -> Sequence[Outcome]:
-        """See `AnswerStream.outcomes`."""
-        return await self._call.stream.outcomes()
+    def __exit__(self, *_: object) -> None:
+        self.call.left_by(self)
 
 
 class LiveCall:
@@ -131,13 +132,15 @@ class LiveCall:
         self.turns: list[int] = []
         """Index of each answer's turn; empty while placing."""
         self.prompt_tokens = 0
-        self._backend = backend
-        self._live = live
+        self.watchers = 0
+        """Number of connections that watch the call."""
+        self.backend = backend
+        self.live = live
         self._unrecorded: set[int] = set()
         """Turns whose intent is or may be durable, and whose answer is not."""
         self._answered: list[int] = []
         """Turns whose answers are recorded and sent to the watchers."""
-        self._watchers, self._interruptible = 0, True
+        self._interruptible = True
         self._aborted: ProxyError | None = None
         self._task: asyncio.Task[list[Outcome]] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -154,10 +157,11 @@ class LiveCall:
 
     def start(self) -> None:
         """Registers the call with its session and runs it."""
-        self._live.running.add(self)
-        self._live.retries.running[self.asked.request_key] = self
+        self.live.running.add(self)
+        self.live.in_flight += 1
+        self.live.retries.running[self.asked.request_key] = self
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._backend.call_timeout_s, self._time_out)
+        self._timer = loop.call_later(self.backend.call_timeout_s, self._time_out)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._end)
 
@@ -173,19 +177,17 @@ class LiveCall:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    @contextmanager
-    def watched(self) -> Iterator[Watcher]:
-        """Watches the call. If the last watcher leaves early, the call is aborted."""
-        watcher = Watcher(self)
-        self._watchers += 1
-        try:
-            yield watcher
-        finally:
-            self._watchers -= 1
-            if not self.ended and not self._watchers:
-                self.abort(EngineError("the client closed its connection"))
-            elif self.ended and (watcher.arrived or not self._watchers):
-                self._settle(arrived=watcher.arrived)
+    def watched(self) -> Watcher:
+        """A connection that watches the call. If the last one leaves early, the call is aborted."""
+        return Watcher(self)
+
+    def left_by(self, watcher: Watcher) -> None:
+        """Ends the watching. `Watcher` calls it."""
+        self.watchers -= 1
+        if not self.ended and not self.watchers:
+            self.abort(EngineError("the client closed its connection"))
+        elif self.ended and (watcher.arrived or not self.watchers):
+            self._settle(arrived=watcher.arrived)
 
     async def _run(self) -> list[Outcome]:
         try:
@@ -199,17 +201,19 @@ class LiveCall:
         finally:
             self._interruptible = False
             if self._unrecorded:
-                await self._backend.ownership.close(self._live, self._unrecorded)
+                await self.backend.ownership.close(self.live, self._unrecorded)
 
     async def _open(self) -> Fresh | Replayed:
-        live, backend = self._live, self._backend
+        live, backend = self.live, self.backend
         answers: list[LiveAnswer] = []
         for _ in range(MAX_CONFLICTS):
             # One call of a session at a time, because each needs a tree with all earlier turns.
             async with live.placing:
-                await backend.ownership.settle(live)
-                if not answers:
-                    decision = live.retries.decide(live.tree, _being_sent(live), self.asked)
+                if live.closing or not live.up_to_date:
+                    await backend.ownership.settle(live)
+                same = live.tree.same_requests(self.asked.request_key)
+                if same and not answers:
+                    decision = live.retries.decide(same, _being_sent(live), self.asked)
                     if isinstance(decision, Replay):
                         return await self._replay(decision)
                     await self._supersede(decision.supersedes)
@@ -224,19 +228,19 @@ class LiveCall:
         raise StoreError("other proxies keep writing to this session; try again")
 
     async def _replay(self, decision: Replay) -> Replayed:
-        live, indexes = self._live, decision.indexes
+        live, indexes = self.live, decision.indexes
         live.own.update(indexes)
         self.turns, self._answered = list(indexes), list(indexes)
-        turns = await self._backend.store.get_turns(live.session.session_id, since=indexes[0])
+        turns = await self.backend.store.get_turns(live.session.session_id, since=indexes[0])
         found = tuple(turn for turn in turns if turn.index in indexes)
         self.prompt_tokens = found[0].prompt_tokens
         return Replayed(found)
 
     async def _supersede(self, indexes: Sequence[int]) -> None:
-        live = self._live
+        live = self.live
         for index in indexes:
             with self._uninterrupted():
-                await self._backend.store.set_turn_status(
+                await self.backend.store.set_turn_status(
                     live.session.session_id, index, TurnStatus.SUPERSEDED
                 )
                 live.tree.nodes[index].status = TurnStatus.SUPERSEDED
@@ -244,10 +248,11 @@ class LiveCall:
 
     async def _begin(self, choice: int) -> LiveAnswer:
         """Records an intent; returns its answer. Raises TurnConflict if the index is taken."""
-        live, backend, asked = self._live, self._backend, self.asked
-        placement = (
-            live.tree.sibling(live.tree.nodes[self.turns[0]]) if self.turns else await self._place()
-        )
+        live, backend, asked = self.live, self.backend, self.asked
+        if self.turns:
+            placement = live.tree.sibling(live.tree.nodes[self.turns[0]])
+        else:
+            placement = await self._place()
         sampling = resolve(
             live.session,
             asked.request.options,
@@ -271,18 +276,16 @@ class LiveCall:
             request=live.tree.new_messages(asked.request.conversation, asked.keys),
         )
         await self._record_intent(turn)
-        prompt = live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
-        source = AnswerSource(backend.router, backend.rendering, backend.metrics, self.stream, live)
-        return LiveAnswer(choice, asked, turn, sampling, prompt, source)
+        return LiveAnswer(self, choice, turn, sampling)
 
     async def _place(self) -> Placement:
-        tree, rendering, asked = self._live.tree, self._backend.rendering, self.asked
+        tree, rendering, asked = self.live.tree, self.backend.rendering, self.asked
         conversation = asked.request.conversation
         asked_before = tree.same_requests(asked.request_key)
         if asked_before:
             return tree.sibling(asked_before[-1])
         since = tree.match(asked.keys).answered + 1
-        long = await refuse_overlong(conversation, since, rendering, self._backend.room)
+        long = await refuse_overlong(conversation, since, rendering, self.backend.room)
         if long or asked.request.is_large:
             placement = await asyncio.to_thread(tree.place, conversation, asked.keys, rendering)
         else:
@@ -294,41 +297,41 @@ class LiveCall:
 
     async def _record_intent(self, turn: Turn) -> None:
         """If it fails in any other way than by a conflict, the intent may have been recorded."""
-        live = self._live
+        live = self.live
         self._unrecorded.add(turn.index)
         live.own.add(turn.index)
         with self._uninterrupted():
             try:
-                await self._backend.store.begin_turn(turn)
+                await self.backend.store.begin_turn(turn)
             except TurnConflict:
                 self._unrecorded.discard(turn.index)
                 live.own.discard(turn.index)
                 raise
-            live.tree.begin(turn)
+            live.tree.begin(turn, self.asked.request_key)
             self.turns.append(turn.index)
             self.prompt_tokens = turn.prompt_tokens
 
     async def _answer(self, answers: Sequence[LiveAnswer]) -> list[Outcome]:
         self.state = CallState.SAMPLING
         try:
-            await _sample_all(answers)
+            await sample_all(answers)
         finally:
             self.state = CallState.RECORDING
             self._interruptible = False
             for answer in answers:
                 await self._record(answer)
-        return [answer.outcome() for answer in answers]
+        return [answer.outcome for answer in answers]
 
     async def _record(self, answer: LiveAnswer) -> None:
-        live, turn = self._live, answer.finished()
-        await self._backend.store.commit_turn(turn)
-        live.tree.commit(turn)
+        live, turn = self.live, answer.finished()
+        await self.backend.store.commit_turn(turn)
+        live.tree.commit(turn, answer.outcome.message, answer.key)
         self._unrecorded.discard(turn.index)
         if turn.status is TurnStatus.DONE:
             self._answered.append(turn.index)
         else:
             live.own.discard(turn.index)
-        self._backend.metrics.recorded(turn)
+        self.backend.metrics.recorded(turn)
         live.publish("turn", index=turn.index, status=turn.status, finish_reason=turn.finish_reason)
 
     @contextmanager
@@ -338,7 +341,7 @@ class LiveCall:
         try:
             yield
         except BaseException:
-            self._live.stale = True  # the store may have done what it says has failed
+            self.live.stale = True  # the store may have done what it says has failed
             raise
         finally:
             self._interruptible = True
@@ -346,17 +349,18 @@ class LiveCall:
                 raise asyncio.CancelledError
 
     def _time_out(self) -> None:
-        limit_s = self._backend.call_timeout_s
+        limit_s = self.backend.call_timeout_s
         message = f"the call did not end within {limit_s:g} s (limits.call_timeout_s)"
         self.abort(EngineError(message, status=504))
 
     def _end(self, task: asyncio.Task[list[Outcome]]) -> None:
         self.state = CallState.ENDED
         self._task = None
+        self.live.in_flight -= 1
         if self._timer is not None:
             self._timer.cancel()
-        if self._live.retries.running.get(self.asked.request_key) is self:
-            del self._live.retries.running[self.asked.request_key]
+        if self.live.retries.running.get(self.asked.request_key) is self:
+            del self.live.retries.running[self.asked.request_key]
         if task.cancelled():
             self.stream.fail(self._aborted or EngineError("the call was cancelled; try again"))
         elif (error := task.exception()) is not None:
@@ -364,31 +368,17 @@ class LiveCall:
             self.stream.fail(error)
         else:
             self.stream.finish(task.result())
-        if not self._watchers:
+        if not self.watchers:
             self._settle(arrived=False)
 
     def _settle(self, *, arrived: bool) -> None:
-        live = self._live
+        live = self.live
         if self not in live.running:
             return
         live.running.discard(self)
         live.retries.settle(self.turns, streamed=self.asked.request.stream, arrived=arrived)
         for index in self._answered:
-            self._backend.deliveries.mark(live, index, arrived=arrived)
-
-
-async def _sample_all(answers: Sequence[LiveAnswer]) -> None:
-    """Samples all answers. If one fails, ends the others and raises its error."""
-    if len(answers) == 1:
-        await answers[0].sample()
-        return
-    tasks = [asyncio.create_task(answer.sample()) for answer in answers]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            self.backend.deliveries.mark(live, index, arrived=arrived)
 
 
 def _being_sent(live: LiveSession) -> set[int]:

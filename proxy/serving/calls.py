@@ -49,8 +49,9 @@ class Calls:
 
         Raises RequestError, SessionError, HeldElsewhere or StoreError if no call was started.
         """
-        opening = await self._opened(request)
-        if live.stale or live.unsettled - live.unheld:
+        begun = request.options.forced is not None or request.conversation.prefill is not None
+        opening = await self._opened(request) if begun else EMPTY_IDS
+        if not live.up_to_date:
             async with live.placing:
                 await self._backend.ownership.settle(live)
         keys = await self._keys(live, request)

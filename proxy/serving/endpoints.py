@@ -1,7 +1,10 @@
 """The agents' endpoints: authorise → parse → call → write the answer, whole or as a stream.
 
-Invariant: a stream's terminal event is sent only after its turns are recorded, and nothing is sent
-before the first piece, so that a call that fails before it returns its HTTP status.
+`AgentEndpoints.handle` is the only place where an error becomes a response; the code below it only
+raises. Invariant: every error of the proxy is sent in the dialect's form, counted, logged, and
+recorded as an event of its session. A stream's terminal event is sent only after its turns are
+recorded. Nothing is sent before the first piece, so that a call that fails before it returns its
+HTTP status.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import asyncio
 import itertools
 import os
 import re
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,15 +23,15 @@ import orjson
 from aiohttp import web
 
 from proxy.config import LimitsConfig
-from proxy.errors import ProxyError, RequestError
+from proxy.errors import HeldElsewhere, ProxyError, RequestError
 from proxy.http_request import api_key, read_body, read_in_time, unsent_bytes
+from proxy.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Caller
 from proxy.serving.call import LiveCall, Watcher
 from proxy.serving.calls import Calls
-from proxy.serving.exchange import Exchange, Exchanges
-from proxy.serving.ownership import serve_or_forward
+from proxy.serving.ownership import Forwarding
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.body import Body, parse_call
 from proxy.wire.dialect import KEEP_ALIVE, Call, Dialect
@@ -35,6 +40,23 @@ _PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
 
 COUNT = "/count_tokens"
 MAX_AGENT_ID_CHARS = 200
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request, and what is known about it while it is served."""
+
+    request: web.Request
+    dialect: Dialect
+    trial: str | None
+    """The session that the path names."""
+    route: str
+    """The path after `/v1/`."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    live: LiveSession | None = None
+    """The session, once the request is authorised."""
+    call: LiveCall | None = None
+    """The call, once it runs in this process."""
 
 
 class AgentEndpoints:
@@ -58,7 +80,8 @@ class AgentEndpoints:
         self._dialects = dialects
         self._limits = limits
         self._model_name = model_name
-        self._exchanges = Exchanges(sessions, metrics)
+        self._metrics = metrics
+        self._log = CallLog()
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
         self._process = os.urandom(8).hex()
@@ -74,54 +97,68 @@ class AgentEndpoints:
             dialect = self._dialects["chat/completions"]
         elif dialect is None or request.method != "POST":
             raise web.HTTPNotFound(text=f"no route {request.method} {request.path}")
+        exchange = Exchange(request, dialect, trial, route)
+        try:
+            response = await self._respond(exchange)
+        except ProxyError as error:
+            error.__traceback__ = None  # its frames refer to the call, and the call to it
+            return await self._refuse(exchange, error)
+        if self._log.wanted and exchange.call is not None:
+            self._log_call(exchange, response.status, stream=exchange.call.asked.request.stream)
+        return response
 
-        async def endpoint(exchange: Exchange) -> web.StreamResponse:
-            live = await self._sessions.authorise(api_key(request.headers), trial)
-            exchange.live = live
-            with live.used():
-                if request.method == "GET":
-                    return self._models(route.partition("/")[2])
-                if route.endswith(COUNT):
-                    return await self._count(exchange, live)
-                return await self._answer(exchange, live)
-
-        return await self._exchanges.serve(Exchange(request, dialect, route), endpoint)
+    async def _respond(self, exchange: Exchange) -> web.StreamResponse:
+        request, route = exchange.request, exchange.route
+        live = await self._sessions.authorise(api_key(request.headers), exchange.trial)
+        exchange.live = live
+        live.users += 1
+        try:
+            if request.method == "GET":
+                return self._models(route.partition("/")[2])
+            if route.endswith(COUNT):
+                return await self._count(exchange, live)
+            return await self._answer(exchange, live)
+        finally:
+            live.users -= 1
 
     async def _answer(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
+        """The call's answer, from this process or from the one that holds the session."""
         self._admit()
         self._in_flight += 1
         try:
-            request = await self._parse(exchange, live)
+            request, forwarding = await self._parse(exchange, live), None
             caller = _caller(exchange, live)
-
-            async def serve() -> web.StreamResponse:
-                exchange.call = None
-                exchange.call = await self._calls.open(live, request, caller)
-                with exchange.call.watched() as watcher:
-                    response = await self._write(exchange, exchange.call, watcher, request)
-                    watcher.arrived = True
+            while True:
+                try:
+                    exchange.call = await self._calls.open(live, request, caller)
+                    return await self._write(exchange, exchange.call, request)
+                except HeldElsewhere as held:
+                    exchange.call = None
+                    forwarding = forwarding or Forwarding(exchange.request)
+                    response = await forwarding.answer(held)
+                if response is not None:
                     return response
-
-            return await serve_or_forward(exchange.request, serve)
         finally:
             self._in_flight -= 1
 
-    async def _write(
-        self, exchange: Exchange, call: LiveCall, watcher: Watcher, request: Call
-    ) -> web.StreamResponse:
-        if request.stream:
-            return await self._stream(exchange, call, watcher, request)
-        body = exchange.dialect.whole(request, self._answer_id(), await watcher.outcomes())
-        response = web.Response(body=body, content_type="application/json")
-        async with read_in_time(exchange.request, self._limits.unread_s):
-            await response.prepare(exchange.request)
-            await response.write_eof()
+    async def _write(self, exchange: Exchange, call: LiveCall, request: Call) -> web.StreamResponse:
+        with call.watched() as watcher:
+            if request.stream:
+                response = await self._stream(exchange, watcher, request)
+            else:
+                outcomes = await watcher.outcomes()
+                body = exchange.dialect.whole(request, self._answer_id(), outcomes)
+                response = web.Response(body=body, content_type="application/json")
+                async with read_in_time(exchange.request, self._limits.unread_s):
+                    await response.prepare(exchange.request)
+                    await response.write_eof()
+            watcher.arrived = True
         return response
 
     async def _stream(
-        self, exchange: Exchange, call: LiveCall, watcher: Watcher, request: Call
+        self, exchange: Exchange, watcher: Watcher, request: Call
     ) -> web.StreamResponse:
-        writer = exchange.dialect.writer(request, self._answer_id())
+        writer, call = exchange.dialect.writer(request, self._answer_id()), watcher.call
         response = _event_stream()
 
         async def send(data: bytes) -> None:
@@ -191,6 +228,40 @@ class AgentEndpoints:
                 retry_after_s=1.0,
             )
 
+    async def _refuse(self, exchange: Exchange, error: ProxyError) -> web.Response:
+        if self._log.wanted:
+            self._log_call(exchange, error.status, **_logged(error))
+        self._metrics.refused(exchange.dialect.name, error)
+        if exchange.live is not None:
+            what = {"route": exchange.route, "status": error.status, "message": error.message}
+            await self._sessions.refused(exchange.live, **what)
+        headers = {}
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        return web.Response(
+            status=error.status,
+            body=exchange.dialect.error(error),
+            content_type="application/json",
+            headers=headers,
+        )
+
+    def _log_call(self, exchange: Exchange, status: int, **more: Any) -> None:
+        live, call = exchange.live, exchange.call
+        trial_id = None if live is None else live.session.session_id
+        fields: dict[str, Any] = {
+            "trial_id": trial_id,
+            "dialect": exchange.dialect.name,
+            "status": status,
+        }
+        if live is not None and call is not None and call.turns:
+            node = live.tree.nodes[call.turns[0]]
+            fields["call_id"] = f"{trial_id}#{node.index}"
+            fields["turn_status"] = node.status
+            fields["prompt_tokens"] = node.prompt_tokens
+            fields["sampled_tokens"] = len(node.sampled_ids)
+        duration_s = round(time.monotonic() - exchange.arrived_at, 6)
+        self._log.write(**fields, duration_s=duration_s, **more)
+
 
 def split_path(path: str) -> tuple[str | None, str]:
     """`/{trial_id}/v1/chat/completions` → (trial_id, "chat/completions"); `/v1/v1` is `/v1`."""
@@ -229,3 +300,10 @@ def _caller(exchange: Exchange, live: LiveSession) -> Caller:
         agent_id=agent_id and agent_id[:MAX_AGENT_ID_CHARS],
         is_retry=retries.isascii() and retries.isdigit() and int(retries[:9]) > 0,
     )
+
+
+def _logged(error: ProxyError) -> dict[str, Any]:
+    """What is logged of an error. A RequestError quotes the agent, so its message is left out."""
+    if isinstance(error, RequestError):
+        return {"error": type(error).__name__, "param": error.param, "code": error.code}
+    return {"error": type(error).__name__, "reason": error.message}

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -169,29 +169,31 @@ class _Closing:
     attempts: int = 0
 
 
-async def serve_or_forward(
-    request: web.Request, serve: Callable[[], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """The response of `serve`, or of the process that holds the session.
+class Forwarding:
+    """Forwards one request, as long as another process holds its session."""
 
-    Raises:
-        HeldElsewhere: the request was forwarded to this process, which does not hold the session.
-        ProxyError: 503, the holder does not answer; or any error that `serve` raises.
-    """
-    delays_s = iter(RETRY_DELAYS_S)
-    while True:
-        try:
-            return await serve()
-        except HeldElsewhere as held:
-            if was_forwarded(request):
-                raise
-            answer = await forward(request, held.address)
-            if answer is not None:
-                return answer
-            delay_s = next(delays_s, None)
-            if delay_s is None:
-                raise held.unreachable() from held
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._delays_s = iter(RETRY_DELAYS_S)
+
+    async def answer(self, held: HeldElsewhere) -> web.StreamResponse | None:
+        """The holder's answer. None, after a delay, if it did not answer: serve the request here.
+
+        Raises:
+            HeldElsewhere: the request was forwarded to this process, which does not hold the
+                session.
+            ProxyError: 503, the holder still does not answer.
+        """
+        if was_forwarded(self._request):
+            raise held
+        answer = await forward(self._request, held.address)
+        if answer is not None:
+            return answer
+        delay_s = next(self._delays_s, None)
+        if delay_s is None:
+            raise held.unreachable() from held
         await asyncio.sleep(delay_s)
+        return None
 
 
 def own_address(config: ListenConfig, port: int, own_socket: str | None) -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from proxy.conversation.message_keys import Key
 from proxy.records import TurnStatus
 from proxy.serving.asked import Asked
-from proxy.token_tree import Node, TokenTree
+from proxy.token_tree import Node
 
 if TYPE_CHECKING:
     from proxy.serving.call import LiveCall
@@ -88,14 +88,14 @@ class RetryBook:
             else:
                 self.lost.add(index)
 
-    def decide(self, tree: TokenTree, sending: AbstractSet[int], asked: Asked) -> Replay | Resample:
+    def decide(
+        self, same: list[Node], sending: AbstractSet[int], asked: Asked
+    ) -> Replay | Resample:
         """Decides how the request is answered, and remembers it. Call it while placing.
 
+        `same` are the turns of equal requests, of which there is at least one.
         `sending` are the turns whose answers are on their way, which no agent can have rejected.
         """
-        same = tree.same_requests(asked.request_key)
-        if not same:
-            return Resample()
         open_ended = [n for n in same if n.status is TurnStatus.DONE and not n.children]
         arrived = [node for node in open_ended if node.index not in sending]
         lost = [node.index for node in open_ended if node.index in self.lost][-asked.request.n :]

@@ -15,8 +15,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -74,6 +73,8 @@ class LiveSession:
     """Attempts to close turns. Until they succeed, it is unknown whether the index is free."""
     stale: bool = False
     """A write failed, so the tree may differ from the store; the next call reads it again."""
+    in_flight: int = 0
+    """Number of calls that have not ended."""
     users: int = 0
     """Number of HTTP requests that were authorised and not answered yet."""
     refusals: int = 0
@@ -86,18 +87,9 @@ class LiveSession:
         return bool(self.users or self.running or self.own or self.listeners)
 
     @property
-    def in_flight(self) -> int:
-        """Number of calls that have not ended."""
-        return sum(not call.ended for call in self.running)
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Keeps the session in memory."""
-        self.users += 1
-        try:
-            yield
-        finally:
-            self.users -= 1
+    def up_to_date(self) -> bool:
+        """Whether the tree has all turns, and no other process is known to hold the session."""
+        return not self.stale and self.unsettled <= self.unheld
 
     def read(self, turns: Sequence[Turn], undelivered: Undelivered) -> None:
         """Replaces the tree by the store's turns."""

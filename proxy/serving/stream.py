@@ -41,9 +41,9 @@ class AnswerStream:
         self._result.exception()  # marks it as retrieved, because there may be no watcher
         self._wake()
 
-    async def outcomes(self) -> Sequence[Outcome]:
-        """Waits for the recorded answers. Raises the error that ended the call."""
-        return await asyncio.shield(self._result)
+    def outcomes(self) -> asyncio.Future[Sequence[Outcome]]:
+        """The recorded answers, or the error that ended the call. Await it."""
+        return asyncio.shield(self._result)
 
     async def pieces(self, keep_alive_s: float) -> AsyncGenerator[Piece | None, None]:
         """Yields every piece, and None after each `keep_alive_s` seconds without a piece."""

@@ -32,7 +32,7 @@ from proxy.store.protocol import (
     TurnConflict,
     Undelivered,
 )
-from proxy.store.writer import GroupWriter
+from proxy.store.sqlite_group_commit import GroupWriter
 
 T = TypeVar("T")
 

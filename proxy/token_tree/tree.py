@@ -23,11 +23,9 @@ from proxy.conversation.recorded import dump_request, dump_same_request
 from proxy.errors import RequestError
 from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
-from proxy.token_tree.causes import AnswerMarks, cause_of, is_quoted
+from proxy.token_tree.fork_cause import AnswerMarks, fork_cause
 from proxy.token_tree.paths import common_prefix, path, prefix
 
-QUOTED_TURNS = 64
-"""Number of latest turns that are searched for a line that a summary quotes; bounds the cost."""
 FORK_CANDIDATES = 16
 """Number of paths that are compared with a prompt token by token to find where it forks: the most
 likely ones and the latest ones."""
@@ -105,8 +103,11 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def begin(self, turn: Turn) -> None:
-        """Adds a turn whose intent is recorded. Turns must be added in order of index."""
+    def begin(self, turn: Turn, request_key: Key | None = None) -> None:
+        """Adds a turn whose intent is recorded. Turns must be added in order of index.
+
+        `request_key` is the turn's, if the caller has it in this form.
+        """
         if turn.index != len(self.nodes):
             raise ValueError(f"turn {turn.index} does not follow {len(self.nodes)} turns")
         node = Node(
@@ -114,7 +115,7 @@ class TokenTree:
             turn.parent,
             turn.shared_tokens,
             turn.prompt_ids,
-            key_from_stored(turn.request_key),
+            request_key or key_from_stored(turn.request_key),
             turn.status,
         )
         self.nodes.append(node)
@@ -135,8 +136,11 @@ class TokenTree:
         """Whether the turn exists and has an answer."""
         return index < len(self.nodes) and self.nodes[index].answer_key is not None
 
-    def commit(self, turn: Turn) -> None:
-        """Adds the answer of a turn that was begun, or replaces it."""
+    def commit(self, turn: Turn, answer: Message | None = None, key: Key | None = None) -> None:
+        """Adds the answer of a turn that was begun, or replaces it.
+
+        `answer` and `key` are the turn's, if the caller has them in this form.
+        """
         node = self.nodes[turn.index]
         self.sampled_tokens += len(turn.sampled_ids) - len(node.sampled_ids)
         self.sampled_turns -= node.sampled
@@ -147,17 +151,22 @@ class TokenTree:
         if turn.finish_reason is FinishReason.LENGTH:
             node.truncated_at = turn.sampling.get("max_tokens")
         if turn.answer_key:
-            node.answer_key = key_from_stored(turn.answer_key)
+            node.answer_key = key or key_from_stored(turn.answer_key)
             self._by_answer[node.answer_key.chain] = turn.index
             self._remember_body(node.answer_key, turn.index)
             if isinstance(node.answer_key, RawKey):
                 self._raw_lengths.add(node.answer_key.length)
         if turn.answer:
-            node.marks = AnswerMarks.of(load_answer(turn.answer))
+            node.marks = AnswerMarks.of(answer or load_answer(turn.answer))
 
     def _remember_body(self, key: Key, index: int) -> None:
         if isinstance(key, ConversationKey):
             self._by_body[key.body] = index
+
+    def same_body(self, key: ConversationKey) -> Node | None:
+        """The last turn whose messages, without the leading system messages, are those of `key`."""
+        index = self._by_body.get(key.body) if key.has_body else None
+        return None if index is None else self.nodes[index]
 
     def same_requests(self, request_key: Key) -> list[Node]:
         """The turns with this request key, in order."""
@@ -271,7 +280,7 @@ class TokenTree:
         prompt = rendering.full(conversation)
         if not self.nodes:
             return Placement(None, 0, prompt, None)
-        cause = self._cause(conversation, keys, match)
+        cause = fork_cause(self, conversation.messages, keys, match)
         parent, shared = self._deepest_common_point(prompt, match, keys)
         return Placement(parent, shared, prompt[shared:], cause)
 
@@ -317,49 +326,6 @@ class TokenTree:
             index = self.nodes[index].parent
         return index
 
-    def _cause(self, conversation: Conversation, keys: Sequence[Key], match: Match) -> ForkCause:
-        messages = conversation.messages
-        known = next((i for i in reversed(range(len(keys))) if self._knows(keys[i])), -1)
-        if known >= 0 and known + 1 < len(messages):
-            asked = self.same_requests(keys[known])
-            return self._cause_after(messages[known + 1], asked, match)
-        if known >= 0:  # every message is known, but the turn could not be extended
-            return ForkCause.UNPROVABLE_BRIDGE
-        for position in reversed(range(len(keys))):
-            key = keys[position]
-            if isinstance(key, RawKey) or not key.has_body:
-                continue
-            other = self._by_body.get(key.body)
-            if other is not None:
-                return self._cause_at(self.nodes[other], key, messages[position + 1 :], match)
-        recent = [node.marks for node in self.nodes[-QUOTED_TURNS:] if node.marks is not None]
-        if is_quoted(messages, recent):
-            return ForkCause.COMPACTION
-        return ForkCause.NEW_CONVERSATION
-
-    def _cause_at(
-        self, other: Node, key: ConversationKey, following: list[Message], match: Match
-    ) -> ForkCause:
-        """Why a conversation forks that has the messages of `other`, but another key."""
-        recorded = other.request_key
-        if isinstance(recorded, RawKey) or recorded.system != key.system:
-            return ForkCause.SYSTEM_CHANGED
-        if recorded.tools != key.tools:
-            return ForkCause.TOOLS_CHANGED
-        # The same request except for a forced call.
-        return self._cause_after(following[0], [other], match) if following else ForkCause.SIBLING
-
-    def _cause_after(self, message: Message, asked: list[Node], match: Match) -> ForkCause:
-        """Why `message` differs from the record after the last known message."""
-        if message.role == "assistant":
-            answers = [node.marks for node in asked if node.marks is not None]
-            return cause_of(message, answers, follows=self.follows)
-        node = None if match.node is None else self.nodes[match.node]
-        if asked:
-            return ForkCause.ROLLED_BACK
-        if node is not None and node.children:
-            return ForkCause.EDITED
-        return ForkCause.UNPROVABLE_BRIDGE
-
-    def _knows(self, key: Key) -> bool:
+    def knows_messages(self, key: Key) -> bool:
+        """Whether the conversation of this key was recorded, as a request or with its answer."""
         return key.chain in self._by_answer or key.chain in self._by_request

@@ -120,7 +120,8 @@ class CallMachine(RuleBasedStateMachine):
     async def answered(self, request: Call, retry: bool) -> list[str]:
         process, caller = self.process, Caller("chat", self.loop.time(), is_retry=retry)
         live = await process.sessions.authorise(self.key, None)
-        with live.used():
+        live.users += 1
+        try:
             call = await process.calls.open(live, request, caller)
             with call.watched() as watcher:
                 outcomes = await watcher.outcomes()
@@ -131,6 +132,8 @@ class CallMachine(RuleBasedStateMachine):
                     assert load_answer(turn.answer).text == outcome.message.text
                 watcher.arrived = True
                 return [outcome.message.text for outcome in outcomes]
+        finally:
+            live.users -= 1
 
     @rule(kind=faults, after=awaits)
     def arm(self, kind: FaultKind, after: int) -> None:
@@ -250,6 +253,7 @@ def nodes(tree: TokenTree) -> list[Any]:
     return [
         (
             *(node.parent, node.shared_tokens, node.status, node.request_key, node.answer_key),
+            *(node.marks, node.truncated_at, node.sampled),
             *(node.prompt_ids.tolist(), node.sampled_ids.tolist(), node.children),
         )
         for node in tree.nodes

@@ -1,7 +1,9 @@
-"""Finds out why an assistant message differs from the answer that was recorded in its place.
+"""Decides the cause of a fork: why a request does not continue what is recorded.
 
-`AnswerMarks` are what memory keeps of an answer's content: digests and the beginnings of two lines.
-Invariant: a cause is returned only if the marks prove it; the most specific one is chosen.
+`fork_cause` finds the first message that differs from the record. If it is the assistant's, the
+cause is how it differs from the recorded answers. `AnswerMarks` are what memory keeps of the
+content of an answer: digests and the beginnings of two lines. Invariant: a cause is returned only
+if the record proves it; the most specific one is chosen.
 """
 
 from __future__ import annotations
@@ -9,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-from proxy.conversation.message_keys import canonical_calls
+from proxy.conversation.message_keys import ConversationKey, Key, RawKey, canonical_calls
 from proxy.conversation.messages import Message, split_reasoning
 from proxy.records import ForkCause
 
+if TYPE_CHECKING:
+    from proxy.token_tree.tree import Match, Node, TokenTree
+
+QUOTED_TURNS = 64
+"""Number of latest turns that are searched for a line that a summary quotes; bounds the cost."""
 QUOTE_CHARS = 80
 """Number of characters kept of the longest line of an answer's text and of its reasoning."""
 MIN_QUOTE_CHARS = 40
@@ -32,23 +40,73 @@ class AnswerMarks:
     calls: bytes
     reasoning: bytes
     quote: str
-    """The beginning of the text's longest line."""
+    """The beginning of the text's longest line; empty if that is too short to be recognised."""
     reasoning_quote: str
 
     @staticmethod
     def of(answer: Message) -> AnswerMarks:
         reasoning, text = split_reasoning(answer)
-        letters = _letters(text)
+        letters, quote = _letters(text), _quote(text)
         return AnswerMarks(
             text=_digest(text),
             letters=_digest(letters),
             letter_count=len(letters),
             call_names=_digest("\0".join(call.name for call in answer.tool_calls)),
-            calls=_digest(canonical_calls(answer)),
+            calls=_digest(canonical_calls(answer)) if answer.tool_calls else _NO_CALLS,
             reasoning=_digest(reasoning),
-            quote=_quote(text),
+            quote=quote if len(quote) >= MIN_QUOTE_CHARS else "",
             reasoning_quote=_quote(reasoning),
         )
+
+
+def fork_cause(
+    tree: TokenTree, messages: list[Message], keys: Sequence[Key], match: Match
+) -> ForkCause:
+    """Why a conversation could not extend the turn of its last recorded answer, `match`.
+
+    `keys` has one key per message.
+    """
+    known = next((i for i in reversed(range(len(keys))) if tree.knows_messages(keys[i])), -1)
+    if known >= 0 and known + 1 < len(messages):
+        asked = tree.same_requests(keys[known])
+        return _cause_after(tree, messages[known + 1], asked, match)
+    if known >= 0:  # every message is known, but the turn could not be extended
+        return ForkCause.UNPROVABLE_BRIDGE
+    for position in reversed(range(len(keys))):
+        key = keys[position]
+        other = None if isinstance(key, RawKey) else tree.same_body(key)
+        if other is not None and not isinstance(key, RawKey):
+            return _cause_at(tree, other, key, messages[position + 1 :], match)
+    recent = [node.marks for node in tree.nodes[-QUOTED_TURNS:] if node.marks is not None]
+    if is_quoted(messages, recent):
+        return ForkCause.COMPACTION
+    return ForkCause.NEW_CONVERSATION
+
+
+def _cause_at(
+    tree: TokenTree, other: Node, key: ConversationKey, following: list[Message], match: Match
+) -> ForkCause:
+    """Why a conversation forks that has the messages of `other`, but another key."""
+    recorded = other.request_key
+    if isinstance(recorded, RawKey) or recorded.system != key.system:
+        return ForkCause.SYSTEM_CHANGED
+    if recorded.tools != key.tools:
+        return ForkCause.TOOLS_CHANGED
+    # The same request except for a forced call.
+    return _cause_after(tree, following[0], [other], match) if following else ForkCause.SIBLING
+
+
+def _cause_after(tree: TokenTree, message: Message, asked: list[Node], match: Match) -> ForkCause:
+    """Why `message` differs from the record after the last known message."""
+    if message.role == "assistant":
+        answers = [node.marks for node in asked if node.marks is not None]
+        return cause_of(message, answers, follows=tree.follows)
+    node = None if match.node is None else tree.nodes[match.node]
+    if asked:
+        return ForkCause.ROLLED_BACK
+    if node is not None and node.children:
+        return ForkCause.EDITED
+    return ForkCause.UNPROVABLE_BRIDGE
 
 
 def cause_of(message: Message, recorded: Sequence[AnswerMarks], *, follows: bool) -> ForkCause:
@@ -63,7 +121,7 @@ def cause_of(message: Message, recorded: Sequence[AnswerMarks], *, follows: bool
 
 def is_quoted(messages: Sequence[Message], recorded: Sequence[AnswerMarks]) -> bool:
     """Whether a message that is not the assistant's repeats a line of a recorded answer."""
-    quotes = {marks.quote for marks in recorded if len(marks.quote) >= MIN_QUOTE_CHARS}
+    quotes = {marks.quote for marks in recorded if marks.quote}
     texts = [message.text for message in messages if message.role != "assistant"]
     return any(quote in text for quote in quotes for text in texts)
 
@@ -118,8 +176,11 @@ def _quote(text: str) -> str:
 
 
 def _digest(content: str | bytes) -> bytes:
+    if not content:
+        return _NOTHING
     data = content if isinstance(content, bytes) else content.encode()
     return blake2b(data, digest_size=8).digest()
 
 
-_NOTHING = _digest("")
+_NOTHING = blake2b(digest_size=8).digest()
+_NO_CALLS = _digest(canonical_calls(Message("assistant")))

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.conversation.messages import Message, ToolCall
 from proxy.records import ForkCause
-from proxy.token_tree.causes import AnswerMarks, cause_of
+from proxy.token_tree.fork_cause import AnswerMarks, cause_of
 
 CALLS = [ToolCall("c0", "read", '{"n": 1}'), ToolCall("c1", "write", '{"n": 2}')]
 ANSWER = Message("assistant", "Line one.\nLine two.", "I want to see.", CALLS)
