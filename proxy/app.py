@@ -134,7 +134,6 @@ def _parts(
         app[ENDPOINTS] = AgentEndpoints(
             sessions,
             calls,
-            rendering,
             dialects,
             metrics,
             config.limits,

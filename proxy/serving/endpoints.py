@@ -27,7 +27,6 @@ from proxy.errors import HeldElsewhere, ProxyError, RequestError
 from proxy.http_request import api_key, read_body, read_in_time, unsent_bytes
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
-from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Caller
 from proxy.serving.call import LiveCall, Watcher
 from proxy.serving.calls import Calls
@@ -66,7 +65,6 @@ class AgentEndpoints:
         self,
         sessions: Sessions,
         calls: Calls,
-        rendering: Rendering,
         dialects: Mapping[str, Dialect],
         metrics: Metrics,
         limits: LimitsConfig,
@@ -76,7 +74,6 @@ class AgentEndpoints:
         """`dialects` are keyed by route; `model_name` is the name in `/v1/models`."""
         self._sessions = sessions
         self._calls = calls
-        self._rendering = rendering
         self._dialects = dialects
         self._limits = limits
         self._model_name = model_name

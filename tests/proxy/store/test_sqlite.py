@@ -16,7 +16,7 @@ import pytest
 
 from proxy.errors import ConfigurationError, StoreError
 from proxy.records import Turn, TurnStatus
-from proxy.store import writer
+from proxy.store import sqlite_group_commit
 from proxy.store.sqlite import SqliteStore
 from tests.proxy.store.test_conformance import a_session, an_intent
 
@@ -73,12 +73,14 @@ async def test_lock_of_another_process_does_not_block_the_event_loop(tmp_path: P
 async def test_slow_commit_moves_the_next_one_to_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SLOW_S", -1.0)  # the first commit already counts as slow
+    monkeypatch.setattr(
+        sqlite_group_commit, "SLOW_S", -1.0
+    )  # the first commit already counts as slow
     connections = [
         sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None, check_same_thread=False)
         for _ in range(2)
     ]
-    group = writer.GroupWriter(connections[0], at_once=connections[1], max_pending=4)
+    group = sqlite_group_commit.GroupWriter(connections[0], at_once=connections[1], max_pending=4)
     threads = [await group.write(lambda _: threading.current_thread().name) for _ in range(3)]
     assert threads == [threading.current_thread().name, "store-writer", "store-writer"]
     await group.close()
@@ -88,7 +90,7 @@ async def test_log_is_moved_into_the_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commits in the event loop never do that; 40 MB would remain in the log."""
-    monkeypatch.setattr(writer, "COMMITS_PER_CHECKPOINT", 8)
+    monkeypatch.setattr(sqlite_group_commit, "COMMITS_PER_CHECKPOINT", 8)
     store = SqliteStore(tmp_path / "s.sqlite")
     await store.create_session(a_session())
     for _ in range(400):
