@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
+from agent_loop.comparison import bootstrap_interval
 from agent_loop.producers.groups import GroupRun, RunsTrials
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import SessionKind
@@ -160,6 +161,20 @@ def score(groups: Sequence[Group], config: EvalConfig) -> Score:
         failed=sum(len(group.rollouts) for group in groups) - len(flat),
         mean_turns=_mean([float(r.num_turns) for r in flat]),
     )
+
+
+def pass_at_k_intervals(
+    groups: Sequence[Group], config: EvalConfig
+) -> Mapping[int, tuple[float, float]]:
+    """95 % intervals of `Score.pass_at_k`, by the bootstrap over tasks."""
+    estimates: dict[int, list[float]] = {k: [] for k in config.ks}
+    for group in groups:
+        judged = [rollout for rollout in group.rollouts if _judged(rollout)]
+        correct = sum(r.reward is not None and r.reward >= config.success_at for r in judged)
+        for k, found in estimates.items():
+            if len(judged) >= k:
+                found.append(pass_at_k(len(judged), correct, k))
+    return {k: bootstrap_interval(found) for k, found in estimates.items()}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

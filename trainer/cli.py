@@ -3,6 +3,9 @@
     agentic-train init DIR [--agent NAME]         write a project to train (init --help)
     agentic-train --config FILE [key=value …]     train; a later --config overrides an earlier one
     agentic-train --config FILE --check           check and print the resolved configuration
+    agentic-train eval --config FILE --out DIR    evaluate a checkpoint or endpoint (eval --help)
+    agentic-train compare DIR DIR …               evaluations with paired differences
+    agentic-train collect --config FILE --out DIR trials with rewards, without training
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train report RUN                      write RUN/report.html from the run's folder
     agentic-train --swarm-server HOST:PORT        train on the episodes of a swarm's clients
@@ -16,21 +19,29 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "vllm", "xxhash"})
 """Packages that are imported by a training run and installed by the extras `cpu` and `gpu`."""
 
+COMMANDS = {
+    "init": "trainer.init_project",
+    "eval": "trainer.eval_command",
+    "collect": "trainer.collect_command",
+    "compare": "trainer.compare_command",
+}
+"""Command → the module whose `main` has arguments of its own."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["init"]:
-        from trainer import init_project
-
-        return init_project.main(words[1:])
+    if words[:1] and words[0] in COMMANDS:
+        command_main: Callable[[Sequence[str]], int] = import_module(COMMANDS[words[0]]).main
+        return command_main(words[1:])
     arguments = _parser().parse_args(words)
     try:
         from trainer.commands import Command, run

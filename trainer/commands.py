@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,17 +40,26 @@ class Command:
 
 def run(command: Command) -> int:
     """Runs the command; returns its exit code."""
-    try:
+
+    def chosen() -> int:
         if command.swarm_server:
             return _serve_swarm(command.swarm_server, command.state_dir, command.configs)
         return _run(command.words, command.configs, check=command.check)
+
+    return reporting("agentic-train", chosen)
+
+
+def reporting(name: str, command: Callable[[], int]) -> int:
+    """Runs the command; prints expected errors as one line each. Returns the exit code."""
+    try:
+        return command()
     except (*EXPECTED, ExceptionGroup) as error:
         expected = _first_expected(error)
         if expected is None:
             raise
         problems = expected.problems if isinstance(expected, ConfigError) else (str(expected),)
         for problem in problems:
-            print(f"agentic-train: {' '.join(problem.split())}", file=sys.stderr)
+            print(f"{name}: {' '.join(problem.split())}", file=sys.stderr)
         if isinstance(expected, TrainerError):
             return expected.exit_code
         return 2 if isinstance(expected, ConfigurationError) else 1

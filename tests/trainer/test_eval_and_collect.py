@@ -1,0 +1,156 @@
+"""`agentic-train eval`, `compare` and `collect` on a real proxy and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent_loop.trial_list import read_lines
+from proxy.engines.scripted import ScriptedEngine, text_script
+from proxy.rendering.rendering import Rendering
+from proxy.store import open_store
+from proxy.store.protocol import SessionFilter
+from tests.proxy.conftest import checkpoint, rendering, start_proxy
+
+__all__ = ["checkpoint", "rendering", "start_proxy"]
+
+AGENT = """
+import json, os, sys, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": os.environ["TASK_PROMPT"]}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+if answer in json.load(open(os.environ["TASK_FILE"]))["good"]:
+    open("solved", "w").close()
+"""
+
+
+async def agentic_train(*arguments: str) -> tuple[int | None, str]:
+    """The command in its own process, which forks and handles signals."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trainer.cli", *arguments),
+        env={**os.environ, "OPENAI_API_KEY": "any", "OMP_NUM_THREADS": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    return process.returncode, output.decode()
+
+
+def write_config(folder: Path, model: Path, engine: str) -> str:
+    """Two tasks: "Hello." solves the first one."""
+    for name in ("train", "heldout"):
+        tasks = [
+            {"task_id": f"{name}-{good}", "prompt": "Say hello.", "good": [good]}
+            for good in ("Hello.", "Bye.")
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(t) + "\n" for t in tasks))
+    (folder / "agent.py").write_text(AGENT)
+    settings = {
+        "model": {"path": str(model)},
+        "engine": {"urls": [engine]},
+        "data": {
+            "train_files": [str(folder / "train.jsonl")],
+            "val_files": [str(folder / "heldout.jsonl")],
+        },
+        "remote_agent": {
+            "command": {"argv": ["{python}", str(folder / "agent.py")]},
+            "verifier": {"argv": ["test", "-f", "solved"]},
+            "sandbox": "off",
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return str(folder / "config.yaml")
+
+
+def says(rendering: Rendering, text: str) -> ScriptedEngine:
+    tokenizer = rendering.tokenizer
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return ScriptedEngine(
+        text_script(lambda _: text, decode=tokenizer.decode, encode=tokenizer.encode, end_ids=[end])
+    )
+
+
+@pytest.mark.slow
+async def test_evaluations_continue_and_are_compared(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    async with says(rendering, "Hello.") as engine:
+        config = write_config(tmp_path, checkpoint, engine.url)
+        begin = ("eval", "--config", config, "--out", first)
+        code, said = await agentic_train(*begin, "--repeats", "1")
+        assert code == 0, said
+        assert len(engine.calls) == 2
+        code, said = await agentic_train(*begin, "--repeats", "2")  # runs the missing trials
+        assert code == 0, said
+        assert len(engine.calls) == 4
+    header, row = said.splitlines()[-3:-1]
+    assert header.split()[:6] == ["source", "tasks", "trials", "failed", "mean", "reward"]
+    assert row.split()[:6] == ["heldout", "2", "4", "0", "0.500", "0.500"]
+    assert row.split()[-3] == "0.500"  # pass@2
+    code, said = await agentic_train(*begin, "rollout.temperature=0.5")
+    assert code == 2
+    assert "has trials of another configuration or model; choose another --out" in said
+
+    async with says(rendering, "Bye.") as engine:
+        config = write_config(tmp_path, checkpoint, engine.url)
+        code, said = await agentic_train("eval", "--config", config, "--out", second)
+        assert code == 0, said
+    code, said = await agentic_train("compare", first, second)
+    assert code == 0, said
+    assert said.splitlines()[2].split() == [
+        *(second, "2", "0.500", "+0.000", "[-1.000,", "+1.000]", "1", "1")
+    ]
+
+
+@pytest.mark.slow
+async def test_endpoint_is_evaluated_without_our_engine(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path, start_proxy: object
+) -> None:
+    proxy = await start_proxy(sessions={"auto_create": True})  # type: ignore[operator]
+    config = write_config(tmp_path, checkpoint, "http://127.0.0.1:9")
+    out = tmp_path / "baseline"
+    endpoint = ("--model", f"{proxy.url}/baseline", "--model-name", "gpt")
+    code, said = await agentic_train("eval", "--config", config, "--out", str(out), *endpoint)
+    assert code == 0, said
+    lines = read_lines(out / "trials.jsonl")
+    assert sorted(line.reward or 0.0 for line in lines) == [0.0, 1.0]
+    assert len(proxy.engine.calls) == 2
+    code, said = await agentic_train("eval", "--config", config, "--out", "x", *endpoint[:2])
+    assert code == 2
+    assert "--model-name: missing" in said
+
+
+@pytest.mark.slow
+async def test_collected_sessions_have_rewards_and_can_be_exported(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    out = tmp_path / "collected"
+    async with says(rendering, "Hello.") as engine:
+        config = write_config(tmp_path, checkpoint, engine.url)
+        arguments = ("collect", "--config", config, "--out", str(out), "--repeats", "2")
+        code, said = await agentic_train(*arguments)
+        assert code == 0, said
+        code, said = await agentic_train(*arguments)  # nothing is left to do
+        assert (code, len(engine.calls)) == (0, 4), said
+    store = await open_store(f"sqlite:///{out}/sessions.db")
+    sessions = await store.list_sessions(SessionFilter())
+    await store.close()
+    rewards = [(s.metadata["task_id"], s.rewards[0].value) for s in sessions]
+    assert sorted(rewards) == [("train-Bye.", 0.0)] * 2 + [("train-Hello.", 1.0)] * 2
+    assert {session.kind.value for session in sessions} == {"train"}
+    exported = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", "export", "--store", f"sqlite:///{out}/sessions.db"),
+        *("--format", "trl", "--out", str(tmp_path / "rows.jsonl")),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert (await exported.communicate())[0] == f"4 rows in {tmp_path}/rows.jsonl\n".encode()

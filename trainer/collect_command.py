@@ -1,0 +1,44 @@
+"""`agentic-train collect`: trials with rewards on the training tasks, without training.
+
+The sessions are recorded with the run's sampling parameters, and each has its reward, so that
+`agentic-proxy export --store sqlite:///DIR/sessions.db` makes training data of them. The same
+command continues where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from proxy.records import SessionKind
+from trainer.commands import reporting
+from trainer.config_sources import load
+from trainer.eval_command import add_run_arguments, scores_table
+from trainer.sample_trials import TrialRun, run_trials
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `agentic-train collect`; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="agentic-train collect",
+        description="Runs trials on data.train_files with rewards, without training.",
+    )
+    add_run_arguments(parser)
+    arguments = parser.parse_args(argv)
+    return reporting("agentic-train collect", lambda: _collect(arguments))
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.words, os.environ)
+    repeats = arguments.repeats or 1
+    lines, signal_number = run_trials(
+        TrialRun(config, arguments.out, "train", repeats, SessionKind.TRAIN, None, arguments.limit)
+    )
+    store = f"sqlite:///{arguments.out}/sessions.db"
+    if signal_number:
+        print(f"interrupted; the same command continues with the trials in {arguments.out}")
+        return 128 + signal_number
+    print(scores_table(lines, config.eval.model_copy(update={"repeats": repeats})))
+    print(f"agentic-proxy export --store {store} --format trl --out trials.parquet")
+    return 0

@@ -1,0 +1,141 @@
+"""`agentic-train eval`: success, pass@k and mean reward per source, of a checkpoint or an endpoint.
+
+Nothing is trained. The folder `--out` holds a line per trial, and the sessions with their rewards;
+the same command continues where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from agent_loop.endpoint_loop import Endpoint
+from agent_loop.evaluator import EvalConfig, pass_at_k_intervals, score
+from agent_loop.records import Group, Rollout, RolloutStatus, Task
+from agent_loop.trial_list import TrialLine
+from proxy.records import SessionKind
+from trainer.commands import reporting
+from trainer.config_sources import load
+from trainer.errors import ConfigError
+from trainer.sample_trials import TrialRun, run_trials
+
+KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `agentic-train eval`; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    return reporting("agentic-train eval", lambda: _evaluate(arguments))
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `eval` and `collect` have in common."""
+    parser.add_argument("--config", type=Path, metavar="FILE", action="append", default=[])
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="new, or of an interrupted command"
+    )
+    parser.add_argument("--repeats", type=int, metavar="K", help="trials per task")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks")
+    parser.add_argument("words", nargs="*", metavar="key=value")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="agentic-train eval", description="Evaluates a model on data.val_files."
+    )
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER|URL",
+        help="a checkpoint, which our vLLM serves, or an OpenAI-compatible or Anthropic endpoint,"
+        " which agents call themselves (default: model.path)",
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="with a URL: the endpoint's model")
+    parser.add_argument(
+        "--api-key-env",
+        metavar="VARIABLE",
+        help=f"with a URL: where its key is (default: {' or '.join(KEY_VARIABLES)})",
+    )
+    return parser
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    words, endpoint = list(arguments.words), None
+    if arguments.model is not None and arguments.model.startswith(("http://", "https://")):
+        endpoint = _endpoint(arguments)
+    elif arguments.model is not None:
+        words.append(f"model.path={arguments.model}")
+    config = load(arguments.config, words, os.environ)
+    repeats = arguments.repeats or config.eval.repeats
+    limit = arguments.limit or config.eval.limit
+    lines, signal_number = run_trials(
+        TrialRun(config, arguments.out, "val", repeats, SessionKind.EVAL, endpoint, limit)
+    )
+    if signal_number:
+        print(f"interrupted; the same command continues with the trials in {arguments.out}")
+        return 128 + signal_number
+    print(scores_table(lines, config.eval.model_copy(update={"repeats": repeats})))
+    print(f"trials: {arguments.out}/trials.jsonl")
+    return 0
+
+
+def _endpoint(arguments: argparse.Namespace) -> Endpoint:
+    if arguments.model_name is None:
+        raise ConfigError(f"--model-name: missing; name the model that {arguments.model} serves")
+    names = [arguments.api_key_env] if arguments.api_key_env else KEY_VARIABLES
+    keys = [os.environ[name] for name in names if os.environ.get(name)]
+    if not keys:
+        raise ConfigError(
+            f"--api-key-env: {' and '.join(names)} not set; set the endpoint's key in one of them"
+        )
+    return Endpoint(arguments.model, keys[0], arguments.model_name)
+
+
+def groups_of(lines: Sequence[TrialLine]) -> list[Group]:
+    """The trials by task, in the form that scores are computed from."""
+    found: dict[tuple[str, str], list[Rollout]] = {}
+    for line in lines:
+        task = Task(line.task_id, {}, line.source)
+        rollout = Rollout(
+            line.trial_id, task, RolloutStatus(line.status), line.reward, num_turns=line.turns
+        )
+        found.setdefault((line.source, line.task_id), []).append(rollout)
+    return [Group(f"{s}/{t}", rollouts[0].task, rollouts) for (s, t), rollouts in found.items()]
+
+
+def scores_table(lines: Sequence[TrialLine], config: EvalConfig) -> str:
+    """One line per source, and one for all; intervals are of 95 %."""
+    groups = groups_of(lines)
+    sources = sorted({group.task.source for group in groups})
+    rows = [["source", "tasks", "trials", "failed", "mean reward", "success"]]
+    rows[0] += [f"pass@{k}" for k in config.ks]
+    for source in [*sources, "all"] if len(sources) > 1 else sources:
+        chosen = [group for group in groups if source in (group.task.source, "all")]
+        result, intervals = score(chosen, config), pass_at_k_intervals(chosen, config)
+        rows.append(
+            [
+                source,
+                str(result.tasks),
+                str(result.rollouts),
+                str(result.failed),
+                f"{result.mean_reward:.3f}",
+                _with_interval(result.success, result.interval),
+                *(_with_interval(result.pass_at_k[k], intervals[k]) for k in config.ks),
+            ]
+        )
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _with_interval(value: float, interval: tuple[float, float]) -> str:
+    return f"{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"

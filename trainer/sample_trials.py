@@ -1,0 +1,192 @@
+"""What `agentic-train eval` and `collect` have in common: trials on a model, without a trainer.
+
+A folder has the configuration, the sessions, and a line per trial, so that the same command
+continues where it was interrupted.
+Invariant: when `run_trials` returns or raises, no agent, engine or proxy that it started is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_loop.endpoint_loop import Endpoint, EndpointLoop
+from agent_loop.producers.groups import RunsTrials
+from agent_loop.tasks import held_out_tasks
+from agent_loop.trial_list import TrialLine, TrialList
+from proxy.client import ProxyClient
+from proxy.records import EMPTY_IDS, SessionKind
+from trainer.assembly import RunParts
+from trainer.cluster.local import LocalCluster
+from trainer.config import TrainerConfig
+from trainer.config_sources import dump
+from trainer.errors import ConfigError
+from trainer.run.control import RunControl, StopRequested
+from trainer.run.folder import RunFolder, replace_file
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """Which trials to run. Example: TrialRun(config, Path("evals/base"), "val", 4)"""
+
+    config: TrainerConfig
+    folder: Path
+    tasks: str
+    """`val` or `train`: which files of `data`."""
+    repeats: int
+    kind: SessionKind
+    endpoint: Endpoint | None = None
+    """None: our vLLM with the checkpoint of `model.path`."""
+    limit: int | None = None
+
+
+def run_trials(run: TrialRun) -> tuple[list[TrialLine], int]:
+    """Runs the trials that the folder does not have yet. Returns all lines, and the number of the
+    signal that interrupted it, or 0.
+
+    Raises:
+        ConfigError, proxy.errors.ConfigurationError: the configuration, or a folder of another one.
+    """
+    parts = _parts(run)
+    folder = _folder(run)
+    try:
+        return asyncio.run(_under_signals(run, parts, folder))
+    finally:
+        folder.unlock()
+
+
+def _parts(run: TrialRun) -> RunParts:
+    config, agent = run.config, run.config.remote_agent
+    agent.check_sandbox()
+    data = config.data
+    if run.tasks == "train":
+        data = data.model_copy(
+            update={
+                "val_files": data.train_files,
+                "val_harbor_dir": data.train_harbor_dir,
+                "harbor_val_limit": data.harbor_train_limit,
+                "train_files": (),
+                "train_harbor_dir": (),
+            }
+        )
+    tasks = held_out_tasks(data, needs_prompt=agent.needs_prompt)[: run.limit]
+    if not tasks:
+        raise ConfigError(f"data.{run.tasks}_files: no tasks; give at least one file of tasks")
+    launcher = agent.build_launcher(data.harbor_roots)
+    return RunParts(config, tasks, launcher, agent.build_rewards(), EMPTY_IDS)
+
+
+def _folder(run: TrialRun) -> RunFolder:
+    """The folder, new or of an interrupted run with the same settings; locked."""
+    settings = dump(run.config)
+    if run.endpoint is not None:
+        settings += f"# endpoint: {run.endpoint.model} at {run.endpoint.base_url}\n"
+    if not (run.folder / "config.yaml").exists():
+        if run.folder.exists():
+            raise ConfigError(f"{run.folder}: exists and is not a folder of this command")
+        folder = RunFolder.create(run.folder)
+        replace_file(folder.config, settings)
+        return folder
+    folder = RunFolder.open(run.folder)
+    if folder.config.read_text() != settings:
+        raise ConfigError(
+            f"{run.folder}: has trials of another configuration or model; choose another --out"
+        )
+    folder.lock()
+    return folder
+
+
+async def _under_signals(
+    run: TrialRun, parts: RunParts, folder: RunFolder
+) -> tuple[list[TrialLine], int]:
+    control = RunControl()
+    with control.signals():
+        try:
+            async with _loop(run, parts, folder, control) as (loop, proxy):
+                trials = TrialList(
+                    loop,
+                    parts.held_out,
+                    run.repeats,
+                    run.kind,
+                    folder.trials_log,
+                    concurrency=run.config.rollout.concurrency,
+                    seed=run.config.trainer.seed,
+                    proxy=proxy,
+                    ended=_Progress(len(parts.held_out) * run.repeats),
+                )
+                return await control.wait_for(trials.run()), 0
+        except StopRequested:
+            return [], control.signal_number or 0
+
+
+class _Progress:
+    """Prints a line for each tenth of the trials, and for each failed one."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._ended = 0
+
+    def __call__(self, line: TrialLine) -> None:
+        self._ended += 1
+        if not line.judged:
+            print(f"{line.trial_id}: {line.status}: {line.error}", flush=True)
+        if self._ended % max(1, self._total // 10) == 0:
+            print(f"{self._ended} trials ended (of {self._total})", flush=True)
+
+
+@asynccontextmanager
+async def _loop(
+    run: TrialRun, parts: RunParts, folder: RunFolder, control: RunControl
+) -> AsyncIterator[tuple[RunsTrials, ProxyClient | None]]:
+    config = run.config
+    async with AsyncExitStack() as stack:
+        if run.endpoint is not None:
+            baseline = EndpointLoop(
+                run.endpoint,
+                parts.launcher,
+                parts.rewards,
+                folder.trials,
+                config.remote_agent,
+                [folder.path, *config.remote_agent.private_files, *config.data.val_files],
+            )
+            stack.push_async_callback(baseline.close)
+            yield baseline, None
+            return
+        cluster = LocalCluster(config, folder, control)
+        proxy = await _proxy(config, folder, cluster, control, stack)
+        loop = parts.loop(folder, proxy, cluster)
+        stack.push_async_callback(loop.close)
+        yield loop, proxy
+
+
+async def _proxy(
+    config: TrainerConfig,
+    folder: RunFolder,
+    cluster: LocalCluster,
+    control: RunControl,
+    stack: AsyncExitStack,
+) -> ProxyClient:
+    """Starts the engines, unless `engine.urls` names running ones, and the proxy."""
+    engines: list[dict[str, str]] = [{"url": url} for url in config.engine.urls]
+    if not engines:
+        for number in range(config.engine.replicas):
+            replica = cluster.replica(number)
+            stack.push_async_callback(replica.stop)
+            await control.wait_for(replica.start())
+            engines.append({"url": replica.url, "name": f"engine-{number}"})
+    server = config.proxy_server
+    settings: dict[str, Any] = {
+        "model": str(config.model.path),
+        "store": f"sqlite:///{folder.sessions.absolute()}",
+        "max_context_tokens": config.engine.max_context_tokens,
+        "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
+    }
+    proxy = cluster.proxy(settings)
+    await proxy.set_engines(engines)
+    stack.push_async_callback(proxy.stop)
+    await control.wait_for(proxy.start())
+    return await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
