@@ -150,7 +150,7 @@ class Graded:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-NO_OPINION = Graded(None)
+NO_REWARD = Graded(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import GIT, agent_environment, make_workspace
 from agent_loop.processes.environment import expand
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
-from agent_loop.records import NO_OPINION, AgentEnd, AgentResult, Graded, Trial
+from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy.errors import ConfigurationError
 
 
@@ -95,7 +95,7 @@ class CommandLauncher:
         await self._host.close()
 
 
-def agent_result(ended: Ended, reward: Graded = NO_OPINION) -> AgentResult:
+def agent_result(ended: Ended, reward: Graded = NO_REWARD) -> AgentResult:
     """The result of an agent that ran as a process."""
     if ended.ended_by == "timeout":
         end = AgentEnd.TIMED_OUT

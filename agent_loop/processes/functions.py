@@ -16,7 +16,7 @@ from typing import Any
 from agent_loop.errors import RewardError
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.host import Ended, ProcessHost
-from agent_loop.records import NO_OPINION, Graded
+from agent_loop.records import NO_REWARD, Graded
 from agent_loop.reward_values import graded
 from proxy.errors import ConfigurationError
 
@@ -74,11 +74,11 @@ def returned(ended: Ended, result: Path, target: str, key: str) -> Graded:
         RewardError: the returned value is not a reward.
     """
     if ended.failure is not None or not result.exists():
-        return NO_OPINION
+        return NO_REWARD
     with result.open("rb") as file:
         text = file.read(RETURNED_BYTES + 1)
     if not text:
-        return NO_OPINION
+        return NO_REWARD
     if len(text) > RETURNED_BYTES:
         raise RewardError(f"{target}: returned more than {RETURNED_BYTES} bytes")
     try:

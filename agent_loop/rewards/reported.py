@@ -5,7 +5,7 @@ Invariant: without a report there is no reward; it never becomes a reward of 0.
 
 from __future__ import annotations
 
-from agent_loop.records import NO_OPINION, FinishedTrial, Graded
+from agent_loop.records import NO_REWARD, FinishedTrial, Graded
 
 
 class LauncherReward:
@@ -25,7 +25,7 @@ class PostedReward:
     async def grade(self, finished: FinishedTrial) -> Graded:
         rewards = [reward for reward in finished.session.rewards if reward.turn is None]
         if not rewards:
-            return NO_OPINION
+            return NO_REWARD
         parts = {reward.key: reward.value for reward in rewards}
         for reward in rewards:
             parts |= {f"{reward.key}.{name}": value for name, value in reward.parts.items()}

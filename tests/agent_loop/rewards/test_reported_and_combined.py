@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent_loop.errors import RewardError
-from agent_loop.records import NO_OPINION, AgentEnd, AgentResult, FinishedTrial, Graded
+from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, FinishedTrial, Graded
 from agent_loop.rewards.combined import CombinedReward, Weighted
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from proxy.records import Reward
@@ -36,7 +36,7 @@ async def test_posted_rewards_of_the_trial_are_summed_without_those_of_turns(
 
 
 async def test_trial_without_posted_rewards_has_no_reward(make_trial: MakeTrial) -> None:
-    assert await PostedReward().grade(finished(make_trial())) == NO_OPINION
+    assert await PostedReward().grade(finished(make_trial())) == NO_REWARD
 
 
 async def test_launcher_reward_is_the_reward_in_the_agents_result(make_trial: MakeTrial) -> None:
@@ -63,7 +63,7 @@ async def test_sum_is_weighted_and_keeps_its_parts_by_source(
 
 
 async def test_sum_with_a_missing_part_gives_no_reward(make_trial: MakeTrial) -> None:
-    sources = {"a": Weighted(Fixed(Graded(1.0))), "b": Weighted(Fixed(NO_OPINION))}
+    sources = {"a": Weighted(Fixed(Graded(1.0))), "b": Weighted(Fixed(NO_REWARD))}
     result = await CombinedReward(sources).grade(finished(make_trial()))
     assert result == Graded(None, {"a": 1.0})
 
