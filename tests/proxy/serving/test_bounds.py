@@ -8,14 +8,17 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 
 from proxy.conversation.json_values import (
     MAX_ARGUMENT_VALUES,
     canonical_arguments,
     parsed_arguments,
 )
+from proxy.http_request import read_in_time
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.serving import endpoints
 from proxy.serving.calls import MAX_PREFILL_CHARS, THREADED_PREFILL_CHARS
 from proxy.serving.prompt_bounds import max_chars
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -104,7 +107,7 @@ async def test_calls_beyond_the_limit_of_the_process_get_429_until_one_has_ended
     proxy = await start_proxy(limits={"in_flight_calls": 1})
     session = await proxy.session()
     proxy.engine.token_delay_s = 0.05
-    hello = {"messages": [{"role": "user", "content": "Hi."}]}
+    hello = body_of("Hi.")
     first = asyncio.create_task(proxy.post(session, "chat/completions", hello))
     await proxy.engine.called.wait()
     status, reply = await proxy.post(session, "chat/completions", hello)
@@ -112,3 +115,25 @@ async def test_calls_beyond_the_limit_of_the_process_get_429_until_one_has_ended
     assert "limits.in_flight_calls is 1" in reply["error"]["message"]
     assert (await first)[0] == 200
     assert (await proxy.post(session, "chat/completions", hello))[0] == 200
+
+
+async def test_answer_must_be_read_within_the_configured_time(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_http_request.py` tests what happens to a client that does not read its answer."""
+    limits_s: list[float] = []
+
+    def watched(request: web.Request, limit_s: float) -> Any:
+        limits_s.append(limit_s)
+        return read_in_time(request, limit_s)
+
+    monkeypatch.setattr(endpoints, "read_in_time", watched)
+    proxy = await start_proxy(limits={"unread_s": 7.0})
+    session = await proxy.session()
+    assert (await proxy.post(session, "chat/completions", body_of("Hi.")))[0] == 200
+    assert limits_s
+    assert set(limits_s) == {7.0}
+
+
+def body_of(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
