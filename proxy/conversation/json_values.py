@@ -19,6 +19,8 @@ dialect's answer and in the engine's request, below the 254 levels that can be w
 MAX_ARGUMENT_VALUES = 50_000
 """Commas, objects and lists in a call's arguments; arguments with more are text. To read and write
 so many takes about 20 ms, and a history has many calls, which are each read with every request."""
+MAX_ARGUMENT_CHARS = 1_000_000
+"""Characters of a call's arguments; longer ones are text. Comparing so many takes about 20 ms."""
 MAX_SAFE_INTEGER = 2**53
 """Above this a double cannot represent every integer."""
 
@@ -26,9 +28,11 @@ MAX_SAFE_INTEGER = 2**53
 def parsed_arguments(text: str) -> Any:
     """A tool call's arguments as a JSON value.
 
-    Invalid JSON, and JSON with more than MAX_ARGUMENT_DEPTH levels or MAX_ARGUMENT_VALUES values,
-    is returned unchanged; an empty string becomes `{}`.
+    Invalid JSON, and JSON with more than MAX_ARGUMENT_DEPTH levels, MAX_ARGUMENT_VALUES values or
+    MAX_ARGUMENT_CHARS characters, is returned unchanged; an empty string becomes `{}`.
     """
+    if len(text) > MAX_ARGUMENT_CHARS:
+        return text
     if not text.strip():
         return {}
     if text.count(",") + text.count("{") + text.count("[") > MAX_ARGUMENT_VALUES:
@@ -50,7 +54,7 @@ def canonical_arguments(text: str) -> bytes:
     value = parsed_arguments(text)
     if not isinstance(value, dict):
         value = {"arguments": value}
-    if _SPELT_NUMBER.search(text):
+    if len(text) <= MAX_ARGUMENT_CHARS and _SPELT_NUMBER.search(text):
         value = _canonical(value)
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 

@@ -23,7 +23,7 @@ from proxy.rendering.chat_template import ChatTemplate
 
 BATCH_MIN_CHARS = 4096
 """From here on the batch form costs a fifth less: it alone does without offsets."""
-REMEMBERED_BYTES = 32 * 2**20
+REMEMBERED_BYTES = 8 * 2**20
 STAND_IN_CHARS = 256
 """Longer texts are messages; of headers and markers, which are shorter, renderers read the ids."""
 ENTRY_BYTES = 256

@@ -1,8 +1,8 @@
 """Parses the body of a request with bounded work.
 
-Invariant: an accepted body has at most MAX_CONTAINERS objects and lists, MAX_VALUES values and
-MAX_NESTING levels, so that later code may recurse into it and serialise it. Any other body is
-refused before it is decoded, or by one pass over its levels.
+Invariant: an accepted body has at most MAX_CONTAINERS objects and lists, MAX_KEYS fields,
+MAX_VALUES values and MAX_NESTING levels, so that later code may recurse into it and serialise it.
+Any other body is refused before it is decoded, or by one pass over its levels.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ MAX_CONTAINERS = 200_000
 60,000."""
 MAX_VALUES = 2_000_000
 """Commas outside strings. A prompt of a million token ids has a million."""
+MAX_KEYS = 200_000
+"""Fields of all objects in a body; decoding and freeing this number takes about 100 ms."""
 LARGE_BYTES = 2**20
 LARGE_CONTAINERS = 2000
 """Larger bodies take more than about 10 ms to parse, key and render, which is done in a thread."""
@@ -81,8 +83,12 @@ def parse_body(body: Body) -> Fields:
 
 
 def _refuse_size(body: Body) -> None:
-    if body.brackets <= MAX_CONTAINERS and (
-        len(body.data) <= MAX_VALUES or _count(body.data, b",") <= MAX_VALUES
+    if len(body.data) <= MAX_KEYS:
+        return
+    if (
+        body.brackets <= MAX_CONTAINERS
+        and (len(body.data) <= MAX_VALUES or _count(body.data, b",") <= MAX_VALUES)
+        and _count(body.data, b":") <= MAX_KEYS
     ):
         return
     without_strings = _STRING.sub(b"", body.data)
@@ -91,6 +97,12 @@ def _refuse_size(body: Body) -> None:
         raise RequestError(
             f"the body has {found} objects and lists; at most {MAX_CONTAINERS} are allowed; send "
             "fewer messages or tools",
+            status=413,
+        )
+    keys = without_strings.count(b":")
+    if keys > MAX_KEYS:
+        raise RequestError(
+            f"the body has {keys} fields; at most {MAX_KEYS} are allowed; send fewer",
             status=413,
         )
     values = without_strings.count(b",")

@@ -33,6 +33,10 @@ SESSIONS = 8
 REQUESTS_PER_SESSIONS = 2000
 """After this number of requests, the sessions' records are checked and the sessions replaced."""
 ANSWER_TIMEOUT_S = 20.0
+SLOW_PIECES, SLOW_S = 10, 0.05
+"""A slow client sends its request in this number of pieces, and waits after each."""
+UNREAD_S = 1.0
+"""How long a client that does not read its answer keeps the connection."""
 Body = dict[str, Any]
 
 TOOL = {"name": "shell", "description": "Runs a command.", "parameters": {"type": "object"}}
@@ -400,12 +404,20 @@ async def send(victim: Victim, attack: Attack, report: Report, rng: random.Rando
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(victim.host, victim.port)
             try:
-                writer.write(attack.data)
-                await writer.drain()
+                pieces = SLOW_PIECES if rng.random() < 0.02 else 1
+                size = len(attack.data) // pieces + 1
+                for start in range(0, len(attack.data), size):
+                    writer.write(attack.data[start : start + size])
+                    await writer.drain()
+                    await asyncio.sleep(SLOW_S if pieces > 1 else 0)
                 if not attack.owed:
                     writer.write_eof()
-                if rng.random() < 0.03:
+                manner = rng.random()
+                if manner < 0.03:
                     return  # hangs up without reading
+                if manner < 0.05:
+                    await asyncio.sleep(UNREAD_S)
+                    return  # reads nothing for a while, then hangs up
                 answer = await reader.read(1 << 20)
             finally:
                 writer.close()

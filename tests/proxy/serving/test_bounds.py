@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from proxy.conversation.json_values import (
+    MAX_ARGUMENT_CHARS,
     MAX_ARGUMENT_VALUES,
     canonical_arguments,
     parsed_arguments,
@@ -90,6 +91,13 @@ async def test_overlong_text_anywhere_is_refused_before_it_is_tokenised(
     assert status == 400
     assert "context" in orjson.dumps(answer).decode() or "too long" in answer["error"]["message"]
     assert max(encoded, default=0) < len(text)
+
+
+def test_very_long_arguments_are_text_and_are_equal_to_themselves_only() -> None:
+    long = orjson.dumps({"a": "1" * MAX_ARGUMENT_CHARS, "n": 1.0}).decode()
+    assert parsed_arguments(long) == long
+    assert canonical_arguments(long) == canonical_arguments(long)
+    assert canonical_arguments(long) != canonical_arguments(long.replace("1.0", "1"))
 
 
 def test_arguments_with_very_many_values_are_text_and_are_equal_to_themselves_only() -> None:

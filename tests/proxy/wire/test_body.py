@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import RequestError
 from proxy.records import TurnStatus
-from proxy.wire.body import MAX_CONTAINERS, MAX_NESTING, MAX_VALUES, Body, parse_body
+from proxy.wire.body import MAX_CONTAINERS, MAX_KEYS, MAX_NESTING, MAX_VALUES, Body, parse_body
 from tests.proxy.conftest import RunningProxy
 
 USER = {"role": "user", "content": "Hi."}
@@ -108,7 +108,14 @@ BRACKETS = b"[" + b",".join([b"[]"] * (MAX_CONTAINERS + 1)) + b"]"
 NUMBERS = b"[" + b",".join([b"1"] * (MAX_VALUES + 2)) + b"]"
 
 
-@pytest.mark.parametrize(("values", "bound"), [(BRACKETS, MAX_CONTAINERS), (NUMBERS, MAX_VALUES)])
+FIELDS = b"{" + b",".join(b'"%d":1' % number for number in range(MAX_KEYS)) + b"}"
+
+
+@pytest.mark.parametrize(
+    ("values", "bound"),
+    [(BRACKETS, MAX_CONTAINERS), (NUMBERS, MAX_VALUES), (FIELDS, MAX_KEYS)],
+    ids=["containers", "values", "fields"],
+)
 def test_body_with_too_many_values_is_refused_before_decoding(values: bytes, bound: int) -> None:
     with pytest.raises(RequestError, match=f"at most {bound} are allowed") as refused:
         parse_body(Body(b'{"messages": ' + values + b"}"))
