@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.generation import Generation
 from proxy.records import FinishReason, Ids
 from proxy.routing import Router
 from tests.agent_loop.virtual_time import run_in_virtual_time
@@ -131,8 +132,8 @@ async def agent(name: str, router: Router, model: Model, until_s: float, figures
         prompt = (turn + 1) * model.new_tokens + turn * model.sampled_tokens
         began = loop.time()
         ids = np.broadcast_to(np.int32(0), (prompt,))
-        call = router.generate(
-            ids, Sampling(model.sampled_tokens), request_id=session, session_id=session
+        call = Generation(
+            router, ids, Sampling(model.sampled_tokens), request_id=session, session_id=session
         )
         async for _ in call.stream():
             pass
@@ -175,8 +176,8 @@ def choosing_us(replicas: int, sessions: int = 20_000) -> float:
         router = Router([Replica(number, model, Figures(0.0)).view() for number in range(replicas)])
         ids = np.zeros(1, np.int32)
         for number in range(sessions):
-            call = router.generate(
-                ids, Sampling(1), request_id=f"s{number}", session_id=f"s{number}"
+            call = Generation(
+                router, ids, Sampling(1), request_id=f"s{number}", session_id=f"s{number}"
             )
             async for _ in call.stream():
                 pass

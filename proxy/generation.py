@@ -44,6 +44,7 @@ from proxy.records import FinishReason, Ids, VersionSpan
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 """Longest wait between two rounds in which every healthy replica failed the same answer."""
+NO_FINISH = "the engine ended its answer without a finish reason"
 LOOK_AGAIN_S = 1.0
 """Longest wait for news from the router, because a relay worker that reconnects is healthy before
 the router's next check."""
@@ -51,6 +52,11 @@ the router's next check."""
 
 class Replicas(Protocol):
     """The part of the router that a generation uses."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long an answer may stand still after a failure."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -153,8 +159,7 @@ class Generation:
         *,
         request_id: str,
         session_id: str,
-        stream: bool,
-        patience_s: float,
+        stream: bool = True,
     ) -> None:
         """`request_id` is `SESSION#TURN`. `stream`: whether tokens are wanted as they are sampled.
         `patience_s`: how long the answer may stand still after a failure."""
@@ -165,7 +170,7 @@ class Generation:
         self._request_id = request_id
         self._session_id = session_id
         self._streamed = stream
-        self._patience_s = patience_s
+        self._patience_s = replicas.patience_s
         self._ids: list[int] = []
         self._spans: list[VersionSpan] = []
         self._sampler = ""
@@ -197,9 +202,26 @@ class Generation:
         while self.state is not GenerationState.ENDED:
             engine = await self._next()
             self.state = GenerationState.SAMPLING
-            async with aclosing(self._sample(engine)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            begun, check = len(self._ids), self._check_of(engine)
+            try:
+                async with aclosing(self._asked(engine)) as chunks:
+                    async for chunk in chunks:
+                        for seam in self._take(engine, check.take(chunk)):
+                            yield seam
+                        if chunk.finish_reason is FinishReason.CUT:
+                            if chunk.ids:
+                                yield replace(chunk, finish_reason=None)
+                            raise _CutShort("the engine cut this generation short")
+                        if chunk.finish_reason is not None:
+                            self._end(chunk.versions, begun)
+                        yield chunk
+                if self.state is GenerationState.SAMPLING:
+                    raise EngineError(NO_FINISH, status=502)
+            except (EngineError, EngineRefusal) as error:
+                self._broken(engine, error)
+            finally:
+                if self._replicas.is_removed(engine):
+                    await self._replicas.released(engine)
             if self.state is GenerationState.SAMPLING:
                 self.state = GenerationState.WAITING
                 end = self._end_in_tokens()
@@ -261,35 +283,6 @@ class Generation:
         await asyncio.sleep(min(backoff_s, left_s))
         self._tried.clear()
         self._rounds += 1
-
-    async def _sample(self, engine: Engine) -> AsyncGenerator[Chunk | Seam, None]:
-        """The chunks of one call of `engine`."""
-        begun, check = len(self._ids), self._check_of(engine)
-        try:
-            async with aclosing(self._asked(engine)) as chunks:
-                async for chunk in chunks:
-                    for seam in self._take(engine, check.take(chunk)):
-                        yield seam
-                    if chunk.finish_reason is FinishReason.CUT:
-                        if chunk.ids:
-                            yield replace(chunk, finish_reason=None)
-                        raise _CutShort("the engine cut this generation short")
-                    if chunk.finish_reason is not None:
-                        self._end(chunk.versions, begun)
-                    yield chunk
-            if self.state is not GenerationState.ENDED:
-                raise EngineError("the engine ended its answer without a finish reason", status=502)
-        except _CutShort as cut:
-            self._breaks.append(_Break(Cause.CUT, cut.message, cut.status))
-        except EngineError as error:
-            self._lose(engine, error)
-        except EngineRefusal as refusal:
-            if not self._ids:
-                raise self._replicas.refused(engine, refusal) from refusal
-            self._lose(engine, EngineError(refusal.message, status=502))
-        finally:
-            if self._replicas.is_removed(engine):
-                await self._replicas.released(engine)
 
     def _asked(self, engine: Engine) -> AsyncGenerator[Chunk, None]:
         prompt, number = self._prompt, self._calls - 1
@@ -355,6 +348,17 @@ class Generation:
         if end is not None and self._breaks[-1].cause is Cause.UNUSABLE:
             raise self._failure("try again")
         return end
+
+    def _broken(self, engine: Engine, error: EngineError | EngineRefusal) -> None:
+        """Notes why a call of `engine` ended early. Raises RequestError if it refused the first."""
+        if isinstance(error, _CutShort):
+            self._breaks.append(_Break(Cause.CUT, error.message, error.status))
+        elif isinstance(error, EngineError):
+            self._lose(engine, error)
+        elif self._ids:
+            self._lose(engine, EngineError(error.message, status=502))
+        else:
+            raise self._replicas.refused(engine, error) from error
 
     def _lose(self, engine: Engine, error: EngineError) -> None:
         failure_id = self._replicas.failed(engine, error)

@@ -13,10 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
 from secrets import token_hex
 
-from proxy.engines.protocol import Engine, EngineInfo, Sampling
+from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, RequestError
-from proxy.generation import Generation
-from proxy.records import Ids
 
 REMEMBERED_SESSIONS = 100_000
 """With more sessions, the one that was idle longest is forgotten; its next call costs a prefill."""
@@ -77,29 +75,14 @@ class Router:
         return not self._running.is_set()
 
     @property
+    def patience_s(self) -> float:
+        """How long an answer may stand still after its replica failed."""
+        return self._patience_s
+
+    @property
     def vocab_size(self) -> int:
         """Every sampled id is below it."""
         return self._vocab_size
-
-    def generate(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        stream: bool = True,
-    ) -> Generation:
-        """An answer to be streamed, by as many replicas as it takes. The answer is checked."""
-        return Generation(
-            self,
-            prompt_ids,
-            sampling,
-            request_id=request_id,
-            session_id=session_id,
-            stream=stream,
-            patience_s=self._patience_s,
-        )
 
     def set_version(self, version: int) -> None:
         self._version = version

@@ -18,7 +18,7 @@ import numpy as np
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.generation import Seam
+from proxy.generation import Generation, Seam
 from proxy.records import FinishReason, Turn, TurnStatus
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
@@ -57,7 +57,8 @@ class LiveAnswer:
         self._hidden_chars = self._begun_chars
         """Number of characters still to be left out, because they are the agent's own prefill."""
         self._parser = self._make_parser()
-        self._generation = call.backend.router.generate(
+        self._generation = Generation(
+            call.backend.router,
             self._prompt,
             sampling,
             request_id=f"{intent.session_id}#{intent.index}",

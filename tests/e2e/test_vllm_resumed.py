@@ -11,7 +11,7 @@ from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
 from proxy.errors import EngineError
-from proxy.generation import Seam
+from proxy.generation import Generation, Seam
 from proxy.records import FinishReason, Ids
 from proxy.routing import Router
 
@@ -57,7 +57,7 @@ async def test_greedy_answer_that_breaks_is_that_of_an_undisturbed_call(
     ids: list[list[int]] = []
     logprobs: list[list[float]] = []
     for number in range(2):
-        generation = router.generate(PROMPT, GREEDY, request_id=f"s#{number}", session_id="s")
+        generation = Generation(router, PROMPT, GREEDY, request_id=f"s#{number}", session_id="s")
         pieces = [piece async for piece in generation.stream()]
         chunks = [piece for piece in pieces if isinstance(piece, Chunk)]
         ids.append([token for chunk in chunks for token in chunk.ids])

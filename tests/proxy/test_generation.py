@@ -72,7 +72,8 @@ class Replicas:
 
     def generation(self, **sampling: object) -> Generation:
         wanted = {"max_tokens": 50, "stop_token_ids": STOP, **sampling}
-        return self.router.generate(
+        return Generation(
+            self.router,
             PROMPT,
             Sampling(**wanted),  # type: ignore[arg-type]
             request_id="s#0",
@@ -376,8 +377,8 @@ async def test_answer_that_is_not_streamed_is_sampled_again(stack: AsyncExitStac
     replicas = await start_replicas(stack)
     replicas.servers[0].faults = [Fault("die", after_tokens=3)]
     sampling = Sampling(max_tokens=50, stop_token_ids=STOP)
-    generation = replicas.router.generate(
-        PROMPT, sampling, request_id="s#0", session_id="s", stream=False
+    generation = Generation(
+        replicas.router, PROMPT, sampling, request_id="s#0", session_id="s", stream=False
     )
     chunks = [piece async for piece in generation.stream() if isinstance(piece, Chunk)]
     assert [chunk.ids for chunk in chunks] == [ANSWER]

@@ -13,6 +13,7 @@ from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
+from proxy.generation import Generation
 from proxy.routing import Router
 
 PROMPT = np.array([1, 2], np.int32)
@@ -27,8 +28,8 @@ class Replicas:
         self.router = router
 
     async def call(self, session_id: str) -> list[int]:
-        answer = self.router.generate(
-            PROMPT, Sampling(max_tokens=9), request_id="r", session_id=session_id
+        answer = Generation(
+            self.router, PROMPT, Sampling(max_tokens=9), request_id="r", session_id=session_id
         )
         return [i async for chunk in answer.stream() if isinstance(chunk, Chunk) for i in chunk.ids]
 

@@ -14,6 +14,7 @@ from proxy.engines.answer_check import MAX_LOGPROB, AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.registry import make_engine
 from proxy.errors import EngineError
+from proxy.generation import Generation
 from proxy.records import FinishReason, TurnStatus, VersionSpan
 from proxy.relay.engine import RelayEngine
 from proxy.relay.protocol import (
@@ -63,7 +64,7 @@ async def router(kind: str, server: NonsenseServer, rendering: Rendering) -> Asy
 
 async def sample(router: Router, **more: object) -> list[Chunk]:
     sampling = Sampling(**{"max_tokens": MAX_TOKENS, **more})  # type: ignore[arg-type]
-    call = router.generate(PROMPT, sampling, request_id="s#0", session_id="s")
+    call = Generation(router, PROMPT, sampling, request_id="s#0", session_id="s")
     return [piece async for piece in call.stream() if isinstance(piece, Chunk)]
 
 
