@@ -84,30 +84,32 @@ $(HARBOR)/.ready: pyproject.toml
 # Unmodified third-party agents with pinned versions; `.agents/bin` holds all of their commands.
 # Their bytecode is compiled at installation, because a sandbox sees them read-only and would compile
 # them again in every trial (4.5 s of processor time instead of 1.9 s).
-agents: $(AGENTS)/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready) ## install Claude Code, Codex, opencode, … in .agents/
+agents: $(AGENTS)/.ready $(AGENTS)/frameworks/.ready $(AGENTS)/crewai/.ready $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready $(AGENTS)/vibe/.ready) ## install Claude Code, Codex, opencode, … in .agents/
 
-# Both need Python 3.12, with conflicting dependencies.
-$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready: $(AGENTS)/%/.ready: $(VENV)/.ready tests/e2e/agents/requirements-%.txt
-	test -x $(AGENTS)/$*/bin/python || $(HARBOR_PYTHON) -m venv $(AGENTS)/$*
+# Each has dependencies that conflict with the others'. The last three need Python 3.12.
+PYTHON_AGENTS := python frameworks crewai gptme aider openhands vibe
+AGENT_PYTHON = $(if $(filter aider openhands vibe,$*),$(HARBOR_PYTHON),$(PYTHON))
+
+$(PYTHON_AGENTS:%=$(AGENTS)/%/.ready): $(AGENTS)/%/.ready: $(VENV)/.ready tests/e2e/agents/requirements-%.txt
+	test -x $(AGENTS)/$*/bin/python || $(AGENT_PYTHON) -m venv $(AGENTS)/$*
 	$(BIN)/uv pip install -q --compile-bytecode --python $(AGENTS)/$*/bin/python -r tests/e2e/agents/requirements-$*.txt
 	mkdir -p $(AGENTS)/bin
-	ln -sf ../$*/bin/$* $(AGENTS)/bin/
+	for name in mini mini-swe-agent gptme aider openhands vibe; do \
+		test ! -x $(AGENTS)/$*/bin/$$name || ln -sf ../$*/bin/$$name $(AGENTS)/bin/; \
+	done
 	touch $@
 
-$(AGENTS)/python/.ready: $(VENV)/.ready tests/e2e/agents/requirements.txt
-	test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
-	$(BIN)/uv pip install -q --compile-bytecode --python $(AGENTS)/python/bin/python -r tests/e2e/agents/requirements.txt
-	mkdir -p $(AGENTS)/bin
-	ln -sf ../python/bin/mini ../python/bin/mini-swe-agent $(AGENTS)/bin/
-	touch $@
-
-$(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json
+# npm would also install the optional peers of Cline's providers, which conflict with other packages.
+$(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json tests/e2e/agents/sdks.json
 	@command -v npm >/dev/null || { echo "make: npm is not on PATH; it installs the agents that are tested" >&2; exit 1; }
-	mkdir -p $(AGENTS)/npm
+	mkdir -p $(AGENTS)/npm $(AGENTS)/sdks
 	cp tests/e2e/agents/package.json $(AGENTS)/npm/
+	cp tests/e2e/agents/sdks.json $(AGENTS)/sdks/package.json
 	npm install --silent --no-audit --no-fund --prefix $(AGENTS)/npm
+	npm install --silent --no-audit --no-fund --omit=peer --prefix $(AGENTS)/sdks
 	chmod +x $(AGENTS)/npm/node_modules/codex-0.77/bin/codex.js
 	ln -sf ../npm/node_modules/.bin/claude ../npm/node_modules/.bin/codex ../npm/node_modules/.bin/opencode ../npm/node_modules/.bin/qwen $(AGENTS)/bin/
+	ln -sf ../sdks/node_modules/.bin/pi ../sdks/node_modules/.bin/cline ../sdks/node_modules/.bin/cn $(AGENTS)/bin/
 	ln -sf ../npm/node_modules/codex-0.77/bin/codex.js $(AGENTS)/bin/codex-0.77
 	touch $@
 

@@ -105,6 +105,8 @@ class ForkCause(StrEnum):
     """Shares at most the tokens of the template and the system prompt: a sub-agent or side call."""
     SIBLING = "sibling"
     """Another sample (`n` > 1, or a retry) of a prompt that was sampled before."""
+    CALL_REQUIRED = "call_required"
+    """The answer ended without the tool call that the agent requires, and goes on with one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """The opening of an answer that must begin with a tool call or with text of the agent.
 
-Invariant: an opening is what the renderer itself writes at the beginning of such an answer. It is
-appended to the prompt, so it is never sampled or trained. The rest is sampled from the policy
-without a grammar, so its log-probabilities are the policy's own.
+Invariant: an opening is what the renderer itself writes at the beginning of such an answer, or
+between what the answer says and its call. It is appended to the prompt, so it is never sampled or
+trained. The rest is sampled from the policy without a grammar, so its log-probabilities are the
+policy's own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
@@ -20,6 +22,10 @@ from proxy.rendering.tokenizer import Tokenizer
 _PROBES = ("Ab", "zY")
 """Two words that begin and end differently. Where their renderings differ, the model chooses."""
 _ASKED = Message("user", "Hello.")
+_SAID = "Qk"
+"""Stands for what an answer says before its call; no template writes it."""
+_MARKER_CHARS = 3
+"""Markers are longer."""
 _OPEN_REASONING = (
     ("<think>", "</think>", "\n</think>\n\n"),
     ("<|channel|>analysis<|message|>", "<|end|>", "<|end|><|start|>assistant"),
@@ -49,31 +55,49 @@ class Language(Protocol):
 def call_opening(rendering: Language, name: str | None) -> list[int]:
     """The ids that begin a call of the tool `name`, or of any tool if it is None.
 
-    Empty if the model reasons before it calls, because an opening would disable its reasoning.
-    Raises RequestError if the beginning of the family's calls cannot be determined.
+    Empty if the model reasons before it calls, because an opening would disable its reasoning; see
+    `call_after`. Raises RequestError if the beginning of the family's calls cannot be determined.
     """
-    if _reasons(rendering):
-        return []
-    tools = (name,) if name is not None else _PROBES
-    written = {
-        (tool, word): _written(rendering, Message("assistant", tool_calls=[_call(tool, word)]))
-        for tool in tools
-        for word in (*_PROBES, None)
-    }
-    opening = _common([text or "" for text in written.values()]).rstrip(_BEGUN)
-    spoken = _written(rendering, Message("assistant", _PROBES[0])) or ""
-    begins = not spoken.startswith(opening) and (name or "") in opening
+    opening, rests = _opening(rendering, name, Message("assistant"))
+    text = _written(rendering, Message("assistant", _PROBES[0])) or ""
+    begins = not text.startswith(opening) and (name or "") in opening
     named_first = name is None and rendering.family.named_before_call
-    known = (_is_read(rendering, written[tool, _PROBES[0]] or "", tool) for tool in tools)
+    asked = rendering.full(Conversation([_ASKED]))
+    encode = rendering.tokenizer.encode
+    known = (
+        _called(rendering, encode(opening + rest), asked) == tool for tool, rest in rests.items()
+    )
     if named_first or not begins or not all(known):
         raise RequestError(
             f"tool_choice: a call cannot be required with the {rendering.family.name!r} template; "
             "name the tool, or set tool_choice to auto",
             param="tool_choice",
         )
-    if any(silent in opening for _, silent, _ in _OPEN_REASONING):
-        return []
-    return rendering.tokenizer.encode(opening)
+    silenced = any(silent in opening for _, silent, _ in _OPEN_REASONING)
+    return [] if silenced or _reasons(rendering) else encode(opening)
+
+
+def call_after(
+    rendering: Language, spoken: list[int], prompt_end: Ids, name: str | None
+) -> tuple[int, list[int]]:
+    """The number of ids of an answer without a call that stay, and the ids that begin a call of the
+    tool `name` after them.
+
+    If no call can be read after the answer (it ends within a malformed call), none of its ids stay.
+    """
+    encode = rendering.tokenizer.encode
+    said = rendering.parse(spoken, prompt_end, [], calls=False)
+    if said.text or said.reasoning:
+        before = Message("assistant", said.text and _SAID, None if said.text else _SAID)
+        opening, rests = _opening(rendering, name, before)
+        if not said.text:
+            opening = _without_overlap(rendering.tokenizer.decode(spoken), opening)
+        begun = encode(opening)
+        tool, rest = next(iter(rests.items()))
+        if opening and _called(rendering, [*spoken, *begun, *encode(rest)], prompt_end) == tool:
+            return len(spoken), begun
+    opening, _ = _opening(rendering, name, Message("assistant"))
+    return 0, encode(opening)
 
 
 def text_opening(rendering: Language, text: str) -> list[int]:
@@ -120,12 +144,32 @@ def _written(rendering: Language, answer: Message) -> str | None:
     return None
 
 
-def _is_read(rendering: Language, written: str, tool: str) -> bool:
-    """Whether the family's own parser finds the call in what its template writes."""
-    ids = rendering.tokenizer.encode(written)
-    prompt = rendering.full(Conversation([_ASKED]))
-    calls = rendering.parse(ids, prompt, [], calls=True).tool_calls
-    return [call.name for call in calls] == [tool]
+def _opening(rendering: Language, name: str | None, before: Message) -> tuple[str, dict[str, str]]:
+    """The text between `before` (nothing, or _SAID) and the part of a call that the model chooses;
+    and, by tool, the rest of a call that begins with it."""
+    tools = (name,) if name is not None else _PROBES
+    written = {}
+    for tool in tools:
+        for word in (*_PROBES, None):
+            text = _written(rendering, replace(before, tool_calls=[_call(tool, word)])) or ""
+            written[tool, word] = text.rpartition(_SAID)[2]
+    opening = _common(list(written.values())).rstrip(_BEGUN)
+    return opening, {tool: written[tool, _PROBES[0]][len(opening) :] for tool in tools}
+
+
+def _without_overlap(text: str, opening: str) -> str:
+    """The opening without the marker that ends the reasoning, if `text` ends with that marker."""
+    said, begun = text.rstrip(), opening.lstrip()
+    for size in range(min(len(said), len(begun)), _MARKER_CHARS, -1):
+        if said.endswith(begun[:size]):
+            return begun[size:]
+    return opening
+
+
+def _called(rendering: Language, ids: list[int], prompt_end: Ids) -> str | None:
+    """The tool that an answer calls, by the family's own parser; None unless it is one call."""
+    calls = rendering.parse(ids, prompt_end, [], calls=True).tool_calls
+    return calls[0].name if len(calls) == 1 else None
 
 
 def _common(texts: list[str]) -> str:

@@ -16,13 +16,13 @@ from jinja2 import TemplateError
 from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
 from proxy.config import RenderingConfig
-from proxy.conversation.json_values import parsed_arguments
+from proxy.conversation.json_values import is_deeper, parsed_arguments
 from proxy.conversation.messages import Conversation, Message, ToolCall, own_call_id
 from proxy.errors import RequestError
 from proxy.records import Ids
 from proxy.rendering.calls import open_calls, read_call
 from proxy.rendering.markers import find_markers
-from proxy.rendering.openings import call_opening, text_opening
+from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
 from proxy.rendering.tokenizer import StandIns, Tokenizer
 
@@ -32,6 +32,9 @@ not the history, so joining a turn costs the same at 1k and at 128k tokens."""
 
 MAX_OPENINGS = 256
 """Number of call openings that are cached; computing one takes several renderings."""
+MAX_CALL_DEPTH = 900
+"""Levels of objects and lists in a call; a deeper one is text. Python 3.11 can read about 990 levels
+and Python 3.13 many more; they must not read an answer differently."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
@@ -147,6 +150,13 @@ class Rendering:
                 self._openings[forced] = ids
         return ids
 
+    def call_after(
+        self, spoken: list[int], prompt_end: Ids, forced: str | None
+    ) -> tuple[int, list[int]]:
+        """How an answer that ended without a call continues with one: the number of its ids that
+        stay, and the ids that begin the call. `spoken` has no end-of-turn token."""
+        return call_after(self, spoken, prompt_end, forced)
+
     def prefill(self, text: str) -> Ids:
         """The ids that begin an answer with `text`. Raises RequestError."""
         return np.array(text_opening(self, text), np.int32)
@@ -209,11 +219,14 @@ class Rendering:
         self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
     ) -> ParsedResponse:
         try:
-            return self._renderer.parse_response(
+            read = self._renderer.parse_response(
                 sampled, tools=tools or None, prompt_ids=self._answer_opening(prompt_end)
             )
+            if not any(_is_too_deep(attempt) for attempt in read.tool_calls):
+                return read
         except _REFUSED:
-            return ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
+            pass
+        return ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
 
     def calls_so_far(
         self,
@@ -328,6 +341,13 @@ class Rendering:
         start, end = attempt.token_span
         text: str = self.tokenizer.decode(self.before_stop(sampled)[start:end])
         return text
+
+
+def _is_too_deep(attempt: ParsedToolCall) -> bool:
+    raw = str(attempt.raw)
+    return raw.count("[") + raw.count("{") > MAX_CALL_DEPTH and is_deeper(
+        attempt.arguments, MAX_CALL_DEPTH
+    )
 
 
 def _to_template(

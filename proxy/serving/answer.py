@@ -24,6 +24,7 @@ from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.rendering.stream import AnswerParser
+from proxy.serving.asked import Asked
 from proxy.serving.stream import AnswerStream
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
@@ -39,14 +40,23 @@ class LiveAnswer:
     key: Key
     """The key of the conversation with the answer appended. Set by `finished`."""
 
-    def __init__(self, call: LiveCall, choice: int, intent: Turn, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        call: LiveCall,
+        choice: int,
+        intent: Turn,
+        sampling: Sampling,
+        asked: Asked,
+        continued: Outcome | None = None,
+    ) -> None:
         """`choice` is the answer's index in the call; `intent` is its turn before sampling, which
-        is in the tree."""
+        is in the tree; `continued` is the recorded answer that this one continues with a call."""
         self._call = call
         self._choice = choice
         self._intent = intent
         self._sampling = sampling
-        self._asked = call.asked
+        self._asked = asked
+        self._continued = continued
         self._prompt = call.live.tree.prompt(intent.parent, intent.shared_tokens, intent.prompt_ids)
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -87,6 +97,8 @@ class LiveAnswer:
     def finished(self) -> Turn:
         """The turn to record: DONE, or CUT with what was sampled. Call it once."""
         rest, message = self._parser.finish()
+        if self._continued is not None:
+            message = replace(self._continued.message, tool_calls=message.tool_calls)
         cut, size = self._finish is FinishReason.CUT, len(self._ids)
         if self._finish is FinishReason.STOP and message.tool_calls:
             self._finish = FinishReason.TOOL_CALLS
@@ -118,7 +130,7 @@ class LiveAnswer:
         )
         visible = [] if cut else self._visible(rest)
         if visible:
-            self._call.stream.push(Piece(self._choice, visible))
+            self._call.stream.push(Piece(self._choice, visible, turn=self._intent.index))
         return turn
 
     def _resumed(self, seam: Seam) -> None:
@@ -140,7 +152,7 @@ class LiveAnswer:
         self._tokens += tokens
         deltas = self._visible(self._parser.feed(chunk.ids))
         if deltas or tokens:
-            self._call.stream.push(Piece(self._choice, deltas, tokens))
+            self._call.stream.push(Piece(self._choice, deltas, tokens, self._intent.index))
 
     def _make_parser(self) -> AnswerParser | PrefixParser:
         """A whole answer is parsed at its end, a stream in the way its model family allows."""
@@ -177,9 +189,11 @@ class LiveAnswer:
         return replace(message, text=message.text[begun:]) if begun else message
 
     def _visible(self, deltas: list[Delta]) -> list[Delta]:
-        """Leaves out the agent's own prefill."""
+        """Leaves out the agent's own prefill, and what the answer before this one said."""
         out: list[Delta] = []
         for delta in deltas:
+            if self._continued is not None and isinstance(delta, TextDelta | ReasoningDelta):
+                continue
             if self._hidden_chars and isinstance(delta, TextDelta):
                 text, size = delta.text, min(self._hidden_chars, len(delta.text))
                 self._hidden_chars -= size
@@ -229,7 +243,7 @@ def replayed_outcome(stream: AnswerStream, choice: int, turn: Turn) -> Outcome:
     if message.text:
         deltas.append(TextDelta(message.text))
     send_calls([], message.tool_calls, deltas)
-    stream.push(Piece(choice, deltas))
+    stream.push(Piece(choice, deltas, turn=turn.index))
     return Outcome(
         message=message,
         finish_reason=turn.finish_reason or FinishReason.STOP,

@@ -32,3 +32,11 @@ class Asked:
     request_key: Key
     opening: Ids
     """The answer's first tokens, which are not sampled: a forced call's opening, or a prefill."""
+
+
+def required_tool(request: Call) -> str | None:
+    """The tool that a forced call must call; None for any of several."""
+    tools, forced = request.conversation.tools, request.options.forced
+    if forced is not None and forced.name is not None:
+        return forced.name
+    return str(tools[0]["function"]["name"]) if len(tools) == 1 else None

@@ -15,6 +15,7 @@ BEGUN       every answer has a turn that is OPEN; nothing is sampled. → SAMPLI
 SAMPLING    → RECORDING  every answer is sampled to its end; or the engine fails or the call is
                          aborted, and incomplete answers become CUT.
 RECORDING   cannot be aborted.
+            → PLACING    an answer lacks the tool call that the agent requires (`forced_call`).
             → ENDED      every turn is DONE or CUT in the store. If recording fails, turns are
                          closed, or their answers marked as not arrived (`Ownership.close`).
 ENDED       watchers get the answers or the error. When the answer has arrived at one of them, or
@@ -30,13 +31,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
 
+from proxy.conversation import Key
 from proxy.errors import EngineError, ProxyError, StoreError
 from proxy.metrics import Metrics
 from proxy.records import Turn, TurnStatus
@@ -46,11 +48,12 @@ from proxy.sampling import as_record, resolve
 from proxy.serving.answer import LiveAnswer, replayed_outcome, sample_all
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.asked import Asked
+from proxy.serving.forced_call import joined, lacks_call, place_call
 from proxy.serving.ownership import Ownership
 from proxy.serving.prompt_bounds import refuse_overlong
 from proxy.serving.retries import Replay
 from proxy.serving.sessions import LiveSession
-from proxy.serving.stream import AnswerStream
+from proxy.serving.stream import AnswerStream, Watcher
 from proxy.store.protocol import Store, TurnConflict
 from proxy.token_tree import Placement
 from proxy.wire.dialect import Outcome
@@ -104,24 +107,6 @@ class CallState(Enum):
     ENDED = auto()
 
 
-class Watcher:
-    """One HTTP request that waits for a call's answer, as a context manager."""
-
-    def __init__(self, call: LiveCall) -> None:
-        self.call = call
-        self.arrived = False
-        """Set it when the whole answer was sent."""
-        self.pieces = call.stream.pieces
-        self.outcomes = call.stream.outcomes
-
-    def __enter__(self) -> Watcher:
-        self.call.watchers += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.call.left_by(self)
-
-
 class LiveCall:
     """A call of a session that this process serves. Call `start` once."""
 
@@ -138,6 +123,7 @@ class LiveCall:
         self.live = live
         self._unrecorded: set[int] = set()
         """Turns whose intent is or may be durable, and whose answer is not."""
+        self._begun: list[LiveAnswer] = []
         self._answered: list[int] = []
         """Turns whose answers are recorded and sent to the watchers."""
         self._interruptible = True
@@ -191,41 +177,60 @@ class LiveCall:
 
     async def _run(self) -> list[Outcome]:
         try:
-            opening = await self._open()
+            opening = await self._open(self._decide)
             if isinstance(opening, Replayed):
                 self.state = CallState.RECORDING
-                return [
+                outcomes = [
                     replayed_outcome(self.stream, n, turn) for n, turn in enumerate(opening.turns)
                 ]
-            return await self._answer(opening.answers)
+            else:
+                outcomes = await self._answer(opening.answers)
+            return [await self._with_call(n, outcome) for n, outcome in enumerate(outcomes)]
         finally:
             self._interruptible = False
             if self._unrecorded:
                 await self.backend.ownership.close(self.live, self._unrecorded)
 
-    async def _open(self) -> Fresh | Replayed:
-        live, backend = self.live, self.backend
-        answers: list[LiveAnswer] = []
+    async def _open(self, begin: Callable[[], Awaitable[Fresh | Replayed]]) -> Fresh | Replayed:
+        live, ownership = self.live, self.backend.ownership
         for _ in range(MAX_CONFLICTS):
             # One call of a session at a time, because each needs a tree with all earlier turns.
             async with live.placing:
                 if live.closing or not live.up_to_date:
-                    await backend.ownership.settle(live)
-                same = live.tree.same_requests(self.asked.request_key)
-                if same and not answers:
-                    decision = live.retries.decide(same, _being_sent(live), self.asked)
-                    if isinstance(decision, Replay):
-                        return await self._replay(decision)
-                    await self._supersede(decision.supersedes)
+                    await ownership.settle(live)
                 try:
-                    while len(answers) < self.asked.request.n:
-                        answers.append(await self._begin(len(answers)))
+                    return await begin()
                 except TurnConflict:
-                    await backend.ownership.reload(live)
-                else:
-                    self.state = CallState.BEGUN
-                    return Fresh(tuple(answers))
+                    await ownership.reload(live)
         raise StoreError("other proxies keep writing to this session; try again")
+
+    async def _decide(self) -> Fresh | Replayed:
+        live = self.live
+        same = live.tree.same_requests(self.asked.request_key)
+        if same and not self._begun:
+            decision = live.retries.decide(same, _being_sent(live), self.asked)
+            if isinstance(decision, Replay):
+                return await self._replay(decision)
+            await self._supersede(decision.supersedes)
+        while len(self._begun) < self.asked.request.n:
+            self._begun.append(await self._begin(len(self._begun)))
+        self.state = CallState.BEGUN
+        begun, self._begun = tuple(self._begun), []
+        return Fresh(begun)
+
+    async def _with_call(self, choice: int, said: Outcome) -> Outcome:
+        """The answer, with the tool call that the agent requires if the model made none."""
+        if not self.watchers or not lacks_call(self.asked, said):
+            return said
+
+        async def begin() -> Fresh:
+            return Fresh((await self._begin(choice, said),))
+
+        self.state, self._interruptible = CallState.PLACING, True
+        opening = await self._open(begin)
+        assert isinstance(opening, Fresh)
+        (called,) = await self._answer(opening.answers)
+        return joined(said, called)
 
     async def _replay(self, decision: Replay) -> Replayed:
         live, indexes = self.live, decision.indexes
@@ -246,10 +251,14 @@ class LiveCall:
                 live.tree.nodes[index].status = TurnStatus.SUPERSEDED
                 live.publish("superseded", index=index)
 
-    async def _begin(self, choice: int) -> LiveAnswer:
-        """Records an intent; returns its answer. Raises TurnConflict if the index is taken."""
+    async def _begin(self, choice: int, said: Outcome | None = None) -> LiveAnswer:
+        """Records an intent; returns its answer, which continues `said` with a tool call if given.
+
+        Raises TurnConflict if the index is taken."""
         live, backend, asked = self.live, self.backend, self.asked
-        if self.turns:
+        if said is not None:
+            asked, placement = place_call(asked, said, live.tree, backend.rendering)
+        elif self.turns:
             placement = live.tree.sibling(live.tree.nodes[self.turns[0]])
         else:
             placement = await self._place()
@@ -275,8 +284,8 @@ class LiveCall:
             started_at=time.time(),
             request=live.tree.new_messages(asked.request.conversation, asked.keys),
         )
-        await self._record_intent(turn)
-        return LiveAnswer(self, choice, turn, sampling)
+        await self._record_intent(turn, asked.request_key)
+        return LiveAnswer(self, choice, turn, sampling, asked, said)
 
     async def _place(self) -> Placement:
         tree, rendering, asked = self.live.tree, self.backend.rendering, self.asked
@@ -295,7 +304,7 @@ class LiveCall:
             return replace(placement, prompt_ids=ids)
         return placement
 
-    async def _record_intent(self, turn: Turn) -> None:
+    async def _record_intent(self, turn: Turn, key: Key) -> None:
         """If it fails in any other way than by a conflict, the intent may have been recorded."""
         live = self.live
         self._unrecorded.add(turn.index)
@@ -307,7 +316,7 @@ class LiveCall:
                 self._unrecorded.discard(turn.index)
                 live.own.discard(turn.index)
                 raise
-            live.tree.begin(turn, self.asked.request_key)
+            live.tree.begin(turn, key)
             self.turns.append(turn.index)
             self.prompt_tokens = turn.prompt_tokens
 

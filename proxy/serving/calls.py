@@ -21,7 +21,7 @@ from proxy.conversation.messages import Conversation, load_answer
 from proxy.conversation.references import ReferringConversation
 from proxy.errors import EngineError, RequestError
 from proxy.records import EMPTY_IDS, Ids
-from proxy.serving.asked import Asked, Caller
+from proxy.serving.asked import Asked, Caller, required_tool
 from proxy.serving.call import Backend, LiveCall
 from proxy.serving.prompt_bounds import refuse_too_many_chars
 from proxy.serving.sessions import LiveSession, Sessions
@@ -161,8 +161,7 @@ class Calls:
                 "assistant's; remove one of the two",
                 param="tool_choice",
             )
-        only = offered[0] if len(offered) == 1 else None
-        return rendering.opening(forced.name or only)
+        return rendering.opening(required_tool(request))
 
     def _admit(self, live: LiveSession, request: Call) -> None:
         """Raises RequestError if a limit of the session does not allow this call.

@@ -28,10 +28,11 @@ from proxy.http_request import api_key, read_body, read_in_time, unsent_bytes
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
-from proxy.serving.call import LiveCall, Watcher
+from proxy.serving.call import LiveCall
 from proxy.serving.calls import Calls
 from proxy.serving.ownership import Forwarding
 from proxy.serving.sessions import LiveSession, Sessions
+from proxy.serving.stream import Watcher
 from proxy.wire.body import Body, parse_call
 from proxy.wire.dialect import KEEP_ALIVE, Call, Dialect
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
 
 from proxy.wire.dialect import Outcome, Piece
+
+if TYPE_CHECKING:
+    from proxy.serving.call import LiveCall
 
 
 class AnswerStream:
@@ -69,6 +73,24 @@ class AnswerStream:
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             _wake_one(future, True)
+
+
+class Watcher:
+    """One HTTP request that waits for a call's answer, as a context manager."""
+
+    def __init__(self, call: LiveCall) -> None:
+        self.call = call
+        self.arrived = False
+        """Set it when the whole answer was sent."""
+        self.pieces = call.stream.pieces
+        self.outcomes = call.stream.outcomes
+
+    def __enter__(self) -> Watcher:
+        self.call.watchers += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call.left_by(self)
 
 
 class _Silence:

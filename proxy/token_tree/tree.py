@@ -13,7 +13,7 @@ turns places every request like the tree that recorded them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -92,6 +92,9 @@ class TokenTree:
         self.sampled_tokens = 0
         self.sampled_turns = 0
         self._by_answer: dict[bytes, int] = {}
+        self._by_calls: dict[bytes, int | None] = {}
+        """Answers with calls under the key that they have without their text; None for two answers
+        that differ only in their text. Empty with `follows`."""
         self._by_request: dict[bytes, list[int]] = {}
         self._by_body: dict[bytes, int] = {}
         self._raw_lengths: set[int] = set()
@@ -157,7 +160,20 @@ class TokenTree:
             if isinstance(node.answer_key, RawKey):
                 self._raw_lengths.add(node.answer_key.length)
         if turn.answer:
-            node.marks = AnswerMarks.of(answer or load_answer(turn.answer))
+            answer = answer or load_answer(turn.answer)
+            node.marks = AnswerMarks.of(answer)
+            self._remember_calls(node, answer)
+
+    def _remember_calls(self, node: Node, answer: Message) -> None:
+        """Some agents drop the text of an answer that has calls. The prompt keeps it."""
+        asked = node.request_key
+        if self.follows or not answer.tool_calls or not answer.text or isinstance(asked, RawKey):
+            return
+        if asked.answered(answer) == node.answer_key:
+            chain = asked.answered(replace(answer, text="", reasoning=None)).chain
+            other = self._by_calls.get(chain, node.index)
+            same = other is not None and self.nodes[other].answer_key == node.answer_key
+            self._by_calls[chain] = node.index if same else None
 
     def _remember_body(self, key: Key, index: int) -> None:
         if isinstance(key, ConversationKey):
@@ -189,7 +205,8 @@ class TokenTree:
     def match(self, keys: Sequence[Key]) -> Match:
         """The last message of a conversation that is a recorded answer."""
         for position in reversed(range(len(keys))):
-            node = self._by_answer.get(keys[position].chain)
+            chain = keys[position].chain
+            node = self._by_answer.get(chain, self._by_calls.get(chain))
             if node is not None:
                 return Match(position, node)
         return Match(-1, None)
@@ -220,7 +237,7 @@ class TokenTree:
     def sibling(self, node: Node) -> Placement:
         """The placement of another answer to the prompt of `node`."""
         shared = node.prompt_tokens
-        return Placement(self._owner(node.index, shared), shared, EMPTY_IDS, ForkCause.SIBLING)
+        return Placement(self.owner(node.index, shared), shared, EMPTY_IDS, ForkCause.SIBLING)
 
     def _extend(
         self, conversation: Conversation, match: Match, rendering: Rendering
@@ -297,7 +314,7 @@ class TokenTree:
             shared = self._common(index, prompt, known)
             if shared > best_shared:
                 best, best_shared = index, shared
-        return self._owner(best, best_shared), best_shared
+        return self.owner(best, best_shared), best_shared
 
     def _common(self, index: int, prompt: Ids, known: dict[int, int]) -> int:
         """Length of the common prefix of a turn's path and a prompt. `known` holds the results of
@@ -320,7 +337,7 @@ class TokenTree:
             known[at] = shared
         return shared
 
-    def _owner(self, index: int | None, shared: int) -> int | None:
+    def owner(self, index: int | None, shared: int) -> int | None:
         """The turn on the path of `index` that added token `shared - 1` of the path."""
         while index is not None and self.nodes[index].shared_tokens >= shared:
             index = self.nodes[index].parent
@@ -328,4 +345,6 @@ class TokenTree:
 
     def knows_messages(self, key: Key) -> bool:
         """Whether the conversation of this key was recorded, as a request or with its answer."""
-        return key.chain in self._by_answer or key.chain in self._by_request
+        if key.chain in self._by_answer or key.chain in self._by_request:
+            return True
+        return self._by_calls.get(key.chain) is not None

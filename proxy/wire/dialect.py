@@ -50,7 +50,7 @@ class Options:
     tool_calls: bool = True
     """False: tool calls remain text (`tool_choice: "none"`)."""
     forced: ForcedCall | None = None
-    """The answer must begin with a tool call."""
+    """The answer must make a tool call."""
     parallel_calls: bool = True
     """False: the answer ends where a second call begins."""
 
@@ -110,6 +110,8 @@ class Piece:
     choice: int
     deltas: list[Delta]
     tokens: list[SampledToken] = field(default_factory=list)
+    turn: int = 0
+    """The turn that sampled it. A call that the agent requires may have a turn of its own."""
 
 
 class StreamWriter(Protocol):

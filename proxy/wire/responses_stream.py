@@ -142,10 +142,12 @@ class ResponsesWriter:
 
     def piece(self, piece: Piece) -> bytes:
         self._tokens += piece.tokens
+        self._turn = piece.turn
         return b"".join(event for delta in piece.deltas for event in self._delta(delta))
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         outcome = outcomes[0]
+        self._call.extra["id"] = response_id(self._id, outcome.turn)
         events = []
         if not outcome.message.text and not outcome.message.tool_calls:
             events += list(self._enter(_message_item(self._item_id("msg"), "", [])))

@@ -27,6 +27,7 @@ SHELLS: dict[str, Any] = {
     },
     "terminal": lambda command: {"command": command, "security_risk": "LOW"},
     "run_command": lambda command: {"command": command},
+    "run_commands": lambda command: {"commands": [command]},
 }
 FORCED = '<tool_call>\n{"name": "'
 ENDS: dict[str, dict[str, str]] = {
@@ -61,10 +62,47 @@ def play(prompt: str) -> str:
     return _run(shell, SUBMIT, offered) if SUBMIT in prompt else DONE
 
 
+MAX_TOKENS = 1500
+"""Of an answer in the hard task: its last one is longer."""
+CUT = "this answer is cut "
+_NUMBERS = {"weight": ("0.1", "1.0", "1e-7"), "timeout": ("60.1", "60.0", "1e2")}
+"""In the form in which the model writes them, by the name of the argument."""
+_HARD_COMMANDS = ("echo hi > out.txt", "echo 'Ko\u0308ln 😀 数学'", "seq 1 1500")
+
+
+def play_hard(prompt: str) -> str:
+    """The hard task: two calls at once, a call with a long output, an answer that is cut, the end.
+
+    The arguments have numbers that JavaScript writes in another way, emoji and combining
+    characters.
+    """
+    offered = _offered(prompt)
+    shell = next((name for name in offered if name.rpartition("-")[2] in SHELLS), None)
+    results = prompt.count("<tool_response>\n")
+    if shell is None or CUT in prompt or "Go on." in prompt.rpartition("<|im_start|>user")[2]:
+        return DONE
+    calls = [
+        _with_number(_run(shell, command, offered), number, offered[shell])
+        for number, command in enumerate(_HARD_COMMANDS)
+    ]
+    if results == 0:
+        return f"I look. 🙂 e\u0301\n{calls[0]}\n{calls[1]}"
+    return CUT * MAX_TOKENS if _HARD_COMMANDS[2] in prompt else calls[2]
+
+
+def _with_number(text: str, number: int, tool: dict[str, Any]) -> str:
+    """The call with one of `_NUMBERS`, if the tool takes one."""
+    taken = tool["parameters"]["properties"]
+    name = next((name for name in _NUMBERS if name in taken), None)
+    return text if name is None else text.replace("}}", f', "{name}": {_NUMBERS[name][number]}}}}}')
+
+
 def _run(shell: str, command: str, offered: dict[str, Any]) -> str:
     """A call with the arguments that this shell takes; some take no description."""
     taken = offered[shell]["parameters"]["properties"]
-    arguments = SHELLS[shell](command)
+    arguments = SHELLS[shell.rpartition("-")[2]](command)
+    if taken.get("command", {}).get("type") == "string":
+        arguments["command"] = command
     return call(shell, {name: value for name, value in arguments.items() if name in taken})
 
 
@@ -78,4 +116,4 @@ def _offered(prompt: str) -> dict[str, Any]:
 
 def call(tool: str, arguments: dict[str, Any]) -> str:
     call = {"name": tool, "arguments": arguments}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"

@@ -19,7 +19,7 @@ from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trajectory import flatten
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial_config import SamplingConfig, TrialConfig
 from proxy.engines.scripted import text_script
 from proxy.records import SessionKind
 from tests.e2e.agents.model import COMMANDS, play
@@ -48,7 +48,7 @@ class Agent:
     """At least."""
 
 
-def _installed(name: str) -> pytest.MarkDecorator:
+def installed(name: str) -> pytest.MarkDecorator:
     folder = AGENTS / name
     there = (folder / ".ready").exists()
     return needs(None if there else f"no {folder}: make agents, with Python 3.12")
@@ -63,7 +63,7 @@ EXAMPLE_AGENTS = [
     Agent("opencode_messages"),
     Agent("qwen_code"),
     Agent("mini_swe_agent"),
-    pytest.param(Agent("openhands"), marks=_installed("openhands")),
+    pytest.param(Agent("openhands"), marks=installed("openhands")),
 ]
 SDK_AGENTS = [
     (Agent("openai_sdk"), "chat"),
@@ -106,6 +106,7 @@ async def trial(
     *,
     kind: SessionKind = SessionKind.TRAIN,
     programs: Path = AGENTS / "bin",
+    sampling: SamplingConfig | None = None,
 ) -> Rollout:
     path = f"{programs}:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
@@ -115,6 +116,7 @@ async def trial(
         CommandLauncher(CommandConfig(argv=("env", *command.argv), env=env)),
         Verifier(verifier),
         folder,
+        sampling=sampling,
         trial=TrialConfig(timeout_s=120, max_retries=0, keep_workspaces=True),
     )
     try:
@@ -145,7 +147,7 @@ async def test_agent_finishes_its_task_and_leaves_an_exact_record(
     assert_exact(rollout, agent, proxy)
 
 
-@_installed("aider")
+@installed("aider")
 async def test_aider_asks_again_when_its_test_fails(proxy: RunningProxy, tmp_path: Path) -> None:
     """It omits its reminder of the format when it sends its history again, so the second call
     forks."""

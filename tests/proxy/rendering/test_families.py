@@ -185,6 +185,10 @@ def test_forced_call_begins_as_the_family_writes_it(
     name: str, forced: str | None, family_of: Any
 ) -> None:
     rendering = family_of(name).rendering
+    if name == "inkling" and forced is None:
+        with pytest.raises(RequestError, match="name the tool"):
+            rendering.opening(forced)
+        return
     if name in REASONING:
         assert len(rendering.opening(forced)) == 0
         return
@@ -203,6 +207,31 @@ def test_forced_call_begins_as_the_family_writes_it(
     assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls] == [
         ("shell", {"command": "ls"})
     ]
+
+
+@pytest.mark.parametrize("forced", ["shell", None])
+@pytest.mark.parametrize("name", sorted(REASONING))
+def test_answer_without_the_required_call_goes_on_with_one(
+    name: str, forced: str | None, family_of: Any
+) -> None:
+    """Whatever the model said: text, reasoning alone, nothing, a call without an end."""
+    family: Family = family_of(name)
+    rendering, prompt = family.rendering, family.generation_prompt
+    encode, decode = rendering.tokenizer.encode, rendering.tokenizer.decode
+    for text in ("I wonder.</think>Let me look.", "I wonder.", "", "Look.<tool_call>she"):
+        spoken = encode(text)
+        kept, begun = rendering.call_after(spoken, prompt, forced)
+        assert kept in (0, len(spoken))
+        opening, begins = [*spoken[:kept], *begun], decode(begun)
+        call = ToolCall("functions.shell:0", "shell", '{"command": "ls"}')
+        answered = [Message("user", "Hello."), Message("assistant", "", None, [call])]
+        written = decode(rendering.full(Conversation(answered)).tolist())
+        ends = (begins[at:] for at in range(len(begins)) if begins[at:] in written)
+        rest = written.rpartition(next(ends))[2]
+        message = rendering.parse([*opening, *encode(rest)], prompt, [TOOL], calls=True)
+        assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls] == [
+            ("shell", {"command": "ls"})
+        ]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "template"])

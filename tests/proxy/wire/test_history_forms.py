@@ -170,3 +170,41 @@ def test_calls_with_foreign_ids_are_not_joined_across_results() -> None:
         Message("tool", "2", tool_call_id="b"),
     ]
     assert normalised(messages) == messages
+
+
+async def dropped_text(proxy: RunningProxy, session: Any, *, samples: int = 1) -> None:
+    """Three turns of an agent that leaves out the text beside the calls."""
+    messages: list[Any] = [ASKED]
+    for _ in range(3):
+        for number in range(samples):
+            proxy.answers(f"{THOUGHT}({number})\n" + call('{"cmd": "ls"}'))
+            reply = await post(
+                proxy, session, "chat/completions", messages=messages, tools=CHAT_TOOLS
+            )
+        calls = reply["choices"][0]["message"]["tool_calls"]
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": calls[0]["id"], "content": "a b"},
+        ]
+
+
+async def test_text_dropped_beside_a_call_stays_in_the_prompt(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    await dropped_text(proxy, session)
+    assert await path_of(proxy, session) == [(None, None), (0, None), (1, None)]
+
+
+async def test_text_dropped_forks_if_the_profile_follows_the_agent(proxy: RunningProxy) -> None:
+    session = await proxy.session(profile="follow")
+    await dropped_text(proxy, session)
+    causes = {cause for _, cause in (await path_of(proxy, session))[1:]}
+    assert causes == {"text_dropped"}
+
+
+async def test_text_dropped_forks_if_two_answers_differ_only_in_their_text(
+    proxy: RunningProxy,
+) -> None:
+    session = await proxy.session()
+    await dropped_text(proxy, session, samples=2)
+    causes = [cause for _, cause in await path_of(proxy, session)]
+    assert causes == [None, "sibling", "text_dropped", "sibling", "text_dropped", "sibling"]

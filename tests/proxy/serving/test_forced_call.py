@@ -1,0 +1,163 @@
+"""Required calls of a model that reasons: an answer that ends without one goes on with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.client import SessionHandle
+from proxy.records import ForkCause, SessionKind, TurnStatus
+from tests.proxy.conftest import RunningProxy
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "shell",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
+SAID = [
+    "<think>\nHm.\n</think>\n\nI would rather talk.",
+    "I would rather talk.",
+    "",
+    "<think>\nHm.",
+]
+ASKED = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Hi."}],
+    "tools": [TOOL],
+    "tool_choice": "required",
+}
+
+
+def says(said: str, rest: str = ' {"command": "ls"}}\n</tool_call>') -> Any:
+    """The model says `said`, and `rest` after the beginning of a call."""
+    return lambda prompt: rest if prompt.endswith('"arguments":') else said
+
+
+def put_together(events: list[bytes]) -> dict[str, Any]:
+    """The message of a stream of Chat Completions."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for event in events:
+        if event == b"data: [DONE]":
+            continue
+        for choice in orjson.loads(event.removeprefix(b"data: "))["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                message[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    message["tool_calls"].append(call)
+                else:
+                    function = message["tool_calls"][call["index"]]["function"]
+                    function["arguments"] += call["function"]["arguments"]
+    return message
+
+
+async def ask(proxy: RunningProxy, session: SessionHandle, *, stream: bool) -> dict[str, Any]:
+    if stream:
+        return put_together(
+            await proxy.events(session, "chat/completions", {**ASKED, "stream": True})
+        )
+    status, reply = await proxy.post(session, "chat/completions", ASKED)
+    assert (status, reply["choices"][0]["finish_reason"]) == (200, "tool_calls")
+    message: dict[str, Any] = reply["choices"][0]["message"]
+    return message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", SAID)
+async def test_answer_that_ends_without_its_call_goes_on_with_one(
+    said: str, stream: bool, proxy: RunningProxy
+) -> None:
+    session = await proxy.session()
+    proxy.answers(says(said))
+
+    message = await ask(proxy, session, stream=stream)
+
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "shell"
+    assert orjson.loads(call["function"]["arguments"]) == {"command": "ls"}
+    assert (message["content"] or "") == said.rpartition("\n\n")[2].replace("<think>\nHm.", "")
+    assert (message.get("reasoning_content") or "") == ("Hm." if "Hm." in said else "")
+    _, (first, second) = await proxy.record(session)
+    sampled = [c.answer_ids for c in proxy.engine.calls]
+    assert [first.sampled_ids.tolist(), second.sampled_ids.tolist()] == sampled
+    assert {first.status, second.status} == {TurnStatus.DONE}
+    assert second.fork_cause is ForkCause.CALL_REQUIRED
+    prompt = proxy.engine.calls[1].prompt_ids
+    assert second.prompt_tokens == len(prompt)
+    assert prompt[: first.path_tokens - 1] == [*proxy.engine.calls[0].prompt_ids, *sampled[0][:-1]]
+
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "a b"}
+    history = [*ASKED["messages"], {"role": "assistant", **message}, result]
+    proxy.answers("Done.")
+    status, _ = await proxy.post(
+        session, "chat/completions", {**ASKED, "messages": history, "tool_choice": "auto"}
+    )
+    assert status == 200
+    _, turns = await proxy.record(session)
+    assert turns[2].fork_cause is None
+    assert (turns[2].parent, turns[2].shared_tokens) == (1, turns[1].path_tokens)
+
+
+async def test_call_that_the_model_makes_by_itself_needs_no_second_turn(
+    proxy: RunningProxy,
+) -> None:
+    session = await proxy.session()
+    proxy.answers(f"<think>\nHm.\n</think>\n\n{CALL}")
+    message = await ask(proxy, session, stream=False)
+    assert len(message["tool_calls"]) == 1
+    assert len((await proxy.record(session))[1]) == 1
+
+
+async def test_malformed_call_is_replaced_by_one_that_can_be_read(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers(says("<think>\nHm.\n</think>\n\n<tool_call>\nls"))
+    message = await ask(proxy, session, stream=False)
+    (call,) = message["tool_calls"]
+    assert orjson.loads(call["function"]["arguments"]) == {"command": "ls"}
+
+
+async def test_truncated_answer_and_one_that_a_stop_string_ends_stay_without_a_call(
+    proxy: RunningProxy,
+) -> None:
+    session = await proxy.session(kind=SessionKind.EVAL)
+    proxy.answers(says("I would rather talk to you."))
+    for more in ({"max_tokens": 3}, {"stop": ["rather"]}):
+        _, reply = await proxy.post(session, "chat/completions", {**ASKED, **more})
+        assert "tool_calls" not in reply["choices"][0]["message"]
+    assert len((await proxy.record(session))[1]) == 2
+
+
+@pytest.mark.parametrize("by", ["previous_response_id", "item_reference"])
+async def test_responses_continue_the_turn_of_the_call(by: str, proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers(says(SAID[0]))
+    tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    request: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "stream": True}
+    asked = [{"role": "user", "content": "Hi."}]
+    events = await proxy.events(session, "responses", {**request, "input": asked})
+    response = orjson.loads(events[-1].partition(b"data: ")[2])["response"]
+    assert [item["type"] for item in response["output"]] == [
+        "reasoning",
+        "message",
+        "function_call",
+    ]
+    result: dict[str, Any] = {
+        "type": "function_call_output",
+        "call_id": response["output"][2]["call_id"],
+        "output": "a b",
+    }
+    proxy.answers("Done.")
+    more: dict[str, Any] = {"previous_response_id": response["id"], "input": [result]}
+    if by == "item_reference":
+        known = [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
+        more = {"input": [*asked, *known, result]}
+    status, reply = await proxy.post(session, "responses", {"tools": [tool], **more})
+    assert status == 200, reply
+    _, turns = await proxy.record(session)
+    assert (turns[2].parent, turns[2].fork_cause) == (1, None)
