@@ -33,8 +33,8 @@ not the history, so joining a turn costs the same at 1k and at 128k tokens."""
 MAX_OPENINGS = 256
 """Number of call openings that are cached; computing one takes several renderings."""
 MAX_CALL_DEPTH = 900
-"""Levels of objects and lists in a call; a deeper one is text. Python 3.11 can read about 990 levels
-and Python 3.13 many more; they must not read an answer differently."""
+"""Levels of objects and lists in a call; a deeper one is text. Python 3.11 can read about 990
+levels, and Python 3.13 many more; they must not read an answer differently."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
