@@ -22,7 +22,7 @@ HARBOR := .harbor
 HARBOR_PYTHON ?= $(call find_python,python3.12)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup reference export-packages harbor agents tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -84,7 +84,9 @@ $(HARBOR)/.ready: pyproject.toml
 # Unmodified third-party agents with pinned versions; `.agents/bin` holds all of their commands.
 # Their bytecode is compiled at installation, because a sandbox sees them read-only and would compile
 # them again in every trial (4.5 s of processor time instead of 1.9 s).
-agents: $(AGENTS)/.ready $(AGENTS)/frameworks/.ready $(AGENTS)/crewai/.ready $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready $(AGENTS)/vibe/.ready) ## install Claude Code, Codex, opencode, … in .agents/
+agents: $(AGENTS)/.ready $(AGENTS)/frameworks/.ready $(AGENTS)/crewai/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready) ## install Claude Code, Codex, opencode, … in .agents/
+
+agents-long: agents $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/vibe/.ready) ## also the agents that only `make test-long` runs
 
 # Each has dependencies that conflict with the others'. The last three need Python 3.12.
 PYTHON_AGENTS := python frameworks crewai gptme aider openhands vibe

@@ -51,7 +51,7 @@ class Agent:
 def installed(name: str) -> pytest.MarkDecorator:
     folder = AGENTS / name
     there = (folder / ".ready").exists()
-    return needs(None if there else f"no {folder}: make agents, with Python 3.12")
+    return needs(None if there else f"no {folder}: make agents-long, with Python 3.12")
 
 
 EXAMPLE_AGENTS = [
