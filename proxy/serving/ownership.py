@@ -228,13 +228,20 @@ def was_forwarded(request: web.Request) -> bool:
 
 async def forward(request: web.Request, address: str) -> web.StreamResponse | None:
     """Forwards the request and passes on the holder's answer as it arrives. Returns None if the
-    holder did not answer, or no longer holds the session."""
+    holder has ended, or no longer holds the session.
+
+    Raises:
+        ProxyError: 503, the holder is alive and silent. It may be so for hours, so nothing is
+            tried again here.
+    """
     async with _client(address) as http:
         try:
             async with _while_alive(http, address):
                 answer = await _send(http, request, address)
-        except (aiohttp.ClientConnectionError, TimeoutError):
+        except aiohttp.ClientConnectionError:
             return None
+        except TimeoutError as error:
+            raise HeldElsewhere(address).unreachable() from error
         async with answer:
             if answer.status == _MISDIRECTED:
                 return None

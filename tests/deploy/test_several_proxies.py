@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -20,9 +21,10 @@ import pytest
 import pytest_asyncio
 
 from agent_loop.trajectory import build_segments, flatten
-from proxy.client import ProxyClient, SessionHandle
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.engines.scripted import ScriptedEngine
 from proxy.records import Turn, TurnStatus
+from proxy.serving.ownership import PROBE_EVERY_S, PROBE_TIMEOUT_S
 from tests.deploy.manifests import ROOT
 from tests.needs import skip_or_fail
 from tests.postgres_server import empty_database
@@ -320,3 +322,30 @@ async def test_session_completed_at_one_proxy_is_closed_at_all(fleet: Fleet) -> 
         url = f"{session.base_url}/chat/completions"
         async with fleet.http.post(url, json=body, headers=headers) as response:
             assert response.status == 409, await response.text()
+
+
+async def test_session_of_a_stopped_proxy_gets_503_elsewhere_until_the_proxy_continues(
+    fleet: Fleet,
+) -> None:
+    holder, other = fleet.replicas[:2]
+    fleet.engine.calls.clear()
+    session = await fleet.control.create_session()
+    fleet.engine.token_delay_s = 0.5
+    first = asyncio.create_task(fleet.ask_at(holder, session, "One."))
+    await fleet.sampling(1)
+    assert holder.process is not None
+    async with ProxyClient(f"http://127.0.0.1:{other.port}", KEY) as control:
+        holder.process.send_signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(PROBE_EVERY_S + PROBE_TIMEOUT_S + 20):
+                assert await fleet.ask_at(other, session, "Two.") == 503
+            with pytest.raises(ProxyClientError, match="did not confirm") as caught:
+                await control.complete(session.trial_id)
+        finally:
+            holder.process.send_signal(signal.SIGCONT)
+            fleet.engine.token_delay_s = 0.0
+        assert caught.value.status == 503
+        assert await first in (200, 409)  # completing has cut it, or it was whole before
+        await control.complete(session.trial_id)
+    _, turns = await fleet.control.get_turns(session.trial_id)
+    assert [turn.status for turn in turns] in ([TurnStatus.DONE], [TurnStatus.CUT])
