@@ -30,7 +30,6 @@ from agent_loop.rewards.protocol import RewardSource
 from agent_loop.threads import run_to_end
 from agent_loop.trial_config import TrialConfig
 from proxy.records import Session, SessionKind, SessionStatus
-from proxy.wall import Wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,14 @@ class EndpointLoop:
         trials_dir: Path,
         trial: TrialConfig,
         hidden: Sequence[Path] = (),
+        shown: Sequence[Path] = (),
     ) -> None:
         self._endpoint = endpoint
         self._launcher = launcher
         self._rewards = rewards
         self._trials_dir = trials_dir
         self._trial = trial
-        paths = (trials_dir, *trial.hide, *hidden)
-        self._wall = Wall(hide=tuple(str(path.absolute()) for path in paths))
+        self._wall = trial.wall((trials_dir, *hidden), shown)
 
     async def run(
         self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
@@ -117,7 +116,7 @@ class EndpointLoop:
             directory=self._trials_dir / trial_id,
             timeout_s=self._trial.timeout_s,
             seed=seed,
-            wall=None if self._trial.sandbox == "off" else self._wall,
+            wall=self._wall,
             hidden_fields=self._trial.fields_hidden,
         )
 

@@ -89,14 +89,7 @@ class RemoteAgentLoop:
         self.recording = recording or RecordingConfig()
         self.private_ports = private_ports
         self.finished = FinishedTrials(trials_dir, retention or RetentionConfig())
-        hide = (trials_dir, *self.trial.hide, *hidden)
-        is_strict = self.trial.sandbox == "strict"
-        self.wall = Wall(
-            hide=tuple(str(path.absolute()) for path in hide),
-            show=tuple(str(p.absolute()) for p in (*self.trial.show, *shown))
-            if is_strict
-            else None,
-        )
+        self.wall = self.trial.wall((trials_dir, *hidden), shown)
 
     async def run(
         self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
@@ -193,12 +186,14 @@ class _TrialRun:
             directory=self._directory,
             timeout_s=config.timeout_s,
             seed=attempt.seed,
-            wall=None if config.sandbox == "off" else await self._wall(session.base_url),
+            wall=await self._wall(session.base_url),
             hidden_fields=config.fields_hidden,
         )
 
-    async def _wall(self, base_url: str) -> Wall:
+    async def _wall(self, base_url: str) -> Wall | None:
         loop = self._loop
+        if loop.wall is None:
+            return None
         ports = await asyncio.to_thread(loop.private_ports)
         return replace(loop.wall, ports=ports - {urlsplit(base_url).port})
 

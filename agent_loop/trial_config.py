@@ -7,7 +7,7 @@ Each is part of a larger section under the same key names: `TrialConfig` of `rem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from pydantic import Field
 
 from agent_loop.credit import CreditConfig
 from proxy.section import Section
+from proxy.wall import Wall
 
 
 class TrialConfig(Section):
@@ -50,6 +51,17 @@ class TrialConfig(Section):
     hidden_fields: tuple[str, ...] | None = None
     """Fields of a task that the agent does not get. None: `answer`, `answers`, `solution` and
     `ground_truth` if a verifier, a grader or a judge gives the reward; these still get them."""
+
+    def wall(self, hidden: Sequence[Path], shown: Sequence[Path]) -> Wall | None:
+        """The wall of local agents, which also hides `hidden` and, if it is strict, also shows
+        `shown`; None with `off`."""
+        if self.sandbox == "off":
+            return None
+        show = [str(path.absolute()) for path in (*self.show, *shown)]
+        return Wall(
+            hide=tuple(str(path.absolute()) for path in (*self.hide, *hidden)),
+            show=tuple(show) if self.sandbox == "strict" else None,
+        )
 
     @property
     def fields_hidden(self) -> frozenset[str]:

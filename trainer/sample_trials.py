@@ -152,6 +152,7 @@ async def _loop(
                 folder.trials,
                 config.remote_agent,
                 [folder.path, *config.remote_agent.private_files, *config.data.val_files],
+                config.remote_agent.shown_files,
             )
             stack.push_async_callback(baseline.close)
             yield baseline, None

@@ -23,10 +23,12 @@ from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import VerifierConfig
+from agent_loop.trial_config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
 from proxy import landlock, wall
 from proxy.errors import ConfigurationError
 from proxy.records import SessionKind
+from proxy.wall import Wall
 from tests.proxy.conftest import RunningProxy
 
 LIGHT = wall.missing() or landlock.missing()
@@ -299,6 +301,19 @@ def test_strict_sandbox_without_privilege_is_refused_with_a_remedy(
     config = RemoteAgentConfig.model_validate({"command": {"argv": ["true"]}, "sandbox": "strict"})
     with pytest.raises(ConfigurationError, match=r"strict: .*CAP_SYS_ADMIN.*sandbox=light"):
         config.check_sandbox()
+
+
+def test_wall_is_that_of_the_configured_sandbox(tmp_path: Path) -> None:
+    walls = {
+        sandbox: TrialConfig.model_validate(
+            {"sandbox": sandbox, "hide": ["/data/secret"], "show": ["/opt/tools"]}
+        ).wall([tmp_path], [Path("/opt/python")])
+        for sandbox in ("light", "strict", "off")
+    }
+    hide = ("/data/secret", str(tmp_path))
+    assert walls["off"] is None
+    assert walls["light"] == Wall(hide=hide)
+    assert walls["strict"] == Wall(hide=hide, show=("/opt/tools", "/opt/python"))
 
 
 def test_start_says_what_agents_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
