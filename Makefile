@@ -132,7 +132,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm)
 test-fast: setup ## tests that start no other programs
 	$(BIN)/python -m pytest -n 2 -m "not programs and not slow" $(ARGS)
 
-test-long: setup reference export-packages ## tests that take too long for CI (docs/tested.md)
+test-long: setup reference export-packages $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) fuzz SECONDS=600
 	$(MAKE) test-python PYTHON=python3.12

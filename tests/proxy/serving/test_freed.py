@@ -44,6 +44,8 @@ def held() -> list[Any]:
 async def test_ended_call_is_freed_without_the_garbage_collector(
     start_proxy: StartProxy, without_collections: None, body: Any, status: int
 ) -> None:
+    earlier = held()  # a state machine of another test keeps its last calls
+    known = {id(each) for each in earlier}
     proxy = await start_proxy(max_context_tokens=1000)
     session = await proxy.session()
     for _ in range(2):  # aiohttp keeps a connection's last request until the next one
@@ -53,4 +55,4 @@ async def test_ended_call_is_freed_without_the_garbage_collector(
             assert response.status == status, await response.text()
             await response.read()
     await proxy.control.get_turns(session.trial_id)
-    assert held() == []
+    assert [each for each in held() if id(each) not in known] == []
