@@ -105,6 +105,7 @@ def agent_environment(
         if not name.startswith("AGENTIC_") and name not in FOREIGN
     }
     own = agent.variables(placeholders(session, directory))
+    inherited["PWD"] = os.getcwd()  # some agents read it instead of calling getcwd
     return {**inherited, **session_variables(session), **own}
 
 

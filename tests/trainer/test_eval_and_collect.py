@@ -79,7 +79,7 @@ def says(rendering: Rendering, text: str) -> ScriptedEngine:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_evaluations_continue_and_are_compared(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:

@@ -22,7 +22,14 @@ COMMANDS = [
     ["claude", "-p", PROMPT, "--dangerously-skip-permissions"],
     ["mini", "-y", "--exit-immediately", "-t", PROMPT],
     pytest.param(
-        ["codex", "exec", "--skip-git-repo-check", "--full-auto", PROMPT], marks=pytest.mark.long
+        [
+            "codex",
+            "exec",
+            "--skip-git-repo-check",
+            "--dangerously-bypass-approvals-and-sandbox",
+            PROMPT,
+        ],
+        marks=pytest.mark.long,
     ),
     pytest.param(["opencode", "run", PROMPT], marks=pytest.mark.long),
     pytest.param(["qwen", "-y", PROMPT], marks=pytest.mark.long),
