@@ -112,7 +112,7 @@ async def test_evaluations_continue_and_are_compared(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_endpoint_is_evaluated_without_our_engine(
     checkpoint: Path, rendering: Rendering, tmp_path: Path, start_proxy: object
 ) -> None:
@@ -130,7 +130,7 @@ async def test_endpoint_is_evaluated_without_our_engine(
     assert "--model-name: missing" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_collected_sessions_have_rewards_and_can_be_exported(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
