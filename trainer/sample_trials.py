@@ -21,6 +21,7 @@ from agent_loop.trial_list import TrialLine, TrialList
 from proxy.client import ProxyClient
 from proxy.records import EMPTY_IDS, SessionKind
 from trainer.assembly import RunParts
+from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.local import LocalCluster
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump
@@ -165,7 +166,7 @@ async def _loop(
 
 
 async def _proxy(
-    config: TrainerConfig,
+    config: ProcessesConfig,
     folder: RunFolder,
     cluster: LocalCluster,
     control: RunControl,
