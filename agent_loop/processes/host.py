@@ -94,7 +94,7 @@ class Job:
         fields = {
             "argv": [str(part) for part in self.argv],
             "call": self.call,
-            "cwd": str(self.cwd),
+            "cwd": str(self.cwd.absolute()),
             "env": dict(self.env),
             "log": str(self.log),
             "stderr_log": str(self.stderr_log) if self.stderr_log else None,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.python import PythonConfig, PythonLauncher
+from agent_loop.processes.host import Job
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
@@ -114,6 +116,15 @@ async def test_function_in_a_file_can_import_the_modules_beside_it(
     result = await started.run(make_trial())
     await started.close()
     assert (result.end, result.reward) == (AgentEnd.EXITED, 0.25)
+
+
+async def test_job_names_its_working_directory_absolutely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job(argv=(), cwd=Path("runs/work"), env={}, log=Path("log"), timeout_s=1.0)
+    with open(job.as_file(), "rb") as file:
+        assert json.load(file)["cwd"] == str(tmp_path / "runs/work")
 
 
 def test_missing_file_is_refused_with_its_full_path() -> None:
