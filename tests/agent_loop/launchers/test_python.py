@@ -118,7 +118,7 @@ async def test_function_in_a_file_can_import_the_modules_beside_it(
     assert (result.end, result.reward) == (AgentEnd.EXITED, 0.25)
 
 
-async def test_job_names_its_working_directory_absolutely(
+def test_job_names_its_working_directory_absolutely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
