@@ -18,11 +18,12 @@ COPY docker/trainer-${DEVICE}.lock /build/trainer.lock
 RUN python3 -m venv --without-pip /opt/agentic \
     && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --no-deps \
         --extra-index-url "${TORCH_INDEX}" -r /build/trainer.lock
-COPY pyproject.toml README.md LICENSE /build/
+COPY pyproject.toml setup.py README.md LICENSE /build/
 COPY proxy /build/proxy
 COPY agent_loop /build/agent_loop
 COPY harbor_sdk /build/harbor_sdk
 COPY trainer /build/trainer
+COPY examples /build/examples
 RUN pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --no-deps \
         --no-build-isolation /build
 

@@ -40,6 +40,8 @@ _PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
 
 COUNT = "/count_tokens"
 MAX_AGENT_ID_CHARS = 200
+MAX_PATH_CHARS = 200
+"""Characters of a wrong path that its error repeats."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class AgentEndpoints:
         self._answers = itertools.count()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Raises web.HTTPNotFound for a path that is not an endpoint."""
+        """Raises web.HTTPNotFound for a GET of a response, which is not kept."""
         trial, route = split_path(request.path)
         if request.method == "GET" and route == "responses":
             return _no_websocket(request)
@@ -94,7 +96,7 @@ class AgentEndpoints:
         if route.partition("/")[0] == "models" and request.method == "GET":
             dialect = self._dialects["chat/completions"]
         elif dialect is None or request.method != "POST":
-            raise web.HTTPNotFound(text=f"no route {request.method} {request.path}")
+            return self._not_found(request, route)
         exchange = Exchange(request, dialect, trial, route)
         try:
             response = await self._respond(exchange)
@@ -197,6 +199,22 @@ class AgentEndpoints:
         call = await self._parse(exchange, live)
         return _json({"input_tokens": await self._calls.count_tokens(call.conversation)})
 
+    def _not_found(self, request: web.Request, route: str) -> web.Response:
+        """Says what to type instead, in OpenAI's form, which the clients print."""
+        asked, path = f"{request.method} {request.path[:MAX_PATH_CHARS]}", request.path.rstrip("/")
+        if route.removesuffix(COUNT) in self._dialects:
+            message = f"{asked} does not exist; use POST"
+        elif end := next(
+            (f"/{name}" for name in self._dialects if path.endswith(f"/{name}")), None
+        ):
+            base = f"{request.host}{path.removesuffix(end)}"[:MAX_PATH_CHARS]
+            message = f"{asked} does not exist; set the base URL to {request.scheme}://{base}/v1"
+        else:
+            known = ", ".join(f"/v1/{name}" for name in self._dialects)
+            message = f"{asked} does not exist; calls are POST {known}, and models GET /v1/models"
+        error = {"message": message, "type": "not_found_error", "code": "not_found"}
+        return _json({"type": "error", "error": error}, status=404)
+
     def _models(self, wanted: str) -> web.Response:
         """The model list in a form that is valid for OpenAI and Anthropic. Any name is served."""
         name = wanted or self._model_name
@@ -284,8 +302,8 @@ def _no_websocket(request: web.Request) -> web.Response:
     raise web.HTTPNotFound(text="responses cannot be retrieved; POST /v1/responses creates one")
 
 
-def _json(data: dict[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(data), content_type="application/json")
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
 
 
 def _caller(exchange: Exchange, live: LiveSession) -> Caller:

@@ -19,7 +19,7 @@ from trainer.run.folder import RunFolder
 try:
     import ray
 except ImportError:
-    skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
+    skip_or_fail("ray is not installed: pip install ray", at_import=True)
 
 
 def config(model: Path, **cluster: object) -> TrainerConfig:
@@ -35,13 +35,13 @@ def open_once(settings: TrainerConfig, tmp_path: Path) -> None:
     asyncio.run(connect())
 
 
-def test_missing_ray_is_refused_with_the_extra_to_install(
+def test_missing_ray_is_refused_with_the_package_to_install(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("trainer.cluster.ray_")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"cluster\.backend=ray: .*agentic-rl\[ray\]"):
+    with pytest.raises(ConfigError, match=r"cluster\.backend=ray: .*pip install ray"):
         open_once(config(checkpoint), tmp_path)
 
 
