@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from proxy.admin_key import client_key, key_file
-from proxy.agent_process import run_agent
 from proxy.agents import agent_environment, find_agent, placeholders, session_variables
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
+from proxy.commands.foreground import run_agent
 from proxy.commands.sessions import tags
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
