@@ -232,7 +232,9 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _random_model(small: Any) -> Any:
-    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        small, dtype=torch.float32, attn_implementation="eager"
+    )
     randomize(model)
     return model
 

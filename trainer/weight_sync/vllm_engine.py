@@ -8,6 +8,7 @@ the model, or a part of a fused weight such as `gate_proj`, was not updated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -51,8 +52,7 @@ class SharedMemoryEngine(
         self._reader = SegmentReader()
 
     def start_weight_update(self) -> None:
-        if self.device.type == "cpu":
-            _unpack_experts(self.model)
+        self._packed = _unpack_experts(self.model) if self.device.type == "cpu" else []
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
@@ -65,6 +65,9 @@ class SharedMemoryEngine(
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._packed:
+            if method.moe_kernel is None:  # its layer was not reloaded
+                method.moe_kernel = kernel
         if self.device.type == "cpu":
             _repack_embeddings(self.model)
 
@@ -102,19 +105,25 @@ class SharedMemoryEngine(
         self._reader.close()
 
 
-def _unpack_experts(model: torch.nn.Module) -> None:
-    """Makes vLLM pack the experts of each layer again after the reload. It does so only when it
-    creates the layer's kernel, and would later copy unpacked weights over packed ones without any
-    error: the experts would compute with shuffled weights.
+def _unpack_experts(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Makes vLLM pack the experts of each layer again when they are reloaded. It does so only when
+    it creates the layer's kernel, and would later copy unpacked weights over packed ones without
+    any error: the experts would compute with shuffled weights.
+
+    Returns the kernels that it took, each after the method that needs it back if its layer is not
+    reloaded.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
 
+    packed = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            packed.append((method, method.moe_kernel))
             method.moe_kernel = None
+    return packed
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
