@@ -1,4 +1,5 @@
-"""A call that has ended is freed at once, without the garbage collector, which runs rarely."""
+"""A call that has ended is freed at once, without the garbage collector, which runs rarely. What
+the engines keep of a session is freed when the session ends."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from proxy.engines.prompt_json import MIN_TOKENS, PromptJson
 from proxy.serving.call import LiveCall
 from proxy.wire.dialect import Call
 from tests.proxy.conftest import StartProxy
@@ -56,3 +58,22 @@ async def test_ended_call_is_freed_without_the_garbage_collector(
             await response.read()
     await proxy.control.get_turns(session.trial_id)
     assert [each for each in held() if id(each) not in known] == []
+
+
+@pytest.mark.parametrize("end", ["complete", "delete"])
+async def test_prompt_that_an_engine_keeps_is_freed_when_its_session_ends(
+    start_proxy: StartProxy, end: str
+) -> None:
+    known = {id(each) for each in gc.get_objects() if isinstance(each, PromptJson)}
+    proxy = await start_proxy()
+    engines = [each for each in gc.get_objects() if isinstance(each, PromptJson)]
+    (prompts,) = [each for each in engines if id(each) not in known]
+    ended, open_ = await proxy.session(), await proxy.session()
+    long = {"model": "m", "messages": [{"role": "user", "content": "Go on. " * MIN_TOKENS}]}
+    sizes = []
+    for session in (open_, ended):
+        assert (await proxy.post(session, "chat/completions", long))[0] == 200
+        sizes.append(len(prompts))
+    assert 0 < sizes[0] < sizes[1]
+    await getattr(proxy.control, end)(ended.trial_id)
+    assert len(prompts) == sizes[0]
