@@ -108,7 +108,7 @@ def _parts(
         app[STORE] = store
         make = partial(make_engine, tokenizer=rendering.tokenizer)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
-        sessions, metrics = Sessions(store, config.sessions, Profiles(config.profiles)), Metrics()
+        profiles, metrics = Profiles(config.profiles), Metrics()
         router = Router(
             replicas,
             vocab_size=rendering.tokenizer.vocab_size,
@@ -117,6 +117,7 @@ def _parts(
             on_failure=metrics.engine_failed,
         )
         await router.start()
+        sessions = Sessions(store, config.sessions, profiles, on_end=router.forget)
         ownership, deliveries = Ownership(store), Deliveries(store)
         backend = Backend(
             store,

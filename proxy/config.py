@@ -87,6 +87,10 @@ class LimitsConfig(Section):
     """Seconds after which the connection of a client that does not read its answer is closed."""
     in_flight_calls: int = Field(default=4096, ge=1)
     """Number of calls in flight in the process; further calls get 429 with Retry-After."""
+    in_flight_body_bytes: int = Field(default=2 * 2**30, ge=1024)
+    """Total size of the request bodies in flight in the process, which are in memory until their
+    calls end; a body beyond it gets 429 with Retry-After. The default is 512 KiB per call in
+    flight."""
     keep_alive_s: float = Field(default=5.0, gt=0)
     """Seconds without a token after which a stream gets a comment, so that no client gives up."""
     engine_patience_s: float = Field(default=120.0, ge=0)

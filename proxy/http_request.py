@@ -30,6 +30,33 @@ _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE_BITS = -15
 _WIRE_ERRORS = (HttpProcessingError, RequestPayloadError, PayloadAccessError, ConnectionError)
 _UNPACKED = web.RequestKey("unpacked", bytes)
+_COUNTED = web.RequestKey("counted", int)
+
+
+class BodiesInFlight:
+    """Counts the bytes of all request bodies in memory, so that they are at most `limit_bytes`. A
+    body is counted while it arrives, and until `release`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+
+    def add(self, request: web.Request, size: int) -> None:
+        """Counts `size` more bytes of the request. Raises RequestError (429) beyond the limit."""
+        if self._bytes + size > self._limit_bytes:
+            raise RequestError(
+                f"the bodies of the requests in flight have {self._bytes} bytes, and with this one "
+                f"they would exceed limits.in_flight_body_bytes of {self._limit_bytes}; try again "
+                "later",
+                status=429,
+                retry_after_s=1.0,
+            )
+        self._bytes += size
+        request[_COUNTED] = request.get(_COUNTED, 0) + size
+
+    def release(self, request: web.Request) -> None:
+        """Subtracts what was counted of the request."""
+        self._bytes -= request.pop(_COUNTED, 0)
 
 
 def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
@@ -58,12 +85,14 @@ def api_key(headers: Mapping[str, str]) -> str | None:
     return headers.get("x-api-key") or None
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The body, decompressed if its `Content-Encoding` is gzip or deflate.
+async def read_body(request: web.Request, bodies: BodiesInFlight | None = None) -> bytes:
+    """The body, decompressed if its `Content-Encoding` is gzip or deflate. Its bytes are counted in
+    `bodies`, as they arrive and once more when they are decompressed.
 
-    Raises RequestError: 408 if the body does not arrive within BODY_TIMEOUT_S; 413 if it is larger
-    than `client_max_size`, compressed or not; 415 for another encoding; 400 for a body that does
-    not match its encoding. A body whose declared length is too large is not read at all.
+    Raises RequestError: 429 if the limit of `bodies` is reached; 408 if the body does not arrive
+    within BODY_TIMEOUT_S; 413 if it is larger than `client_max_size`, compressed or not; 415 for
+    another encoding; 400 for a body that does not match its encoding. A body whose declared length
+    is too large is not read at all.
     """
     if _UNPACKED in request:
         return request[_UNPACKED]
@@ -76,7 +105,7 @@ async def read_body(request: web.Request) -> bytes:
         )
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _read(request)
+            body = await _read(request, bodies)
     except TimeoutError as error:
         raise RequestError(
             f"the request body did not arrive within {BODY_TIMEOUT_S:g} s; send it again",
@@ -85,6 +114,8 @@ async def read_body(request: web.Request) -> bytes:
     if body and encoding in _WINDOW_BITS:
         # zlib releases the GIL, so that decompressing a large body delays no other request.
         body = await asyncio.to_thread(_unpack, body, encoding, request.client_max_size)
+        if bodies is not None:
+            bodies.add(request, len(body))
     request[_UNPACKED] = body
     return body
 
@@ -125,7 +156,7 @@ def forget_body(request: web.Request) -> int:
     return len(request.pop(_UNPACKED, b""))
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request, bodies: BodiesInFlight | None) -> bytes:
     if (request.content_length or 0) > request.client_max_size:
         raise _too_large(request.client_max_size)
     body = bytearray()
@@ -134,6 +165,8 @@ async def _read(request: web.Request) -> bytes:
             body += chunk
             if len(body) > request.client_max_size:
                 raise _too_large(request.client_max_size)
+            if bodies is not None:
+                bodies.add(request, len(chunk))
     except RequestPayloadError as error:
         raise RequestError("the body's chunked encoding is invalid; send it again") from error
     return bytes(body)

@@ -180,6 +180,12 @@ class Router:
             self._homes.popitem(last=False)
         return chosen
 
+    def forget(self, session_id: str) -> None:
+        """Frees what the router and the replicas keep of a session that has ended."""
+        self._homes.pop(session_id, None)
+        for engine in (*self._engines.values(), *self._removed):
+            engine.forget(session_id)
+
     def serves(self, besides: Set[Engine], *, trained: bool) -> bool:
         """Implements `Replicas`."""
         return any(engine not in besides for engine in self._serving(trained))

@@ -74,6 +74,9 @@ class VerlEngine:
     async def abort(self, request_id: str) -> None:
         """Does nothing: verl's client cannot abort, so the answer is sampled to its end."""
 
+    def forget(self, session_id: str) -> None:
+        """Does nothing: nothing is kept of a session."""
+
     async def check(self) -> None:
         """Does nothing: verl checks its own servers."""
 

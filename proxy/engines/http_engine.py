@@ -123,6 +123,9 @@ class HttpEngine(ABC, Generic[A]):
     async def abort(self, request_id: str) -> None:
         """Does nothing by default: closing the connection ends the call."""
 
+    def forget(self, session_id: str) -> None:
+        """Does nothing by default: nothing is kept of a session."""
+
     async def check(self) -> None:
         await checked(self._info, self._learn())
 

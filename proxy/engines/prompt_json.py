@@ -1,6 +1,7 @@
 """Serialises prompts as JSON. A prompt that extends its session's last one costs only the new ids.
 
-Invariant: the result of `dump` does not depend on the cache, which holds at most `limit_bytes`.
+Invariant: the result of `dump` does not depend on the cache, which holds at most `limit_bytes`, and
+nothing of a session after `forget`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ MIN_TOKENS = 1024
 
 
 class PromptJson:
-    """Writes prompts as JSON, and keeps the last prompt of each session in both forms."""
+    """Writes prompts as JSON, and keeps the last prompt of each session in both forms. Its `len` is
+    the size of what it keeps, in bytes."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0
         self._last: OrderedDict[str, tuple[Ids, bytes]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._bytes
 
     def dump(self, ids: Ids, session_id: str) -> bytes:
         """The ids, `[T]`, as a JSON list."""
@@ -38,14 +43,18 @@ class PromptJson:
         self._keep(session_id, ids, text)
         return text
 
+    def forget(self, session_id: str) -> None:
+        """Frees the session's prompt, if one is kept."""
+        self._subtract(self._last.pop(session_id, None))
+
     def _keep(self, session_id: str, ids: Ids, text: bytes) -> None:
-        self._forget(self._last.pop(session_id, None))
+        self.forget(session_id)
         self._last[session_id] = (ids, text)
         self._bytes += ids.nbytes + len(text)
         while self._bytes > self._limit_bytes:
-            self._forget(self._last.popitem(last=False)[1])
+            self._subtract(self._last.popitem(last=False)[1])
 
-    def _forget(self, entry: tuple[Ids, bytes] | None) -> None:
+    def _subtract(self, entry: tuple[Ids, bytes] | None) -> None:
         if entry is not None:
             self._bytes -= entry[0].nbytes + len(entry[1])
 

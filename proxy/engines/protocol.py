@@ -102,6 +102,10 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str) -> None: ...
 
+    def forget(self, session_id: str) -> None:
+        """Frees what the engine keeps of a session that has ended."""
+        ...
+
     async def check(self) -> None:
         """Updates `info`. Raises EngineError if the replica does not answer."""
         ...

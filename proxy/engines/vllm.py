@@ -74,6 +74,9 @@ class VllmEngine(HttpEngine[_Answer]):
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
         await self._upstream.post(ABORT, body, timeout_s=CONTROL_TIMEOUT_S)
 
+    def forget(self, session_id: str) -> None:
+        self._prompts.forget(session_id)
+
     async def _learn(self) -> None:
         await super()._learn()
         self._info.version = self._version(await self._weight_label("/weight_info"))

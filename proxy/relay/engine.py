@@ -133,6 +133,9 @@ class RelayEngine:
                 call.cut(f"call {request_id} was aborted")
                 self._post(End(call.request.call))
 
+    def forget(self, session_id: str) -> None:
+        """Does nothing: the worker is not told that a session ends, and bounds what it keeps."""
+
     async def check(self) -> None:
         health = await self.probe()
         self._info.healthy = health.error is None and not self._leaving

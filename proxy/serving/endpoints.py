@@ -24,7 +24,7 @@ from aiohttp import web
 
 from proxy.config import LimitsConfig
 from proxy.errors import HeldElsewhere, ProxyError, RequestError
-from proxy.http_request import api_key, read_body, read_in_time, unsent_bytes
+from proxy.http_request import BodiesInFlight, api_key, read_body, read_in_time, unsent_bytes
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
@@ -83,6 +83,7 @@ class AgentEndpoints:
         self._metrics = metrics
         self._log = CallLog()
         self._in_flight = 0
+        self._bodies = BodiesInFlight(limits.in_flight_body_bytes)
         metrics.in_flight.set_function(lambda: self._in_flight)
         self._process = os.urandom(8).hex()
         self._answers = itertools.count()
@@ -103,6 +104,8 @@ class AgentEndpoints:
         except ProxyError as error:
             error.__traceback__ = None  # its frames refer to the call, and the call to it
             return await self._refuse(exchange, error)
+        finally:
+            self._bodies.release(request)
         if self._log.wanted and exchange.call is not None:
             self._log_call(exchange, response.status, stream=exchange.call.asked.request.stream)
         return response
@@ -190,7 +193,7 @@ class AgentEndpoints:
 
     async def _parse(self, exchange: Exchange, live: LiveSession) -> Call:
         """Raises RequestError."""
-        body = Body(await read_body(exchange.request))
+        body = Body(await read_body(exchange.request, self._bodies))
         parse = partial(parse_call, exchange.dialect, body, exchange.request.headers, live.profile)
         return await asyncio.to_thread(parse) if body.is_large else parse()
 

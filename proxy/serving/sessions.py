@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,15 @@ class LiveSession:
 class Sessions:
     """Creates sessions, finds them by key or id, and keeps the live ones in memory."""
 
-    def __init__(self, store: Store, config: SessionsConfig, profiles: Profiles) -> None:
+    def __init__(
+        self,
+        store: Store,
+        config: SessionsConfig,
+        profiles: Profiles,
+        on_end: Callable[[str], None] = lambda session_id: None,
+    ) -> None:
+        """`on_end` gets the id of each session that has ended."""
+        self._on_end = on_end
         self._store = store
         self._profiles = profiles
         self._config = config
@@ -250,6 +258,7 @@ class Sessions:
         live.publish(CLOSING)
         for call in list(live.running):
             call.abort(_ended(live.session, kind))
+        self._on_end(live.session.session_id)
 
     async def _find_or_create(self, session_id: str) -> LiveSession:
         try:

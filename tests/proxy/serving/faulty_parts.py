@@ -105,6 +105,9 @@ class GatedEngine:
     async def abort(self, request_id: str) -> None:
         pass
 
+    def forget(self, session_id: str) -> None:
+        pass
+
     async def check(self) -> None:
         pass
 

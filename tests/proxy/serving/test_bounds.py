@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import threading
 from typing import Any
 
@@ -123,6 +124,38 @@ async def test_calls_beyond_the_limit_of_the_process_get_429_until_one_has_ended
     assert "limits.in_flight_calls is 1" in reply["error"]["message"]
     assert (await first)[0] == 200
     assert (await proxy.post(session, "chat/completions", hello))[0] == 200
+
+
+async def test_bodies_beyond_the_limit_of_the_process_get_429_until_one_is_freed(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(limits={"in_flight_body_bytes": 100_000})
+    session = await proxy.session()
+    large = orjson.dumps(body_of("Hi.")) + b" " * 60_000
+    proxy.engine.token_delay_s = 0.05
+    first = asyncio.create_task(proxy.post(session, "chat/completions", large))
+    await proxy.engine.called.wait()
+    for route in ("chat/completions", "messages/count_tokens"):
+        status, reply = await proxy.post(session, route, large)
+        assert status == 429
+        assert "limits.in_flight_body_bytes of 100000" in reply["error"]["message"]
+    assert (await first)[0] == 200
+    for body_bytes, status in ((b"{" * 60_000, 400), (b" " * 200_000, 429), (large, 200)):
+        assert (await proxy.post(session, "chat/completions", body_bytes))[0] == status
+
+
+async def test_decompressed_bytes_count_towards_the_limit_of_the_process(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(limits={"in_flight_body_bytes": 100_000})
+    session = await proxy.session()
+    headers = {"Authorization": f"Bearer {session.api_key}", "Content-Encoding": "gzip"}
+    for size, status in ((200_000, 429), (60_000, 200), (60_000, 200)):
+        data = gzip.compress(orjson.dumps(body_of("Hi.")) + b" " * size)
+        async with proxy.http.post(
+            f"{session.base_url}/chat/completions", data=data, headers=headers
+        ) as response:
+            assert response.status == status, await response.text()
 
 
 async def test_answer_must_be_read_within_the_configured_time(

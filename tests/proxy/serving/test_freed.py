@@ -1,4 +1,5 @@
-"""A call that has ended is freed at once, without the garbage collector, which runs rarely."""
+"""A call that has ended is freed at once, without the garbage collector, which runs rarely. What
+the engines keep of a session is freed when the session ends."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from proxy.engines.prompt_json import MIN_TOKENS, PromptJson
 from proxy.serving.call import LiveCall
 from proxy.wire.dialect import Call
 from tests.proxy.conftest import StartProxy
@@ -24,9 +26,10 @@ def without_collections() -> Iterator[None]:
     gc.enable()
 
 
-def held() -> list[Any]:
-    """The calls and requests that are still in memory."""
-    return [each for each in gc.get_objects() if isinstance(each, LiveCall | Call)]
+def in_memory(*kinds: type) -> list[Any]:
+    """The instances of these classes. `isinstance` would run code of other objects, whose
+    `__class__` may be a property that warns."""
+    return [each for each in gc.get_objects() if type(each) in kinds]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def held() -> list[Any]:
 async def test_ended_call_is_freed_without_the_garbage_collector(
     start_proxy: StartProxy, without_collections: None, body: Any, status: int
 ) -> None:
-    earlier = held()  # a state machine of another test keeps its last calls
+    earlier = in_memory(LiveCall, Call)  # a state machine of another test keeps its last calls
     known = {id(each) for each in earlier}
     proxy = await start_proxy(max_context_tokens=1000)
     session = await proxy.session()
@@ -55,4 +58,22 @@ async def test_ended_call_is_freed_without_the_garbage_collector(
             assert response.status == status, await response.text()
             await response.read()
     await proxy.control.get_turns(session.trial_id)
-    assert [each for each in held() if id(each) not in known] == []
+    assert [each for each in in_memory(LiveCall, Call) if id(each) not in known] == []
+
+
+@pytest.mark.parametrize("end", ["complete", "delete"])
+async def test_prompt_that_an_engine_keeps_is_freed_when_its_session_ends(
+    start_proxy: StartProxy, end: str
+) -> None:
+    known = {id(each) for each in in_memory(PromptJson)}
+    proxy = await start_proxy()
+    (prompts,) = [each for each in in_memory(PromptJson) if id(each) not in known]
+    ended, open_ = await proxy.session(), await proxy.session()
+    long = {"model": "m", "messages": [{"role": "user", "content": "Go on. " * MIN_TOKENS}]}
+    sizes = []
+    for session in (open_, ended):
+        assert (await proxy.post(session, "chat/completions", long))[0] == 200
+        sizes.append(len(prompts))
+    assert 0 < sizes[0] < sizes[1]
+    await getattr(proxy.control, end)(ended.trial_id)
+    assert len(prompts) == sizes[0]
