@@ -59,9 +59,8 @@ async def train(
 async def sample(agents: RunsTrials, task: Task, learner: Learner, config: RanksConfig) -> Group:
     """The group of one task, whose trials run at the same time."""
     name = f"step-{learner.step}-{task.task_id}"
-    seeds = [
-        rollout_seed(config.trainer.seed, learner.step, n) for n in range(config.rollout.group_size)
-    ]
+    places = range(config.rollout.group_size)
+    seeds = [rollout_seed(config.trainer.seed, learner.step, place) for place in places]
     trials = [
         agents.run(task, kind=SessionKind.TRAIN, seed=seed, version=learner.version)
         for seed in seeds
