@@ -37,7 +37,7 @@ from agent_loop.records import AgentResult, FinishedTrial, Rollout, RolloutStatu
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.threads import run_to_end
 from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
-from agent_loop.trial_outcome import Attempt, build_rollout, failed_rollout
+from agent_loop.trial_outcome import Attempt, failed_rollout, grade_trial
 from agent_loop.trial_retention import FinishedTrials
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import RetentionConfig
@@ -229,16 +229,9 @@ class _TrialRun:
 
     async def _grade(self, finished: FinishedTrial) -> Rollout:
         self.state = TrialState.GRADING
-        began = time.monotonic()
-        graded = await self._loop.rewards.grade(finished)
-        return build_rollout(
-            self._attempt,
-            finished.agent,
-            finished.turns,
-            graded,
-            posted=finished.session.rewards,
-            credit=self._loop.trial.credit,
-            times_s={"verifier": time.monotonic() - began, "total": self._age_s()},
+        loop = self._loop
+        return await grade_trial(
+            self._attempt, finished, loop.rewards, loop.trial.credit, started=self._started
         )
 
     def _failed(self, error: Exception) -> Rollout:
@@ -247,11 +240,8 @@ class _TrialRun:
             f"{type(error).__name__}: {error}".splitlines()[0],
             agent=self._agent,
             turns=self._turns,
-            times_s={"total": self._age_s()},
+            times_s={"total": time.monotonic() - self._started},
         )
-
-    def _age_s(self) -> float:
-        return time.monotonic() - self._started
 
     async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeats a control call while the proxy cannot be reached, for at most `patience_s`."""

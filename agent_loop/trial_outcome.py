@@ -13,12 +13,22 @@ determines the rollout's status:
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agent_loop.credit import CreditConfig, assign_credit
-from agent_loop.records import AgentEnd, AgentResult, Graded, Rollout, RolloutStatus, Task
+from agent_loop.records import (
+    AgentEnd,
+    AgentResult,
+    FinishedTrial,
+    Graded,
+    Rollout,
+    RolloutStatus,
+    Task,
+)
+from agent_loop.rewards.protocol import RewardSource
 from agent_loop.trajectory import build_segments
 from proxy.records import FinishReason, Reward, SessionKind, Turn, TurnStatus
 
@@ -40,6 +50,35 @@ class Attempt:
     """Folder with the agent's output."""
     failed_before: int = 0
     """Number of earlier trials of the same rollout that failed."""
+
+
+async def grade_trial(
+    attempt: Attempt,
+    finished: FinishedTrial,
+    rewards: RewardSource,
+    credit: CreditConfig,
+    *,
+    started: float,
+) -> Rollout:
+    """The rollout of a finished trial, with the reward that the source gives it. `started` is when
+    the trial began, by `time.monotonic`.
+
+    Raises:
+        RewardError: the source cannot judge the trial.
+        TrajectoryError: the turns are not a tree of sampled tokens.
+    """
+    began = time.monotonic()
+    graded = await rewards.grade(finished)
+    ended = time.monotonic()
+    return build_rollout(
+        attempt,
+        finished.agent,
+        finished.turns,
+        graded,
+        posted=finished.session.rewards,
+        credit=credit,
+        times_s={"verifier": ended - began, "total": ended - started},
+    )
 
 
 def build_rollout(

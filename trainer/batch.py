@@ -21,6 +21,7 @@ from torch import Tensor
 from agent_loop.records import Group, Rollout, Segment
 from agent_loop.trajectory import flatten
 from proxy.records import Ids
+from trainer.errors import TrainingError
 
 Column = npt.NDArray[Any]
 
@@ -108,6 +109,33 @@ class Batch:
         """The trial and the turn of the trained token with index `token`, for error messages."""
         trial = self.trial_ids[int(self.rollout[token])]
         return f"rollout {trial}, turn {int(self.turns[token])}"
+
+
+def trained_batch(groups: Sequence[Group]) -> Batch:
+    """The batch of the groups' trainable rollouts, in which every rollout trains exactly its
+    sampled tokens.
+
+    Raises:
+        TrainingError: a rollout would train other tokens, or there is no token to train.
+    """
+    sampled = {
+        rollout.trial_id: rollout.sampled_tokens
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.trainable
+    }
+    if not sampled:
+        ends = sorted({r.error or r.status.value for g in groups for r in g.rollouts})
+        raise TrainingError(f"no rollout of the batch can be trained: {'; '.join(ends)[:300]}")
+    batch = build_batch(groups)
+    trained = dict(zip(batch.trial_ids, batch.rollout_tokens.tolist(), strict=True))
+    for trial, count in sampled.items():
+        if trained.get(trial, 0) != count:
+            raise TrainingError(
+                f"rollout {trial}: {count} tokens were sampled, but the batch would train "
+                f"{trained.get(trial, 0):.0f}"
+            )
+    return batch
 
 
 def build_batch(groups: Sequence[Group]) -> Batch:

@@ -21,14 +21,15 @@ from typing import Any, Literal, Protocol
 from agent_loop.evaluator import EvalConfig, EvalReport
 from agent_loop.records import Group
 from trainer.algorithms.token_loss import Metrics
+from trainer.batch import trained_batch
 from trainer.checkpoint import Checkpoints
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError, TrainingError
+from trainer.learner import Learner, RunState, TrainerSection
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.log import RunLog
 from trainer.run.rollout_metrics import rollout_metrics, staleness_metrics
-from trainer.trainer import RunState, Trainer, TrainerSection, trained_batch
 
 Ended = Literal["done", "stopped"]
 """How a run ended. `done`: it reached the configured end; `stopped`: it was asked to stop, and has
@@ -53,24 +54,24 @@ class TrainOn:
 
     groups: Sequence[Group]
 
-    def on(self, trainer: Trainer) -> StepResult:
+    def on(self, learner: Learner) -> StepResult:
         """Executes the step.
 
         Raises:
             TrainingError: the batch has no token to train, or the tokens to train are not those
                 that were sampled.
         """
-        with trainer.engines_asleep():
+        with learner.engines_asleep():
             started = time.perf_counter()
             batch = trained_batch(self.groups)
-            metrics = staleness_metrics(batch, trainer.version)
-            metrics |= trainer.compute_logprobs(batch)
-            trainer.compute_ref_logprobs(batch)
-            trainer.compute_values(batch)
-            metrics |= trainer.compute_advantages(batch)
-            metrics |= trainer.update(batch)
-            metrics |= trainer.speed(batch, time.perf_counter() - started)
-        return StepResult(metrics, trainer.step, trainer.version)
+            metrics = staleness_metrics(batch, learner.version)
+            metrics |= learner.compute_logprobs(batch)
+            learner.compute_ref_logprobs(batch)
+            learner.compute_values(batch)
+            metrics |= learner.compute_advantages(batch)
+            metrics |= learner.update(batch)
+            metrics |= learner.speed(batch, time.perf_counter() - started)
+        return StepResult(metrics, learner.step, learner.version)
 
 
 class Producer(Protocol):
@@ -182,12 +183,11 @@ class Fit:
         clock, log = _Clock(), self.log
         log.progress.phase(self.step + 1, "sampling", self.trials_per_step)
         groups = await self.control.wait_for(self.producer.next_batch(self.version))
-        metrics = rollout_metrics(groups, success_at=self.evals.success_at)
         clock.lap("sample")
 
         log.progress.phase(self.step + 1, "training")
         trained = await self.control.finish(self.rank_zero.ask(TrainOn(groups)))
-        metrics |= trained.metrics
+        metrics = rollout_metrics(groups, success_at=self.evals.success_at) | trained.metrics
         clock.lap("train")
 
         if trained.version != self.version:

@@ -20,49 +20,49 @@ from agent_loop.tasks import TaskStream
 from proxy.records import SessionKind
 from trainer.algorithms.token_loss import Metrics
 from trainer.assembly import SwarmParts, assemble
+from trainer.batch import trained_batch
 from trainer.checkpoint import Checkpoints
-from trainer.cluster.local import LocalCluster, OneThread
-from trainer.cluster.rank_zero import RankZero
+from trainer.cluster.local import LocalCluster
+from trainer.cluster.rank_zero import OneThread, RankZero
 from trainer.cluster.ranks import models_of_rank
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
 from trainer.config_sources import load
 from trainer.errors import ConfigError
+from trainer.learner import Learner, RanksConfig
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
-from trainer.trainer import RanksConfig, Trainer, trained_batch
 
 
 async def train(
-    trainer: Trainer, agents: RunsTrials, tasks: TaskStream, config: RanksConfig
+    learner: Learner, agents: RunsTrials, tasks: TaskStream, config: RanksConfig
 ) -> list[Metrics]:
     """Runs the loop; returns the metrics of each step."""
     history: list[Metrics] = []
-    trainer.sync_weights()
-    while trainer.step < config.trainer.steps:
+    learner.sync_weights()
+    while learner.step < config.trainer.steps:
         drawn = [tasks.draw() for _ in range(config.rollout.groups_per_step)]
-        groups = [await sample(agents, task, trainer, config) for task in drawn]
+        groups = [await sample(agents, task, learner, config) for task in drawn]
         batch = trained_batch(groups)
-        metrics = trainer.compute_logprobs(batch)
-        trainer.compute_ref_logprobs(batch)
-        trainer.compute_values(batch)
-        metrics |= trainer.compute_advantages(batch)
-        metrics |= trainer.update(batch)
-        metrics |= trainer.sync_weights()
+        metrics = learner.compute_logprobs(batch)
+        learner.compute_ref_logprobs(batch)
+        learner.compute_values(batch)
+        metrics |= learner.compute_advantages(batch)
+        metrics |= learner.update(batch)
+        metrics |= learner.sync_weights()
         metrics["reward/mean"] = float(batch.rewards.mean())
         history.append(metrics)
-        print(f"step {trainer.step}: reward {metrics['reward/mean']:.3f}")  # noqa: T201
+        print(f"step {learner.step}: reward {metrics['reward/mean']:.3f}")  # noqa: T201
     return history
 
 
-async def sample(agents: RunsTrials, task: Task, trainer: Trainer, config: RanksConfig) -> Group:
+async def sample(agents: RunsTrials, task: Task, learner: Learner, config: RanksConfig) -> Group:
     """The group of one task, whose trials run at the same time."""
-    name = f"step-{trainer.step}-{task.task_id}"
-    seeds = [
-        rollout_seed(config.trainer.seed, trainer.step, n) for n in range(config.rollout.group_size)
-    ]
+    name = f"step-{learner.step}-{task.task_id}"
+    places = range(config.rollout.group_size)
+    seeds = [rollout_seed(config.trainer.seed, learner.step, place) for place in places]
     trials = [
-        agents.run(task, kind=SessionKind.TRAIN, seed=seed, version=trainer.version)
+        agents.run(task, kind=SessionKind.TRAIN, seed=seed, version=learner.version)
         for seed in seeds
     ]
     return Group(name, task, list(await asyncio.gather(*trials)))
@@ -74,16 +74,16 @@ async def run(config: TrainerConfig) -> list[Metrics]:
     if isinstance(parts, SwarmParts):
         raise ConfigError("swarm: this loop draws its own tasks; remove the section")
     folder = RunFolder.create(config.trainer.run_dir)
-    trainer = Trainer(config, models_of_rank(config), parts.probe.tolist())
+    learner = Learner(config, models_of_rank(config), parts.probe.tolist())
     cluster = LocalCluster(config, folder, control)
-    with OneThread(trainer) as thread:
+    with OneThread(learner) as thread:
         rank_zero = RankZero(thread.send)  # reconnects the trainer if an engine is replaced
         around = RunServices(config, folder, control, cluster, rank_zero, print)
         async with around.running() as services:
             agents = parts.loop(folder, services.proxy, cluster)
-            history = await train(trainer, agents, parts.tasks, config)
+            history = await train(learner, agents, parts.tasks, config)
             await agents.close()
-    trainer.save(Checkpoints(folder.checkpoints, keep_last=1), {})
+    learner.save(Checkpoints(folder.checkpoints, keep_last=1), {})
     return history
 
 

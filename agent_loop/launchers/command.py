@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pydantic import Field
 
+from agent_loop.launchers.agent_process import agent_result, run_agent
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
-from agent_loop.launchers.workspace import GIT, agent_environment, make_workspace
-from agent_loop.processes.environment import expand
-from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
-from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
+from agent_loop.launchers.workspace import GIT
+from agent_loop.processes.host import Limits, ProcessHost
+from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 
 
@@ -75,43 +75,9 @@ class CommandLauncher:
             )
 
     async def run(self, trial: Trial) -> AgentResult:
-        settings = self._settings
-        await make_workspace(trial, settings.template)
-        job = Job(
-            argv=[expand(part, trial) for part in settings.argv],
-            cwd=trial.workspace,
-            env=agent_environment(trial, settings.env, settings.pass_env),
-            log=trial.directory / "agent.log",
-            timeout_s=trial.timeout_s,
-            grace_s=settings.grace_s,
-            log_bytes=settings.log_bytes,
-            limits=settings.limits,
-            wall=trial.wall,
-            visible=trial.visible,
+        return agent_result(
+            await run_agent(self._host, trial, self._settings, argv=self._settings.argv)
         )
-        return agent_result(await self._host.run(job))
 
     async def close(self) -> None:
         await self._host.close()
-
-
-def agent_result(ended: Ended, reward: Graded = NO_REWARD) -> AgentResult:
-    """The result of an agent that ran as a process."""
-    if ended.ended_by == "timeout":
-        end = AgentEnd.TIMED_OUT
-    else:
-        end = AgentEnd.EXITED if ended.failure is None else AgentEnd.CRASHED
-    return AgentResult(
-        end,
-        error=ended.failure,
-        wall_s=ended.wall_s,
-        reward=reward.value,
-        reward_parts=reward.parts,
-        metrics={
-            "agent_cpu_s": ended.cpu_s,
-            "supervisor_cpu_s": ended.supervisor_cpu_s,
-            "agent_peak_memory_bytes": ended.peak_memory_bytes,
-            "agent_output_bytes": ended.output_bytes,
-            "agent_left_over_processes": ended.left_over,
-        },
-    )

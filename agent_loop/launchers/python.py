@@ -11,12 +11,11 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
+from agent_loop.launchers.agent_process import agent_result, run_agent
 from agent_loop.launchers.calls import AgentCall
-from agent_loop.launchers.command import agent_result
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
-from agent_loop.launchers.workspace import agent_environment, make_workspace
 from agent_loop.processes.functions import FUNCTION_PATTERN, function_host, returned
-from agent_loop.processes.host import Job, Limits
+from agent_loop.processes.host import Limits
 from agent_loop.records import AgentResult, Trial
 
 
@@ -55,7 +54,6 @@ class PythonLauncher:
 
     async def run(self, trial: Trial) -> AgentResult:
         settings = self._settings
-        await make_workspace(trial, settings.template)
         argument = {
             "task": trial.agent_data,
             "prompt": trial.task.prompt,
@@ -68,20 +66,8 @@ class PythonLauncher:
         }
         result = trial.directory / "returned.json"
         result.touch()  # it is visible as itself, so the agent cannot replace it by a link
-        job = Job(
-            argv=(),
-            call={"argument": argument, "result": str(result.absolute())},
-            cwd=trial.workspace,
-            env=agent_environment(trial, settings.env, settings.pass_env),
-            log=trial.directory / "agent.log",
-            timeout_s=trial.timeout_s,
-            grace_s=settings.grace_s,
-            log_bytes=settings.log_bytes,
-            limits=settings.limits,
-            wall=trial.wall,
-            visible=(*trial.visible, result),
-        )
-        ended = await self._host.run(job)
+        call = {"argument": argument, "result": str(result.absolute())}
+        ended = await run_agent(self._host, trial, settings, call=call, visible=(result,))
         return agent_result(ended, returned(ended, result, settings.target, settings.key))
 
     async def close(self) -> None:

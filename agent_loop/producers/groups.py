@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -153,6 +153,16 @@ class Intake:
         self.counts: Counter[str] = Counter()
         """Number of groups by `Verdict` over the run; `no_signal` counts the groups whose rewards
         are all equal, whether they were kept or not."""
+
+    async def run(self, groups: Sequence[GroupRun]) -> list[Group]:
+        """Runs the groups at the same time; returns those that are kept, in the same order.
+
+        Raises:
+            ProductionError: as `keeps`.
+        """
+        async with asyncio.TaskGroup() as running:
+            started = [running.create_task(group.run()) for group in groups]
+        return [group for ended in started if self.keeps(group := ended.result())]
 
     def keeps(self, group: Group) -> bool:
         """Whether the group is kept.

@@ -45,7 +45,7 @@ class SyncProducer:
         """
         kept: list[Group] = []
         while (missing := self._config.groups_per_step - len(kept)) > 0:
-            kept += filter(self._intake.keeps, await self._run(missing, version))
+            kept += await self._intake.run([self._next_group(version) for _ in range(missing)])
         self._intake.batch_is_full()
         return kept
 
@@ -67,11 +67,6 @@ class SyncProducer:
 
     async def close(self) -> None:
         """Does nothing: nothing runs between batches."""
-
-    async def _run(self, count: int, version: int) -> list[Group]:
-        async with asyncio.TaskGroup() as running:
-            started = [running.create_task(self._next_group(version).run()) for _ in range(count)]
-        return [group.result() for group in started]
 
     def _next_group(self, version: int) -> GroupRun:
         number = self._tasks.cursor.draws

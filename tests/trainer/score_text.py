@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.trainer import Trainer
+from trainer.learner import Learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,5 +14,5 @@ class ScoreText:
 
     ids: Sequence[int]
 
-    def on(self, trainer: Trainer) -> list[float]:
-        return trainer.score(self.ids)
+    def on(self, learner: Learner) -> list[float]:
+        return learner.score(self.ids)

@@ -36,11 +36,11 @@ from trainer.cluster.ranks import models_of_rank
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Evaluates, Fit, TrainOn
+from trainer.learner import Learner
 from trainer.policy.policy import Policy, Scores
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder, read_jsonl, truncate_jsonl
 from trainer.run.log import RunLog
-from trainer.trainer import Trainer
 
 STEPS = 6
 TIMED = ("time", "throughput/", "sync/", "memory/")
@@ -53,9 +53,9 @@ class Cut(Exception):
 Scorer = Callable[[Sequence[int]], Awaitable[list[float]]]
 
 
-def scored_by(trainer: Trainer) -> Scorer:
+def scored_by(learner: Learner) -> Scorer:
     async def score(ids: Sequence[int]) -> list[float]:
-        return trainer.score(ids)
+        return learner.score(ids)
 
     return score
 
@@ -165,8 +165,8 @@ async def run_once(
             return await fit.run()
 
 
-def trainer_of(config: TrainerConfig) -> Trainer:
-    return Trainer(config, models_of_rank(config))
+def learner_of(config: TrainerConfig) -> Learner:
+    return Learner(config, models_of_rank(config))
 
 
 def lines(folder: RunFolder) -> list[dict[str, Any]]:
@@ -316,11 +316,11 @@ def test_exported_checkpoint_equals_the_policy(
     asyncio.run(run_once(config, folder, engine))
     saved = Checkpoints(folder.checkpoints, keep_last=2).latest()
     assert saved is not None
-    trained, exported = trainer_of(config), trainer_of(config_of(saved.path / "model"))
+    trained, exported = learner_of(config), learner_of(config_of(saved.path / "model"))
     trained.restore(Checkpoints(folder.checkpoints, keep_last=2))
     ids = list(range(1, 20))
     assert exported.score(ids) == trained.score(ids)
-    assert exported.score(ids) != trainer_of(config).score(ids)
+    assert exported.score(ids) != learner_of(config).score(ids)
 
 
 def test_old_checkpoints_are_deleted(checkpoint: Path, engine: str, new_folder: Any) -> None:
@@ -418,16 +418,16 @@ def test_checkpoint_of_another_architecture_is_refused(
 
 
 def test_batch_without_a_trainable_rollout_is_an_error_with_the_reason(checkpoint: Path) -> None:
-    trainer = trainer_of(config_of(checkpoint))
-    trials = ScriptedTrials(scored_by(trainer), None, fail=True)
+    learner = learner_of(config_of(checkpoint))
+    trials = ScriptedTrials(scored_by(learner), None, fail=True)
     rollout = asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=3))
     rollout = replace(rollout, error="the sandbox is gone")
     with pytest.raises(TrainingError, match="the sandbox is gone"):
-        TrainOn([Group("g", rollout.task, [rollout])]).on(trainer)
+        TrainOn([Group("g", rollout.task, [rollout])]).on(learner)
 
 
-def group_with_wrong_logprobs(trainer: Trainer) -> Group:
-    trials = ScriptedTrials(scored_by(trainer), None)
+def group_with_wrong_logprobs(learner: Learner) -> Group:
+    trials = ScriptedTrials(scored_by(learner), None)
     rollout = asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=3))
     segment = rollout.segments[0]
     segment.logprobs[segment.mask] = np.roll(segment.logprobs[segment.mask], 1)
@@ -437,9 +437,9 @@ def group_with_wrong_logprobs(trainer: Trainer) -> Group:
 @pytest.mark.parametrize("prox", ["recompute", "reuse"])
 def test_wrong_log_probabilities_from_the_engine_end_the_run(checkpoint: Path, prox: str) -> None:
     config = config_of(checkpoint, algorithm={"mini_batches": 1, "prox": prox})
-    trainer = trainer_of(config)
+    learner = learner_of(config)
     with pytest.raises(TrainingError, match=r"mean \|Δ log p\|"):
-        TrainOn([group_with_wrong_logprobs(trainer)]).on(trainer)
+        TrainOn([group_with_wrong_logprobs(learner)]).on(learner)
 
 
 @pytest.mark.parametrize(
@@ -449,8 +449,8 @@ def test_log_probabilities_are_computed_only_if_the_algorithm_uses_them(
     checkpoint: Path, prox: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = {"prox": prox, "mini_batches": 1, "correction": {}}
-    trainer = trainer_of(config_of(checkpoint, algorithm=algorithm))
-    trials = ScriptedTrials(scored_by(trainer), None)
+    learner = learner_of(config_of(checkpoint, algorithm=algorithm))
+    trials = ScriptedTrials(scored_by(learner), None)
     rollouts = [
         asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=seed)) for seed in (3, 4)
     ]
@@ -462,6 +462,6 @@ def test_log_probabilities_are_computed_only_if_the_algorithm_uses_them(
         return compute(self, batch, temperature=temperature)
 
     monkeypatch.setattr(Policy, "compute_logprobs", counted)
-    trained = TrainOn([Group("g", rollouts[0].task, rollouts)]).on(trainer)
+    trained = TrainOn([Group("g", rollouts[0].task, rollouts)]).on(learner)
     assert len(calls) == passes
     assert trained.metrics["mismatch/logp_abs_mean"] < 1e-5

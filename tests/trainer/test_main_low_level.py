@@ -10,7 +10,7 @@ import pytest
 from agent_loop.records import Task
 from agent_loop.tasks import Source, TaskStream
 from tests.trainer.fake_engine import fake_engine
-from tests.trainer.test_fit import ScriptedTrials, config_of, scored_by, trainer_of
+from tests.trainer.test_fit import ScriptedTrials, config_of, learner_of, scored_by
 from trainer import main_low_level
 
 STEPS = 3
@@ -25,18 +25,18 @@ def test_low_level_loop_updates_the_engine_in_every_step(
         rollout={"groups_per_step": 2, "group_size": 3},
         algorithm={"preset": "ppo", "kl": {"coefficient": 0.01}},
     )
-    trainer = trainer_of(config)
+    learner = learner_of(config)
     tasks = TaskStream([Source("s", [Task("a", {}), Task("b", {})])], seed=1)
-    before = trainer.score([1, 2, 3])
+    before = learner.score([1, 2, 3])
     with fake_engine() as (engine, url):
-        trainer.connect([url])
-        trials = ScriptedTrials(scored_by(trainer), None)
-        history = asyncio.run(main_low_level.train(trainer, trials, tasks, config))
-        trainer.close()
+        learner.connect([url])
+        trials = ScriptedTrials(scored_by(learner), None)
+        history = asyncio.run(main_low_level.train(learner, trials, tasks, config))
+        learner.close()
         assert engine.version == str(STEPS)
         assert engine.calls.count("/update_weights") == STEPS + 1
     assert len(history) == STEPS
-    assert trainer.score([1, 2, 3]) != before
+    assert learner.score([1, 2, 3]) != before
     assert all(metrics["mismatch/logp_abs_mean"] < 1e-5 for metrics in history)
     assert "step 3: reward" in capsys.readouterr().out
 

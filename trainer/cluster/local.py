@@ -12,11 +12,10 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -28,14 +27,14 @@ from proxy.secrecy import inherited, pipe_with
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.proxy_server import ProxyProcess
-from trainer.cluster.rank_zero import RankRequest, RankZero
+from trainer.cluster.rank_zero import OneThread, RankZero
 from trainer.cluster.ranks import check_seat, models_of_rank, rendezvous_ports, torchrun_seat
 from trainer.errors import TrainerError
+from trainer.learner import Learner, RanksConfig
 from trainer.models import Models
 from trainer.policy.parallel import Seat
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
-from trainer.trainer import RanksConfig, Trainer
 
 T = TypeVar("T")
 
@@ -68,32 +67,12 @@ async def local_trainer(
             control.watch(others.ended)
         models = await control.wait_for(asyncio.to_thread(_build, config, seat, others))
         stack.callback(models.policy.ranks.leave)
-        trainer = Trainer(config, models, probe)
-        thread = stack.enter_context(OneThread(trainer))
+        learner = Learner(config, models, probe)
+        thread = stack.enter_context(OneThread(learner))
         if others is not None:  # ended first, so that operations that wait for them fail
             stack.push_async_callback(others.stop)
         yield RankZero(thread.send, others.ended if others is not None else None)
         await asyncio.to_thread(models.finish)
-
-
-class OneThread:
-    """Serves requests to rank 0 one at a time, in a thread of this process. On exit it closes the
-    trainer's connections."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rank-0")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-        self._trainer.close()
-
-    async def send(self, request: RankRequest[T]) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, request.on, self._trainer)
 
 
 class LocalCluster:

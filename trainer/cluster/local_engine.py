@@ -13,8 +13,8 @@ import aiohttp
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmServer
 from trainer.errors import TrainerError
+from trainer.learner import RanksConfig
 from trainer.run.folder import RunFolder
-from trainer.trainer import RanksConfig
 
 HEALTH_INTERVAL_S = 1.0
 """Seconds between two health checks; a check takes the server less than a millisecond."""

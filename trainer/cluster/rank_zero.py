@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints
-from trainer.trainer import RunState, Trainer
+from trainer.learner import Learner, RunState
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -25,7 +26,7 @@ RANK_END_KNOWN_S = 5.0
 class RankRequest(Protocol[T_co]):
     """A request to rank 0. It is pickled if rank 0 is a Ray actor."""
 
-    def on(self, trainer: Trainer) -> T_co: ...
+    def on(self, learner: Learner) -> T_co: ...
 
 
 class SendRequest(Protocol):
@@ -59,32 +60,52 @@ class RankZero:
             raise
 
 
+class OneThread:
+    """Serves requests to rank 0 one at a time, in a thread of this process. On exit it closes the
+    learner's connections."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rank-0")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._learner.close()
+
+    async def send(self, request: RankRequest[T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, request.on, self._learner)
+
+
 @dataclass(frozen=True, slots=True)
 class Restore:
     """Loads the last checkpoint."""
 
     checkpoints: Checkpoints
 
-    def on(self, trainer: Trainer) -> RunState:
-        return trainer.restore(self.checkpoints)
+    def on(self, learner: Learner) -> RunState:
+        return learner.restore(self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connects the trainer to its engines, which do not have its weights yet."""
+    """Connects the learner to its engines, which do not have its weights yet."""
 
     engine_urls: Sequence[str]
 
-    def on(self, trainer: Trainer) -> None:
-        trainer.connect(self.engine_urls)
+    def on(self, learner: Learner) -> None:
+        learner.connect(self.engine_urls)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncWeights:
     """Sends the policy's weights to every engine."""
 
-    def on(self, trainer: Trainer) -> Metrics:
-        return trainer.sync_weights()
+    def on(self, learner: Learner) -> Metrics:
+        return learner.sync_weights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +116,5 @@ class Save:
     loop: dict[str, Any]
     best: bool
 
-    def on(self, trainer: Trainer) -> None:
-        trainer.save(self.checkpoints, self.loop, best=self.best)
+    def on(self, learner: Learner) -> None:
+        learner.save(self.checkpoints, self.loop, best=self.best)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from trainer.errors import ConfigError
+from trainer.learner import RanksConfig
 from trainer.models import Models, build_models
 from trainer.policy.parallel import Ranks, Seat
-from trainer.trainer import RanksConfig
 
 
 def models_of_rank(config: RanksConfig, seat: Seat | None = None) -> Models:

@@ -21,9 +21,9 @@ from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.cluster.rank_zero import RankRequest
 from trainer.cluster.ranks import models_of_rank
 from trainer.errors import TrainerError
+from trainer.learner import Learner, RanksConfig
 from trainer.models import Models, follow
 from trainer.policy.parallel import Seat
-from trainer.trainer import RanksConfig, Trainer
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class RankActor:
     def __init__(self, config: RanksConfig) -> None:
         self._config = config
         self._models: Models | None = None
-        self._trainer: Trainer | None = None
+        self._learner: Learner | None = None
 
     def meeting(self) -> str:
         """On rank 0: the address at which the ranks meet."""
@@ -98,7 +98,7 @@ class RankActor:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._models = models_of_rank(self._config, seat)
         if seat is None or seat.rank == 0:
-            self._trainer = Trainer(self._config, self._models, probe)
+            self._learner = Learner(self._config, self._models, probe)
 
     def follow(self) -> None:
         """On every other rank: executes the steps that rank 0 sends, until the end."""
@@ -108,9 +108,9 @@ class RankActor:
 
     def ask(self, request: RankRequest[T]) -> T:
         """On rank 0: the result of the request."""
-        if self._trainer is None:
+        if self._learner is None:
             raise TrainerError("only rank 0 answers requests, after `join`; ask rank 0")
-        return request.on(self._trainer)
+        return request.on(self._learner)
 
 
 class ActorGoneError(TrainerError):

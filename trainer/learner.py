@@ -1,4 +1,4 @@
-"""`Trainer`: the public steps of training, as rank 0 executes them.
+"""`Learner`: the public steps of training, as rank 0 executes them.
 
     trained_batch ─▶ compute_logprobs ─▶ compute_ref_logprobs ─▶ compute_values
                 ─▶ compute_advantages ─▶ update ─▶ sync_weights ─▶ save
@@ -23,11 +23,10 @@ import torch
 from pydantic import Field
 
 from agent_loop.producers.rollout_config import RolloutConfig
-from agent_loop.records import Group
 from proxy.section import Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
-from trainer.batch import Batch, build_batch
+from trainer.batch import Batch
 from trainer.checkpoint import (
     Checkpoints,
     generator_state,
@@ -110,12 +109,12 @@ class RunState:
     """The training loop's own state, as JSON; empty at the beginning of a run."""
 
 
-class Trainer:
+class Learner:
     """Example: a step of your own:
     batch = trained_batch(groups)
-    trainer.compute_logprobs(batch)
-    trainer.compute_advantages(batch)
-    metrics = trainer.update(batch) | trainer.sync_weights()
+    learner.compute_logprobs(batch)
+    learner.compute_advantages(batch)
+    metrics = learner.update(batch) | learner.sync_weights()
     """
 
     def __init__(self, config: RanksConfig, models: Models, probe: Sequence[int] = ()) -> None:
@@ -309,33 +308,6 @@ class Trainer:
                 f"on the same weights, but at most {tolerance:.0e} is expected; "
                 "check engine.dtype and rollout.temperature, or raise engine.verify_tolerance"
             )
-
-
-def trained_batch(groups: Sequence[Group]) -> Batch:
-    """The batch of the groups' trainable rollouts, in which every rollout trains exactly its
-    sampled tokens.
-
-    Raises:
-        TrainingError: a rollout would train other tokens, or there is no token to train.
-    """
-    sampled = {
-        rollout.trial_id: rollout.sampled_tokens
-        for group in groups
-        for rollout in group.rollouts
-        if rollout.trainable
-    }
-    if not sampled:
-        ends = sorted({r.error or r.status.value for g in groups for r in g.rollouts})
-        raise TrainingError(f"no rollout of the batch can be trained: {'; '.join(ends)[:300]}")
-    batch = build_batch(groups)
-    trained = dict(zip(batch.trial_ids, batch.rollout_tokens.tolist(), strict=True))
-    for trial, count in sampled.items():
-        if trained.get(trial, 0) != count:
-            raise TrainingError(
-                f"rollout {trial}: {count} tokens were sampled, but the batch would train "
-                f"{trained.get(trial, 0):.0f}"
-            )
-    return batch
 
 
 def _peak_gib() -> float:
