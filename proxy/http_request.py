@@ -11,7 +11,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -25,6 +25,9 @@ BODY_TIMEOUT_S = 120.0
 IDLE_S = 120
 """Seconds after which a connection without a complete request is closed: longer than the HTTP
 clients of agents and load balancers keep an idle connection."""
+
+HEAD_BYTES = 8192
+"""Room for the head of a response in the connection's buffer."""
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE_BITS = -15
@@ -103,8 +106,9 @@ async def read_body(request: web.Request, bodies: BodiesInFlight | None = None) 
             "or uncompressed",
             status=415,
         )
+    waiting = nullcontext() if request.content.is_eof() else asyncio.timeout(BODY_TIMEOUT_S)
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with waiting:
             body = await _read(request, bodies)
     except TimeoutError as error:
         raise RequestError(
@@ -128,12 +132,25 @@ async def answer_expect(request: web.Request) -> None:
     request.writer.output_size = 0
 
 
-@asynccontextmanager
-async def read_in_time(request: web.Request, limit_s: float) -> AsyncIterator[None]:
+def read_in_time(
+    request: web.Request, limit_s: float, sent_bytes: int | None = None
+) -> AbstractAsyncContextManager[None]:
     """Breaks the connection if the client does not read what the block sends within `limit_s`.
 
-    Raises ConnectionResetError then, as for a client that disconnects.
+    Raises ConnectionResetError then, as for a client that disconnects. There is no timer if the
+    block sends `sent_bytes`, and the connection's buffer has room for them: it does not wait then.
     """
+    transport = request.transport
+    if sent_bytes is None or transport is None:
+        return _read_in_time(request, limit_s)
+    buffered = transport.get_write_buffer_size() + sent_bytes + HEAD_BYTES
+    if buffered <= transport.get_write_buffer_limits()[1]:
+        return nullcontext()
+    return _read_in_time(request, limit_s)
+
+
+@asynccontextmanager
+async def _read_in_time(request: web.Request, limit_s: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(limit_s):
             yield
@@ -141,12 +158,6 @@ async def read_in_time(request: web.Request, limit_s: float) -> AsyncIterator[No
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(f"the client read nothing for {limit_s:g} s") from error
-
-
-def unsent_bytes(request: web.Request) -> int:
-    """Number of bytes of the answer that wait for the client to read."""
-    transport = request.transport
-    return 0 if transport is None else transport.get_write_buffer_size()
 
 
 def forget_body(request: web.Request) -> int:

@@ -114,7 +114,7 @@ def _check_encoding(request: web.Request) -> None:
     if not _is_utf8(request.path + request.query_string):
         raise Refused(400, "invalid", f"the path {request.path[:100]!a} is not valid UTF-8")
     for name, value in request.headers.items():
-        if _is_utf8(value):
+        if value.isascii() or _is_utf8(value):
             continue
         if name.lower() in _CREDENTIALS:
             raise Refused(401, "unauthorized", f"{name} is not valid UTF-8")
@@ -123,6 +123,8 @@ def _check_encoding(request: web.Request) -> None:
 
 def _is_utf8(text: str) -> bool:
     """Whether a text from the request line or a header was UTF-8; other bytes are surrogates."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

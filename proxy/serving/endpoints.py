@@ -24,7 +24,7 @@ from aiohttp import web
 
 from proxy.config import LimitsConfig
 from proxy.errors import HeldElsewhere, ProxyError, RequestError
-from proxy.http_request import BodiesInFlight, api_key, read_body, read_in_time, unsent_bytes
+from proxy.http_request import BodiesInFlight, api_key, read_body, read_in_time
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
@@ -152,7 +152,7 @@ class AgentEndpoints:
                 outcomes = await watcher.outcomes()
                 body = exchange.dialect.whole(request, self._answer_id(), outcomes)
                 response = web.Response(body=body, content_type="application/json")
-                async with read_in_time(exchange.request, self._limits.unread_s):
+                async with read_in_time(exchange.request, self._limits.unread_s, len(body)):
                     await response.prepare(exchange.request)
                     await response.write_eof()
             watcher.arrived = True
@@ -168,10 +168,7 @@ class AgentEndpoints:
             if not response.prepared:
                 await response.prepare(exchange.request)
                 data = writer.start(call.prompt_tokens, call.turns[0]) + data
-            if unsent_bytes(exchange.request):
-                async with read_in_time(exchange.request, self._limits.unread_s):
-                    await response.write(data)
-            else:
+            async with read_in_time(exchange.request, self._limits.unread_s, len(data)):
                 await response.write(data)
 
         async for piece in watcher.pieces(self._limits.keep_alive_s):
@@ -187,7 +184,7 @@ class AgentEndpoints:
             await send(writer.error(error))
         else:
             await send(writer.end(outcomes))
-        async with read_in_time(exchange.request, self._limits.unread_s):
+        async with read_in_time(exchange.request, self._limits.unread_s, 0):
             await response.write_eof()
         return response
 

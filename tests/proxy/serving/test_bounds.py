@@ -164,9 +164,9 @@ async def test_answer_must_be_read_within_the_configured_time(
     """`test_http_request.py` tests what happens to a client that does not read its answer."""
     limits_s: list[float] = []
 
-    def watched(request: web.Request, limit_s: float) -> Any:
+    def watched(request: web.Request, limit_s: float, sent_bytes: int) -> Any:
         limits_s.append(limit_s)
-        return read_in_time(request, limit_s)
+        return read_in_time(request, limit_s, sent_bytes)
 
     monkeypatch.setattr(endpoints, "read_in_time", watched)
     proxy = await start_proxy(limits={"unread_s": 7.0})
