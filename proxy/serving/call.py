@@ -293,9 +293,12 @@ class LiveCall:
         asked_before = tree.same_requests(asked.request_key)
         if asked_before:
             return tree.sibling(asked_before[-1])
-        since = tree.match(asked.keys).answered + 1
-        long = await refuse_overlong(conversation, since, rendering, self.backend.room)
-        if long or asked.request.is_large:
+        in_thread = asked.request.is_large
+        if not asked.request.is_small:
+            since = tree.match(asked.keys).answered + 1
+            long = await refuse_overlong(conversation, since, rendering, self.backend.room)
+            in_thread = in_thread or long
+        if in_thread:
             placement = await asyncio.to_thread(tree.place, conversation, asked.keys, rendering)
         else:
             placement = tree.place(conversation, asked.keys, rendering)

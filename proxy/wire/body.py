@@ -29,6 +29,9 @@ MAX_VALUES = 2_000_000
 """Commas outside strings. A prompt of a million token ids has a million."""
 MAX_KEYS = 200_000
 """Fields of all objects in a body; decoding and freeing this number takes about 100 ms."""
+SMALL_BYTES = 6000
+"""A smaller body is a prompt of fewer than 50,000 characters: a character takes a byte or more, and
+a number that is written again, as 1e15, takes less than eight times its bytes."""
 LARGE_BYTES = 2**20
 LARGE_CONTAINERS = 2000
 """Larger bodies take more than about 10 ms to parse, key and render, which is done in a thread."""
@@ -63,6 +66,8 @@ def parse_call(dialect: Dialect, body: Body, headers: Headers, profile: AgentPro
     honour."""
     call = dialect.parse(parse_body(body), headers)
     call.conversation = profile.scrubbed(call.conversation)
+    refers = call.referring is not None or call.conversation.continues is not None
+    call.is_small = len(body.data) <= SMALL_BYTES and not refers
     call.is_large = body.is_large
     return call
 

@@ -70,6 +70,8 @@ class Call:
     opening: Ids = field(default_factory=lambda: EMPTY_IDS)
     """The beginning of the answer that is not sampled: of a forced call, or the agent's own
     text."""
+    is_small: bool = False
+    """Whether the body is so short that its prompt exceeds no bound on characters."""
     is_large: bool = False
     """Whether the call should be keyed and rendered in a thread instead of the event loop."""
     extra: dict[str, Any] = field(default_factory=dict)
