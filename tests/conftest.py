@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tests.needs import skip_or_fail
 from tests.postgres_server import binaries, postgres_server
 
 TINY_CONTEXT_TOKENS = 2048
+
+# TRL sets it to ERROR when it is imported, and tests wait for lines of vLLM's log.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
 # Fixtures, markers and folders of tests that start servers, or programs other than Python.
