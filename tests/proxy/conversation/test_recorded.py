@@ -50,7 +50,8 @@ async def test_every_turn_gives_back_the_conversation_that_was_sent(proxy: Runni
         ("user", "?"),
     ]
     assert [c.conversation.tools for c in conversations if c] == [TOOLS, TOOLS, TOOLS, []]
-    assert [dict(c.answers) for c in conversations if c] == [{}, {2: 0}, {2: 0}, {2: 0}]
+    # With other tools it is another conversation, which is recorded whole.
+    assert [dict(c.answers) for c in conversations if c] == [{}, {2: 0}, {2: 0}, {}]
     assert len(turns[1].request) < 200  # only what the request adds
 
 
