@@ -331,7 +331,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _report(report_fd: int, **fields: Any) -> None:
-    os.write(report_fd, json.dumps(fields).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the process that asked for the job has ended
+        os.write(report_fd, json.dumps(fields).encode() + b"\n")
 
 
 if __name__ == "__main__":
