@@ -9,13 +9,15 @@ names a part from outside this package:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
+
+from proxy.errors import ConfigurationError
+from proxy.plugins import load_plugin
 
 
 class Part(BaseModel):
@@ -56,20 +58,12 @@ class Parts(Generic[P]):
 
     def find(self, name: str) -> type[P]:
         """The class with that name. Raises ValueError: it does not exist or is of another kind."""
-        for each in self.classes:
-            if name_of(each) == name:
-                return each
         kind = self.kind.__name__.lower()
-        module, colon, attribute = name.partition(":")
-        if not colon:
-            raise ValueError(
-                f"{kind} {name!r} is unknown; the names are {', '.join(self.names)}, "
-                "and module:Class for a class of your own"
-            )
+        known = {name_of(each): f"{each.__module__}:{each.__qualname__}" for each in self.classes}
         try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from error
+            found = load_plugin(kind, name, known)
+        except ConfigurationError as error:
+            raise ValueError(error.message) from error
         if not (isinstance(found, type) and issubclass(found, self.kind)):
             raise ValueError(
                 f"{kind} {name!r} is not a subclass of "

@@ -50,7 +50,7 @@ def test_part_with_another_name_replaces_the_part_of_the_preset() -> None:
         ({"preset": "pppo"}, "preset 'pppo' is unknown; the presets are cispo, dapo"),
         (
             {"advantage": {"name": "grop"}},
-            "advantage 'grop' is unknown; the names are grpo, dr_grpo",
+            "advantage: 'grop' is unknown; use one of accepted, dr_grpo, gae, .* package.module:name",
         ),
         ({"advantage": {"name": "gae"}}, "need each other; set both or neither"),
         ({"critic": {}}, "need each other; set both or neither"),
@@ -67,10 +67,16 @@ def test_part_with_another_name_replaces_the_part_of_the_preset() -> None:
         ({"correction": {"weight": {"name": "mask", "lower": 2}}}, "less than or equal to 1"),
         ({"reward": {"low": 1, "high": 0}}, r"low \(1.0\) is above high \(0.0\)"),
         ({"aggregation_tokens": 7}, "not of the default; remove it"),
-        ({"kl": {"estimator": "k4"}}, "estimator 'k4' is unknown; the names are k1, k2, k3, abs"),
+        ({"kl": {"estimator": "k4"}}, "estimator: 'k4' is unknown; use one of abs, k1, k2, k3, or"),
         ({"loss": {"clip_low": 0.1}}, "give a name, one of ppo, gspo"),
-        ({"loss": "no.such.module:Loss"}, "cannot be imported: No module named 'no'"),
-        ({"loss": "json:Missing"}, "cannot be imported: module 'json' has no attribute"),
+        (
+            {"loss": "no.such.module:Loss"},
+            "loss: cannot import no.such.module:Loss: No module named 'no'",
+        ),
+        (
+            {"loss": "json:Missing"},
+            "loss: cannot import json:Missing: module 'json' has no attribute",
+        ),
         ({"loss": f"{__name__}:Median"}, r"is not a subclass of trainer\.algorithms\..*\.Loss"),
         ({"epochs": 0}, "greater than or equal to 1"),
     ],
