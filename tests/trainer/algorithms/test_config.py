@@ -50,7 +50,8 @@ def test_part_with_another_name_replaces_the_part_of_the_preset() -> None:
         ({"preset": "pppo"}, "preset 'pppo' is unknown; the presets are cispo, dapo"),
         (
             {"advantage": {"name": "grop"}},
-            "advantage: 'grop' is unknown; use one of accepted, dr_grpo, gae, .* package.module:name",
+            "advantage: 'grop' is unknown; use one of accepted, dr_grpo, gae, "
+            ".* package.module:name",
         ),
         ({"advantage": {"name": "gae"}}, "need each other; set both or neither"),
         ({"critic": {}}, "need each other; set both or neither"),
