@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from proxy.records import SessionKind
 from trainer.commands import reporting
 from trainer.config_sources import load
-from trainer.eval_command import add_run_arguments, scores_table
-from trainer.sample_trials import TrialRun, run_trials
+from trainer.eval_command import add_run_arguments, print_scores
+from trainer.sample_trials import TrialRun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,13 +32,10 @@ def main(argv: Sequence[str]) -> int:
 def _collect(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.words, os.environ)
     repeats = arguments.repeats or 1
-    lines, signal_number = run_trials(
-        TrialRun(config, arguments.out, "train", repeats, SessionKind.TRAIN, None, arguments.limit)
+    trials = TrialRun(
+        config, arguments.out, "train", repeats, SessionKind.TRAIN, limit=arguments.limit
     )
     store = f"sqlite:///{arguments.out}/sessions.db"
-    if signal_number:
-        print(f"interrupted; the same command continues with the trials in {arguments.out}")
-        return 128 + signal_number
-    print(scores_table(lines, config.eval.model_copy(update={"repeats": repeats})))
-    print(f"agentic-proxy export --store {store} --format trl --out trials.parquet")
-    return 0
+    return print_scores(
+        trials, f"agentic-proxy export --store {store} --format trl --out trials.parquet"
+    )

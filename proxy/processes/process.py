@@ -22,6 +22,7 @@ from proxy.config import EngineConfig, ProxyConfig
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError, StoreError
 from proxy.http_request import app_runner
+from proxy.port import unusable_port
 from proxy.processes.workers import serve_workers
 from proxy.serving.ownership import own_address
 from proxy.siblings import Siblings
@@ -73,10 +74,7 @@ async def listen(
         try:
             await site.start()
         except OSError as error:
-            raise ConfigurationError(
-                f"port: cannot listen on {config.host}:{config.port}: {error.strerror}; "
-                "free the port or choose another --port"
-            ) from error
+            raise unusable_port("port", config.host, config.port, error) from error
         host, port = next(address for address in runner.addresses if len(address) > 1)[:2]
         reached_at = own_address(config, port, str(own_socket) if own_socket else None)
         await app[STORE].announce(reached_at)

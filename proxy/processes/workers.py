@@ -22,6 +22,7 @@ from pathlib import Path
 
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
+from proxy.port import family, unusable_port
 
 WORKER = (sys.executable, "-m", "proxy.processes.worker")
 """The child's command."""
@@ -141,14 +142,10 @@ async def _until_ended(child: Process, stop: asyncio.Event) -> None:
 @contextlib.contextmanager
 def _reserve(config: ProxyConfig) -> Iterator[int]:
     """Reserves the port with a socket that does not listen."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as holder:
+    with socket.socket(family(config.host)) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             holder.bind((config.host, config.port))
         except OSError as error:
-            raise ConfigurationError(
-                f"port: cannot listen on {config.host}:{config.port}: {error.strerror}; "
-                "free the port or choose another --port"
-            ) from error
+            raise unusable_port("port", config.host, config.port, error) from error
         yield int(holder.getsockname()[1])

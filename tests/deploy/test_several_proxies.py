@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -23,6 +22,7 @@ import pytest_asyncio
 from agent_loop.trajectory import build_segments, flatten
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.engines.scripted import ScriptedEngine
+from proxy.port import free_port
 from proxy.records import Turn, TurnStatus
 from proxy.serving.ownership import PROBE_EVERY_S, PROBE_TIMEOUT_S
 from tests.deploy.manifests import ROOT
@@ -36,17 +36,11 @@ REPLICAS, AGENTS, TURNS = 3, 6, 12
 ANSWER = [40, 41, 42]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Replica:
     """One proxy process, on a port that its replacement takes over."""
 
     def __init__(self, number: int, folder: Path, settings: dict[str, str]) -> None:
-        self.port = free_port()
+        self.port = free_port("127.0.0.1")
         self.log = folder / f"proxy-{number}.log"
         self._settings = {**settings, "AGENTIC_PROXY_PORT": str(self.port)}
         self.process: asyncio.subprocess.Process | None = None
@@ -143,7 +137,7 @@ async def fleet(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Asyn
         skip_or_fail("nginx is not installed: apt-get install nginx-light")
     tmp_path = tmp_path_factory.mktemp("fleet")
     model = write_checkpoint(tmp_path / "model")
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(ScriptedEngine(lambda _: ANSWER))
         settings = {

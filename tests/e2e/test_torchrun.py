@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proxy.port import free_port
 from tests.e2e.steady_agent import TURNS
 from tests.e2e.test_train_process import (
     STEPS,
@@ -46,12 +46,6 @@ def torchrun(folder: Path, options: Sequence[str], *words: str, log: str = "said
     return Train([sys.executable, *program, *arguments], folder / "words", folder / log)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def saved_step(folder: Path) -> int:
     saved = Checkpoints(folder / "run" / "checkpoints", keep_last=2).latest()
     return 0 if saved is None else saved.step
@@ -73,7 +67,7 @@ def test_two_ranks_of_torchrun_train_as_one_process(
     with train(alone, "--config", str(alone / "config.yaml"), SMOOTH) as run:
         assert run.wait() == 0, run.said
     # Started as on two machines with one rank each.
-    meeting = f"127.0.0.1:{free_port()}"
+    meeting = f"127.0.0.1:{free_port('127.0.0.1')}"
     options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting)
     with torchrun(both, options, log="0.log") as one, torchrun(both, options, log="1.log") as two:
         assert (one.wait(), two.wait()) == (0, 0), one.said + two.said

@@ -50,7 +50,7 @@ def test_port_in_use_is_refused_by_number(tiny_model: Path, tmp_path: Path) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"port {port} .*in use"):
+        with pytest.raises(ConfigurationError, match=f"engine port={port}: .*in use"):
             VllmServer(VllmConfig(), tiny_model, log=tmp_path / "vllm.log", port=port)
 
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +23,13 @@ from agent_loop.trial_config import RecordingConfig
 from proxy.admin_key import VARIABLE as ADMIN_KEY_VARIABLE
 from proxy.client import ProxyClient
 from proxy.engines import guard
+from proxy.port import free_port, usable_port
 from proxy.secrecy import pipe_with
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import TrainerError
 
 POLL_S = 0.1  # seconds between two checks whether a starting proxy is ready
 LOG_TAIL_BYTES = 2000
+PORT_SETTING = "proxy_server.port"
 
 STOP_GRACE_S = 10.0
 """Seconds for the proxy to end the calls in flight and to store their turns."""
@@ -68,7 +69,7 @@ class ProxyProcess:
         """`settings` are the keys of `proxy.config.ProxyConfig` that the run decides. Without an
         `admin_key` a new one is made."""
         self._config = config
-        self._port = config.port or _free_port(config.host)
+        self._port = config.port or free_port(config.host)
         self._settings = settings
         self._folder = folder
         self.log = folder / "proxy.log"
@@ -86,10 +87,10 @@ class ProxyProcess:
         """Starts the proxy, and returns when it answers.
 
         Raises:
-            ConfigError: its port is in use.
+            ConfigurationError: its port is in use.
             TrainerError: it ended, or did not answer in time.
         """
-        check_port(self._config.host, self._port)
+        usable_port(PORT_SETTING, self._config.host, self._port)
         settings = self._settings | self._address() | {"admin_key": self.admin_key}
         with self.log.open("ab") as log, pipe_with(yaml.safe_dump(settings)) as config_fd:
             self._process = await asyncio.create_subprocess_exec(
@@ -147,23 +148,3 @@ class ProxyProcess:
                         f"the proxy did not answer within {self._config.start_timeout_s:g} s "
                         f"(proxy_server.start_timeout_s); see {self.log}"
                     )
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if another process listens there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"proxy_server.port={port}: cannot listen on {host}:{port} ({error.strerror}); "
-                "choose another port, or 0 for a free one"
-            ) from error

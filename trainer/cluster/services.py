@@ -16,9 +16,10 @@ from typing import Any
 
 from proxy.admin_key import client_key
 from proxy.client import ProxyClient
+from proxy.port import usable_port
 from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
 from trainer.cluster.engines import RunEngines
-from trainer.cluster.proxy_server import check_port
+from trainer.cluster.proxy_server import PORT_SETTING
 from trainer.cluster.rank_zero import RankZero
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import RunControl, first_to_end
@@ -66,7 +67,7 @@ class RunServices:
         server = self.config.proxy_server
         async with AsyncExitStack() as stack:
             if server.url is None:
-                check_port(server.host, server.port)
+                usable_port(PORT_SETTING, server.host, server.port)
             engines = await self._start_engines(stack)
             if server.url is not None:
                 key = _admin_key(server.url)

@@ -1,0 +1,43 @@
+"""Ports to listen on.
+
+Invariant: a port that is in use is reported with its setting before a process is started on it.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from proxy.errors import ConfigurationError
+
+
+def usable_port(setting: str, host: str, port: int) -> int:
+    """Returns `port`, or a free port if it is 0. `setting` is the name of the port's setting.
+
+    Raises:
+        ConfigurationError: the process cannot listen there.
+    """
+    with socket.socket(family(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise unusable_port(setting, host, port, error) from error
+        return int(probe.getsockname()[1])
+
+
+def free_port(host: str) -> int:
+    """A port on which no process listens now."""
+    return usable_port("port", host, 0)
+
+
+def unusable_port(setting: str, host: str, port: int, error: OSError) -> ConfigurationError:
+    """The error for a port on which the operating system refuses to listen."""
+    return ConfigurationError(
+        f"{setting}={port}: cannot listen on {host}:{port} ({error.strerror}); free the port, "
+        "choose another one, or set 0 for a free one"
+    )
+
+
+def family(host: str) -> socket.AddressFamily:
+    """The address family of an IP address; a name has IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

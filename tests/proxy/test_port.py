@@ -1,0 +1,32 @@
+"""A port in use is an error that names the setting, on IPv4 and on IPv6."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from proxy.errors import ConfigurationError
+from proxy.port import free_port, usable_port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_port_in_use_is_refused_with_its_setting(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as taken:
+        try:
+            taken.bind((host, 0))
+        except OSError as error:  # a machine without IPv6
+            pytest.skip(f"{host}: {error}")
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"^engine\.port={port}: .*in use"):
+            usable_port("engine.port", host, port)
+    assert usable_port("engine.port", host, port) == port
+
+
+def test_port_0_becomes_a_free_port() -> None:
+    port = usable_port("port", "127.0.0.1", 0)
+    assert port > 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", free_port("127.0.0.1")))
