@@ -75,8 +75,8 @@ class SandboxSpec:
     """What a sandbox contains.
 
     `size_mb` bounds the size of all written files, which are kept in memory. `hidden` files and
-    folders are empty in the sandbox. Of a hidden folder and a bind, the inner one counts, and the
-    bind where both are the same path.
+    folders are empty in the sandbox. If a hidden folder and a bind overlap, the inner one takes
+    effect; at the same path, the bind does.
     """
 
     binds: Sequence[Bind] = ()
@@ -226,8 +226,8 @@ class Sandbox:
 
 @asynccontextmanager
 async def _output_pipes() -> AsyncIterator[tuple[list[asyncio.StreamReader], list[BinaryIO]]]:
-    """Own pipes, because with asyncio's pipes `wait()` waits until background children close
-    them."""
+    """Pipes for stdout and stderr, and their readers. With asyncio's own pipes, `wait()` would
+    wait until background children close them."""
     loop = asyncio.get_running_loop()
     readers: list[asyncio.StreamReader] = []
     ends: list[BinaryIO] = []

@@ -103,12 +103,13 @@ class RunParts:
 
 @dataclass(slots=True)
 class SwarmParts(RunParts):
-    """The clients of a swarm bring the tasks; an agent of the run's own only evaluates."""
+    """Parts of a run whose tasks come from the clients of a swarm. Its own agent only
+    evaluates."""
 
 
 @dataclass(slots=True)
 class TaskParts(RunParts):
-    """The run draws the tasks, and its agents try them."""
+    """Parts of a run that draws its own tasks and runs its own agents."""
 
     tasks: TaskStream
 

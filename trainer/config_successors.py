@@ -1,7 +1,7 @@
 """The names that keys have in other trainers, and their names here.
 
-A wrong key is answered with its successor, so that a configuration of verl, AReaL or AgentJet
-can be translated from the error messages alone.
+The error for another trainer's key names the key to use here, so that the error messages are
+enough to translate a configuration of verl, AReaL or AgentJet.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
     "total_training_steps": "trainer.steps",
     "train_batch_size": "rollout.groups_per_step",
 }
-"""The last part of a key elsewhere, in whichever section it is there → the key here."""
+"""The last part of another trainer's key, whatever its section there → the key here."""
 
 
 def successor(key: str) -> str | None:

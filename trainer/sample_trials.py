@@ -1,7 +1,7 @@
 """What `agentic-train eval` and `collect` have in common: trials on a model, without a trainer.
 
-A folder has the configuration, the sessions, and a line per trial, so that the same command
-continues where it was interrupted.
+The output folder holds the configuration, the sessions, and a line per trial, so that the same
+command continues where it was interrupted.
 Invariant: when `run_trials` returns or raises, no agent, engine or proxy that it started is left.
 """
 

@@ -174,7 +174,7 @@ async def _under_signals(parts: Parts, log: RunLog, control: RunControl) -> Ende
 
 
 async def _train(parts: Parts, log: RunLog, control: RunControl) -> Ended:
-    """By the main of these parts, which chooses the producer."""
+    """Trains with the main for these parts, which chooses the producer."""
     if isinstance(parts, SwarmParts):
         return await main_swarm.train(parts, log, control)
     match parts.config.trainer.mode:

@@ -11,7 +11,7 @@
     GET    /api/v1/runs/{id}/artifacts   names and sizes; …/artifacts/{path}: one file
     GET    /health
 
-Invariant: every route but /health needs the token (`guard.py`); errors are
+Invariant: every route except /health needs the token (`guard.py`); errors are
 `{"error": {"code", "message"}}`.
 """
 

@@ -36,7 +36,7 @@ _HOST = re.compile(r"\[?([^\[\]]*?)\]?(:\d+)?")
 
 
 WIRE_ERRORS = (HttpProcessingError, RequestPayloadError, PayloadAccessError, ConnectionError)
-"""What a client gets wrong on the wire: framing, encoding, going away."""
+"""Faults of a client on the wire: wrong framing or encoding, a connection that it closed."""
 
 
 def request_log() -> logging.Logger:

@@ -55,8 +55,8 @@ class ProcessesConfig(RanksConfig):
     proxy_server: ProxyServerConfig = ProxyServerConfig()
     cluster: ClusterConfig = ClusterConfig()
     retention: RetentionConfig = RetentionConfig()
-    """Of the sessions in the run's own store and, with the same limits, of the folders in its
-    `trials/`. The samples that wait to be trained are kept elsewhere."""
+    """How long sessions are kept in the run's own store. The same limits apply to the folders in
+    its `trials/`. Samples that wait to be trained are stored elsewhere."""
 
 
 class Replica(Protocol):

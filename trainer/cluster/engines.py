@@ -98,7 +98,7 @@ class RunEngines:
                 await self._replaced(error)
 
     async def keep_running(self, proxy: ProxyService, client: ProxyClient) -> None:
-        """Replaces every replica that ends. Returns only by an error.
+        """Replaces every replica that ends. Never returns; ends by cancellation or an error.
 
         Raises:
             TrainerError: a replica ended more than `restarts` times, or did not start again.

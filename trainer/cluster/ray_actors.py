@@ -35,7 +35,7 @@ class EngineActor:
         self._replica = LocalReplica(partial(make_server, host=ray.util.get_node_ip_address()))
 
     async def start(self) -> str:
-        """Its URL, once it answers."""
+        """Starts the server, and returns its URL when it answers."""
         await self._replica.start()
         return self._replica.url
 
@@ -62,7 +62,8 @@ class ProxyActor:
         self._proxy = ProxyProcess(here, settings, logs, admin_key)
 
     async def start(self) -> str:
-        """Its URL, once it answers; the port is the same at each start."""
+        """Starts the proxy, and returns its URL when it answers. The port is the same at each
+        start."""
         await self._proxy.start()
         return self._proxy.url
 

@@ -44,7 +44,7 @@ Bundle = dict[str, float]
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 RAY_DOES_NOT_START = (OSError, RuntimeError, ValueError, ray.exceptions.RayError)
-"""What `ray.init` raises where no cluster answers, versions differ, or Ray cannot start here."""
+"""Errors of `ray.init` if no cluster answers, versions differ, or Ray cannot start here."""
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
-"""What of a Ray cluster can be found on this machine, and agents must not reach.
+"""The parts of a Ray cluster on this machine, which agents must not reach.
 
-Whoever reaches Ray's ports and has its token runs code on every node. Invariant: the token's files
-are hidden even if this machine cannot refuse ports.
+Anyone who can reach Ray's ports and has its token can run code on every node. Invariant: the
+token's files are hidden even if this machine cannot refuse connections to ports.
 """
 
 from __future__ import annotations

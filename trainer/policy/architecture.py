@@ -1,6 +1,6 @@
 """Refuses models whose configuration excludes exact training, naming the setting.
 
-What is visible only when the model runs is found by `proof.py`.
+Differences that are visible only when the model runs are found by `proof.py`.
 """
 
 from __future__ import annotations

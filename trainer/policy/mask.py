@@ -36,7 +36,8 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
 
     Which blocks are empty, full or mixed follows from the smallest and largest `ends` and depths of
     each block: `N²` numbers. `create_block_mask` would need 10.7 bytes for each of `T²` pairs (171
-    GiB for 131,072 tokens). A block that is taken for mixed and is empty costs time and is masked.
+    GiB for 131,072 tokens). An empty block that is treated as mixed is masked correctly and only
+    costs time.
     """
     ends, depths, tokens = layout.ends, layout.depths, len(layout.ends)
 

@@ -1,7 +1,8 @@
 """Loads a Hugging Face causal model for the trainer.
 
-Invariant: a model that is loaded is computed as its own code does. What its configuration excludes
-is refused by `architecture.py`, and what its code computes differently by `proof.py`.
+Invariant: the trainer computes a loaded model exactly as the model's own code does. If the model's
+configuration excludes this, `architecture.py` refuses the model; if the results differ, `proof.py`
+does.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ Path 4 shares nothing and stands behind a tree in the row."""
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What one way of computing the paths gave.
+    """The results of one way of computing the paths.
 
     `logprobs` `[N]`, `hidden` per layer `[N, D]` at the tokens that predict, `gradients` by name.
     """
@@ -113,7 +113,8 @@ class Distances:
 
 
 def distances(small: Any) -> Distances:
-    """How exactly an architecture is computed; `small` as for `find_difference`."""
+    """The largest differences from the model's own computation; `small` as for
+    `find_difference`."""
     with _own_randomness():
         model, batch, weights, own = _computed_alone(small)
         both = [packed(model, batch, weights, share_prefixes=share) for share in _SHAPES.values()]
@@ -124,8 +125,8 @@ def distances(small: Any) -> Distances:
 
 
 def _computed_alone(small: Any) -> tuple[Any, Batch, Tensor, Computed]:
-    """A random model, ready for packed rows, with the paths, the weights of their losses, and what
-    the model's own code gave."""
+    """A random model, ready for packed rows, with the paths, the weights of their losses, and the
+    results of the model's own code."""
     model = _random_model(small)
     batch = _paths()
     weights = torch.randn(batch.num_tokens)

@@ -32,9 +32,9 @@ class OutputLayer:
     weight: Tensor
     """`[V, D]`"""
     bias: Tensor | None = None
-    """`[V]`, as Phi has it."""
+    """`[V]`, for models whose output layer has a bias, such as Phi."""
     scale: float = 1.0
-    """Factor of the logits, as Cohere (`logit_scale`) and Granite (`logits_scaling`) have it."""
+    """Factor of the logits, for Cohere (`logit_scale`) and Granite (`logits_scaling`)."""
     softcap: float | None = None
     """Bound of the logits (Gemma 2, arXiv 2408.00118, section 2)."""
 

@@ -4,8 +4,8 @@ vLLM serves them with `VLLM_SERVER_DEV_MODE=1` (and `/inference/v1/generate` wit
 `--enable-scale-out`). The four `*_weight_*` methods are vLLM's own `VLLMWeightSyncClient`
 protocol, so its trainer-side transfer backends drive these servers through this class.
 
-Invariant: an engine that dies while a request to it waits ends the wait within seconds, also where
-its server runs on without its engine process and never answers.
+Invariant: if an engine dies while a request waits for it, the wait ends within seconds, even if
+the server continues without its engine process and never answers.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _connection(engine: str, timeout_s: float) -> http.client.HTTPConnection:
 
 
 def _death(engine: str, headers: Mapping[str, str]) -> str | None:
-    """How it is known that the engine is dead; None: it is alive, or too busy to answer."""
+    """The evidence that the engine is dead; None if it is alive or too busy to answer."""
     try:
         with closing(_connection(engine, HEALTH_TIMEOUT_S)) as connection:
             connection.request("GET", urlsplit(engine).path + "/health", headers=dict(headers))

@@ -83,7 +83,7 @@ class VllmTransport:
 def address_towards(url: str) -> str:
     """The address at which the host of the URL can reach this machine."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram that is not sent
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
         probe.connect((parts.hostname or "", parts.port or 80))
         return str(probe.getsockname()[0])
 

@@ -110,8 +110,8 @@ def _unpack_experts(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     it creates the layer's kernel, and would later copy unpacked weights over packed ones without
     any error: the experts would compute with shuffled weights.
 
-    Returns the kernels that it took, each after the method that needs it back if its layer is not
-    reloaded.
+    Returns pairs of a layer's method and the kernel that was removed from it. If the layer is not
+    reloaded, its method needs the kernel back.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
