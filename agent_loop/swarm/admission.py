@@ -77,7 +77,7 @@ class Admission:
         self._wait_at(blocked.gate, waiting)
         try:
             await asyncio.wait([waiting.episode], timeout=claim.wait_s)
-        except BaseException:
+        except asyncio.CancelledError:
             if waiting.episode.done() and waiting.episode.exception() is None:
                 self.discard(waiting.episode.result().view)
             raise

@@ -11,9 +11,8 @@ import asyncio
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,7 +172,8 @@ def _episode(view: str, key_hash: bytes, decider: str | None) -> Episode:
 def _update(
     database: sqlite3.Connection, rows: Sequence[tuple[str, str, bool, str]], decider: str | None
 ) -> None:
-    with _transaction(database):
+    database.execute("BEGIN IMMEDIATE")
+    with database:  # rolls back if it fails (a full disk), so that the next transaction can begin
         for state, view, ended, episode_id in rows:
             database.execute(
                 "UPDATE episodes SET state = ?1, view = ?2, ended_number = CASE WHEN ?3 AND "
@@ -184,19 +184,6 @@ def _update(
             database.execute("DELETE FROM deciders WHERE episode_id = ?", (episode_id,))
             if decider is not None:
                 database.execute("INSERT INTO deciders VALUES (?, ?)", (episode_id, decider))
-
-
-@contextmanager
-def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Rolls back if the block fails (a full disk), so that the next transaction can begin."""
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        database.execute("COMMIT")
-    except BaseException:
-        if database.in_transaction:
-            database.execute("ROLLBACK")
-        raise
 
 
 def _write_durably(path: Path, data: bytes) -> None:

@@ -201,7 +201,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         )
     try:
         fast = FastTokenizer.from_file(str(file))
-    except Exception as error:
+    except Exception as error:  # tokenizers raises plain Exception for every fault of the file
         raise ConfigurationError(f"model: cannot read {file}: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(config)
