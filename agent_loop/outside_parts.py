@@ -1,21 +1,28 @@
-"""Parts that a configuration names as `module:Class`: a launcher or a reward of your own.
+"""Parts that a configuration names by an import path: classes and functions of your own.
 
-The class is the part's section, a subclass of `LauncherConfig` or `RewardConfig`, whose `build`
-makes the part. Invariant: a name that cannot be used is a `ConfigurationError` before a run starts.
+- `OutsidePart`: a launcher or a reward as `module:Class`. The class is the part's section, a
+  subclass of `LauncherConfig` or `RewardConfig`, whose `build` makes the part.
+- `OwnFunction`: every other kind of part, as `module:function` or `path/to/file.py:function`.
+
+Invariant: a name that cannot be used, or a function with another signature than its kind has, is
+refused before a run starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from proxy.errors import ConfigurationError
 from proxy.plugins import load_plugin
 from proxy.section import Section
 
 TARGET_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+FUNCTION_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_]\w*$"
+"""`module:function`, or `path/to/file.py:function`."""
 
 Kind = TypeVar("Kind", bound=Section)
 
@@ -44,3 +51,71 @@ class OutsidePart(Section):
             first = error.errors(include_url=False)[0]
             key = ".".join(str(part) for part in first["loc"])
             raise ConfigurationError(f"{self.target}: settings.{key}: {first['msg']}") from None
+
+
+class OwnFunction(Section):
+    """A function of your own. The parameters of a subclass's `__call__` are those of the function.
+
+    A string is short for the `target` alone. Example of a subclass:
+        class GroupFilter(OwnFunction):
+            def __call__(self, group: Group) -> bool:
+                return bool(self.called(group))
+    """
+
+    target: str = Field(pattern=FUNCTION_PATTERN)
+    """`module:function` or `path/to/file.py:function`."""
+    settings: Mapping[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of every call."""
+
+    def called(self, *arguments: Any) -> Any:
+        """What the function returns."""
+        return named_function(self.target)(*arguments, **self.settings)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"target": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _has_the_signature(self) -> Self:
+        check_signature(self.target, type(self).__call__, self.settings)  # type: ignore[operator]
+        return self
+
+
+def named_function(target: str) -> Callable[..., Any]:
+    """The function with that name. Raises ValueError: it cannot be imported, or cannot be called
+    directly."""
+    name = target.rpartition(":")[2]
+    try:
+        function: Callable[..., Any] = load_plugin(name, target, {})
+    except ConfigurationError as error:
+        raise ValueError(error.message) from error
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "is async" if callable(function) else f"is a {type(function).__name__}"
+        raise ValueError(f"{target} {kind}; name a function without async")
+    return function
+
+
+def check_signature(target: str, method: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Checks that the function `target` takes the arguments of `method` without its `self`, and
+    the settings as keyword arguments.
+
+    Raises:
+        ValueError: it does not, or cannot be used; the message has the right signature.
+    """
+    function = named_function(target)
+    wanted = inspect.signature(method)
+    arguments = list(wanted.parameters.values())[1:]
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in settings]
+    try:
+        own = inspect.signature(function)
+    except ValueError:  # a function of C code without a signature
+        return
+    try:
+        own.bind(*arguments, **settings)
+    except TypeError as error:
+        name = target.rpartition(":")[2]
+        right = str(wanted.replace(parameters=[*arguments, *keywords])).replace("'", "")
+        raise ValueError(
+            f"{target} has the signature {name}{own}: {error}; write it as def {name}{right}"
+        ) from None

@@ -39,6 +39,10 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
         shared = self._agent_files
         return [path for path in own if path is not None and path not in shared]
 
+    def owns(self, path: Path) -> bool:
+        """Whether the file is one of the agent's own."""
+        return path in self._agent_files
+
     @property
     def shown_files(self) -> list[Path]:
         """What a local agent can read with `sandbox: strict`: its scripts or its module, and the

@@ -1,34 +1,34 @@
-"""Reads tasks from files, and draws them from weighted sources in an order that can be resumed.
+"""Draws tasks from weighted sources in an order that can be resumed.
 
 Invariant: the n-th draw is a function of the sources, the seed and n alone. A stream restored
 from a `Cursor` continues with exactly the tasks that the original stream would have drawn.
-
-Each line of a JSONL file, or row of a Parquet file, is one JSON object. Its `task_id` (or `id`)
-names the task and must be unique in the file; the default is `<source>-<line>`. The whole object is
-the task's data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 from pydantic import Field
 
 from agent_loop.errors import TaskFileError
 from agent_loop.harbor_tasks import HarborDataConfig, read_harbor_dir
 from agent_loop.records import Task
+from agent_loop.task_sources.files import read_tasks
+from agent_loop.task_sources.protocol import TaskSource
+from agent_loop.task_sources.registry import AnyTaskSource
 from proxy.errors import ConfigurationError
 
 Order = npt.NDArray[np.int64]
 
-SHOWN_CHARS = 80
-"""Maximum number of characters of a broken line in an error message, which is one line."""
+MAX_HELD_OUT = 100_000
+"""Maximum number of held-out tasks of a source, which all are evaluated: a source with more is
+probably endless."""
 
 
 class DataConfig(HarborDataConfig):
@@ -38,13 +38,38 @@ class DataConfig(HarborDataConfig):
     """Files of tasks to train on: JSONL, one object per line, or Parquet, one task per row."""
     val_files: tuple[Path, ...] = ()
     """Files of held-out tasks, for evaluation only."""
+    train_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
+    """Other sources of tasks to train on, by their names: `train_sources.NAME.function`, …"""
+    val_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
+    """Other sources of held-out tasks, by their names; an endless one needs a `limit`."""
     weights: Mapping[str, float] = Field(default_factory=dict)
-    """How often tasks of a source (a file's name without its ending) are drawn, relative to the
-    others; default 1."""
+    """How often tasks of a source (a file's name without its ending, or the name of another
+    source) are drawn, relative to the others; default 1."""
     shuffle: bool = True
     """Shuffle the tasks of a source in each epoch; false: keep the order of the file."""
     seed: int = 0
     """Seed of the order of tasks."""
+
+    @property
+    def private_files(self) -> tuple[Path, ...]:
+        """What local agents must not read: the files and folders of tasks."""
+        sources = (*self.train_sources.values(), *self.val_sources.values())
+        own = [path for source in sources for path in source.private_files]
+        return (*self.train_files, *self.val_files, *self.harbor_roots, *own)
+
+    def training_as_held_out(self) -> Self:
+        """The same tasks, of which those to train on are the held-out ones."""
+        return self.model_copy(
+            update={
+                "val_files": self.train_files,
+                "val_sources": self.train_sources,
+                "val_harbor_dir": self.train_harbor_dir,
+                "harbor_val_limit": self.harbor_train_limit,
+                "train_files": (),
+                "train_sources": {},
+                "train_harbor_dir": (),
+            }
+        )
 
 
 def training_tasks(data: DataConfig, *, needs_prompt: bool = False) -> TaskStream:
@@ -54,41 +79,71 @@ def training_tasks(data: DataConfig, *, needs_prompt: bool = False) -> TaskStrea
         ConfigurationError: no task is configured, a weight names no source, a task has no prompt
             although the agent needs one, or (TaskFileError) a file cannot be read.
     """
-    if not data.train_files and not data.train_harbor_dir:
+    if not data.train_files and not data.train_harbor_dir and not data.train_sources:
         raise ConfigurationError(
             "data.train_files: missing; give at least one file of tasks, or a folder of "
-            "Harbor tasks in data.train_harbor_dir"
+            "Harbor tasks in data.train_harbor_dir, or another source in data.train_sources"
         )
-    read = {file.stem: read_tasks(file) for file in data.train_files}
+    read: dict[str, list[Task]] = {file.stem: read_tasks(file) for file in data.train_files}
     for root in data.train_harbor_dir:
         source = data.harbor_data_source or root.name
         tasks = read_harbor_dir(root, data, data.harbor_train_limit)
         read.setdefault(source, []).extend(tasks)
     if needs_prompt:
         _refuse_without_prompt(task for tasks in read.values() for task in tasks)
-    unknown = set(data.weights) - read.keys()
+    if both := sorted(read.keys() & data.train_sources.keys()):
+        raise ConfigurationError(
+            f"data.train_sources: {both} is also the name of a file or folder of tasks; rename it"
+        )
+    found: dict[str, Sequence[Task] | TaskSource] = {**read}
+    for name, section in data.train_sources.items():
+        found[name] = section.build(name, seed=data.seed, shuffle=data.shuffle)
+    unknown = set(data.weights) - found.keys()
     if unknown:
         raise ConfigurationError(
-            f"data.weights: {sorted(unknown)} name no source; the sources are {list(read)}"
+            f"data.weights: {sorted(unknown)} name no source; the sources are {list(found)}"
         )
-    sources = [Source(name, tasks, data.weights.get(name, 1.0)) for name, tasks in read.items()]
-    return TaskStream(sources, seed=data.seed, shuffle=data.shuffle)
+    sources = [Source(name, tasks, data.weights.get(name, 1.0)) for name, tasks in found.items()]
+    return TaskStream(sources, seed=data.seed, shuffle=data.shuffle, needs_prompt=needs_prompt)
 
 
 def held_out_tasks(data: DataConfig, *, needs_prompt: bool = False) -> list[Task]:
     """All held-out tasks; the list may be empty.
 
     Raises:
-        ConfigurationError: a file or folder is also used for training, a task has no prompt
-            although the agent needs one, or (TaskFileError) a file cannot be read.
+        ConfigurationError: a file, folder or source is also used for training, a task has no
+            prompt although the agent needs one, or (TaskFileError) a file cannot be read.
     """
     _refuse_shared(data.train_files, data.val_files, "files")
     _refuse_shared(data.train_harbor_dir, data.val_harbor_dir, "harbor_dir")
     tasks = [task for file in data.val_files for task in read_tasks(file)]
     for root in data.val_harbor_dir:
         tasks += read_harbor_dir(root, data, data.harbor_val_limit)
+    for name, section in data.val_sources.items():
+        if section in data.train_sources.values():
+            raise ConfigurationError(
+                f"data.val_sources.{name}: data.train_sources has the same source; use another "
+                "split, or other settings"
+            )
+        tasks += _all_tasks(name, section, data.seed)
     if needs_prompt:
         _refuse_without_prompt(tasks)
+    return tasks
+
+
+def _all_tasks(name: str, section: AnyTaskSource, seed: int) -> list[Task]:
+    """The tasks of a held-out source, each with its own id."""
+    epoch = section.build(name, seed=seed, shuffle=False).epoch(0)
+    tasks = list(islice(epoch, MAX_HELD_OUT + 1))
+    if len(tasks) > MAX_HELD_OUT:
+        raise TaskFileError(
+            f"data.val_sources.{name}: more than {MAX_HELD_OUT} tasks; set "
+            f"data.val_sources.{name}.limit to the number of tasks to evaluate"
+        )
+    if not tasks:
+        raise TaskFileError(f"data.val_sources.{name}: the source has no task")
+    if len({task.task_id for task in tasks}) < len(tasks):
+        raise TaskFileError(f"data.val_sources.{name}: several tasks have the same task_id")
     return tasks
 
 
@@ -111,100 +166,6 @@ def _refuse_shared(train: Sequence[Path], held_out: Sequence[Path], key: str) ->
         )
 
 
-def read_jsonl(path: Path, source: str | None = None) -> list[Task]:
-    """All tasks of a JSONL file. Empty lines are skipped.
-
-    Raises:
-        TaskFileError: the file is missing or empty, or a line is not a task.
-    """
-    source = source or path.stem
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TaskFileError(
-            f"{path}: cannot read the task file ({error.strerror}); "
-            "give the path of a JSONL file, one JSON object per line"
-        ) from None
-    rows = (
-        (number, _parse(path, number, line))
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    )
-    return _tasks(path, rows, source)
-
-
-def read_parquet(path: Path, source: str | None = None) -> list[Task]:
-    """All tasks of a Parquet file: each row is read like a line of a JSONL file.
-
-    Raises:
-        TaskFileError: it cannot be read, a row is not a task, or pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise TaskFileError(
-            f"{path}: reading Parquet needs pyarrow; install it, or give a JSONL file"
-        ) from None
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise TaskFileError(f"{path}: cannot read it as Parquet: {reason}") from None
-    return _tasks(path, enumerate(rows, start=1), source or path.stem)
-
-
-def read_tasks(path: Path, source: str | None = None) -> list[Task]:
-    """All tasks of a file: Parquet if its name ends with `.parquet`, else JSONL.
-
-    Raises:
-        TaskFileError: as `read_parquet` and `read_jsonl`.
-    """
-    return read_parquet(path, source) if path.suffix == ".parquet" else read_jsonl(path, source)
-
-
-def _parse(path: Path, number: int, line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        shown = _shown(line.decode(errors="replace"))
-        raise TaskFileError(
-            f"{path}:{number}: not JSON ({error.msg}): {shown}; fix or remove the line"
-        ) from None
-
-
-def _tasks(path: Path, rows: Iterable[tuple[int, Any]], source: str) -> list[Task]:
-    tasks: dict[str, Task] = {}
-    for number, data in rows:
-        task = _task(path, number, data, source)
-        if task.task_id in tasks:
-            raise TaskFileError(
-                f"{path}:{number}: task_id {task.task_id!r} is used twice; give each its own"
-            )
-        tasks[task.task_id] = task
-    if not tasks:
-        raise TaskFileError(f"{path}: no task in it; write one JSON object per line")
-    return list(tasks.values())
-
-
-def _task(path: Path, number: int, data: Any, source: str) -> Task:
-    if not isinstance(data, dict):
-        raise TaskFileError(
-            f"{path}:{number}: a task is a JSON object, but this is a {type(data).__name__}: "
-            f'{_shown(str(data))}; write it like {{"task_id": "a-1", "prompt": "…"}}'
-        )
-    task_id = data.get("task_id", data.get("id", f"{source}-{number}"))
-    if not isinstance(task_id, str | int) or task_id == "":
-        raise TaskFileError(
-            f"{path}:{number}: task_id {task_id!r} is not a name; use a non-empty string"
-        )
-    return Task(task_id=str(task_id), data=data, source=source)
-
-
-def _shown(text: str) -> str:
-    return repr(text[:SHOWN_CHARS])
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """Tasks under one name, drawn in proportion to `weight`.
@@ -213,7 +174,7 @@ class Source:
     """
 
     name: str
-    tasks: Sequence[Task]
+    tasks: Sequence[Task] | TaskSource
     weight: float = 1.0
 
 
@@ -231,38 +192,72 @@ class Cursor:
         return sum(self.taken.values())
 
 
+class ListedTasks:
+    """Tasks in memory, in another order in each epoch, or in the order of the list."""
+
+    def __init__(self, name: str, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
+        self._name = name
+        self._tasks = tasks
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def epoch(self, number: int) -> Iterator[Task]:
+        order: Order = np.arange(len(self._tasks))
+        if self._shuffle:
+            np.random.default_rng([self._seed, *self._name.encode(), number]).shuffle(order)
+        return (self._tasks[int(place)] for place in order)
+
+
 class TaskStream:
     """An endless stream of tasks. Each epoch of a source is a new permutation of its tasks. The
     sources are mixed by their weights at any length of the stream, because each draw takes the
     source that is furthest behind its share.
     """
 
-    def __init__(self, sources: Sequence[Source], *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        needs_prompt: bool = False,
+    ) -> None:
+        """With `needs_prompt`, a task without a prompt is refused when it is drawn."""
         self._sources = {source.name: source for source in sources}
         if not sources or len(self._sources) != len(sources):
             names = [source.name for source in sources]
             raise TaskFileError(f"task sources {names}: give at least one, with different names")
         for source in sources:
-            if not source.weight > 0 or not source.tasks:
+            if not source.weight > 0:
                 raise TaskFileError(
-                    f"task source {source.name!r}: weight {source.weight}, {len(source.tasks)} "
-                    "tasks; the weight must be greater than 0, and there must be at least 1 task"
+                    f"task source {source.name!r}: weight {source.weight}; the weight must be "
+                    "greater than 0"
                 )
         self._total_weight = sum(source.weight for source in sources)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._orders: dict[str, tuple[int, Order]] = {}
-        self.cursor = Cursor({source.name: 0 for source in sources})
-
-    def __len__(self) -> int:
-        """Number of tasks in one epoch of all sources."""
-        return sum(len(source.tasks) for source in self._sources.values())
+        self._needs_prompt = needs_prompt
+        self._draws = {
+            name: _Draws(
+                name,
+                ListedTasks(name, source.tasks, seed=seed, shuffle=shuffle)
+                if isinstance(source.tasks, Sequence)
+                else source.tasks,
+            )
+            for name, source in self._sources.items()
+        }
+        self.cursor = Cursor(dict.fromkeys(self._sources, 0))
 
     def draw(self) -> Task:
-        source = self._furthest_behind()
-        epoch, position = divmod(self.cursor.taken[source.name], len(source.tasks))
-        self.cursor.taken[source.name] += 1
-        return source.tasks[int(self._order(source, epoch)[position])]
+        """The next task.
+
+        Raises:
+            ConfigurationError: the source has no task, or the task has no prompt.
+        """
+        name = self._furthest_behind().name
+        task = self._draws[name].task(self.cursor.taken[name])
+        self.cursor.taken[name] += 1
+        if self._needs_prompt:
+            _refuse_without_prompt([task])
+        return task
 
     def restore(self, taken: Mapping[str, int]) -> None:
         """Continues after the draws in `taken`. A source that is missing in `taken` starts at the
@@ -288,11 +283,38 @@ class TaskStream:
             ),
         )
 
-    def _order(self, source: Source, epoch: int) -> Order:
-        cached = self._orders.get(source.name)
-        if cached is None or cached[0] != epoch:
-            order = np.arange(len(source.tasks))
-            if self._shuffle:
-                np.random.default_rng([self._seed, *source.name.encode(), epoch]).shuffle(order)
-            cached = self._orders[source.name] = (epoch, order)
-        return cached[1]
+
+class _Draws:
+    """The draws of a source by number. It reads forward, through epoch after epoch, and starts
+    again at the first epoch for a number that is behind it."""
+
+    def __init__(self, name: str, source: TaskSource) -> None:
+        self._name = name
+        self._source = source
+        self._restart()
+
+    def task(self, number: int) -> Task:
+        if number < self._read:
+            self._restart()
+        while True:
+            task = self._next()
+            if self._read > number:
+                return task
+
+    def _restart(self) -> None:
+        self._read = self._epoch = 0
+        self._tasks: Iterator[Task] = iter(())
+
+    def _next(self) -> Task:
+        task = next(self._tasks, None)
+        if task is None:
+            self._tasks = iter(self._source.epoch(self._epoch))
+            task = next(self._tasks, None)
+            if task is None:
+                raise TaskFileError(
+                    f"task source {self._name!r}: epoch {self._epoch} has no task; a source must "
+                    "have at least 1 task"
+                )
+            self._epoch += 1
+        self._read += 1
+        return task

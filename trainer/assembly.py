@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 
@@ -59,7 +60,7 @@ class RunParts:
         on_rollout: Callable[[Rollout], None] = lambda _: None,
     ) -> RemoteAgentLoop:
         """The loop that runs single trials; it calls `on_rollout` with each rollout."""
-        data, agent = self.config.data, self.config.remote_agent
+        agent = self.config.remote_agent
         return RemoteAgentLoop(
             proxy,
             self.launcher,
@@ -68,18 +69,19 @@ class RunParts:
             trial=self.config.remote_agent,
             sampling=self.config.rollout,
             recording=self.config.proxy_server,
-            hidden=[
-                folder.path,
-                *(*data.train_files, *data.val_files, *data.harbor_roots),
-                *agent.private_files,
-                *cluster.private_paths,
-                *kept_files(),
-            ],
+            hidden=[*self.hidden(folder), *cluster.private_paths, *kept_files()],
             shown=agent.shown_files,
             retention=self.config.retention,
             private_ports=cluster.private_ports if missing() is None else frozenset,
             on_rollout=on_rollout,
         )
+
+    def hidden(self, folder: RunFolder) -> list[Path]:
+        """The files of the run, of its tasks and of its rewards, which local agents must not
+        read. A file that is also the agent's is not among them."""
+        agent = self.config.remote_agent
+        tasks = (path for path in self.config.data.private_files if not agent.owns(path))
+        return [folder.path, *tasks, *agent.private_files]
 
     @property
     def trials_per_step(self) -> int:

@@ -39,6 +39,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
+    if "" not in sys.path:
+        sys.path.append("")  # parts of a user's own, in the working folder
     if words[:1] and words[0] in COMMANDS:
         command_main: Callable[[Sequence[str]], int] = import_module(COMMANDS[words[0]]).main
         return command_main(words[1:])

@@ -12,7 +12,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
@@ -60,7 +60,7 @@ def keys_of(
         for each in nested:
             if each not in seen:
                 variant = path if len(nested) == 1 else f"{path}[{_name_of(each)}]"
-                if typing.get_origin(field.annotation) is dict:
+                if typing.get_origin(field.annotation) in (dict, Mapping):
                     variant = f"{path}.NAME"
                 yield from keys_of(each, variant, seen | {each})
 
@@ -101,7 +101,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     if origin is Annotated:
         kind, *metadata = typing.get_args(annotation)
         yield from _parts(metadata) or _models(kind)
-    elif origin in (Union, types.UnionType, tuple, list, dict):
+    elif origin in (Union, types.UnionType, tuple, list, dict, Mapping):
         for part in typing.get_args(annotation):
             yield from _models(part)
 

@@ -65,15 +65,7 @@ def _parts(run: TrialRun) -> RunParts:
     agent.check_sandbox()
     data = config.data
     if run.tasks == "train":
-        data = data.model_copy(
-            update={
-                "val_files": data.train_files,
-                "val_harbor_dir": data.train_harbor_dir,
-                "harbor_val_limit": data.harbor_train_limit,
-                "train_files": (),
-                "train_harbor_dir": (),
-            }
-        )
+        data = data.training_as_held_out()
     tasks = held_out_tasks(data, needs_prompt=agent.needs_prompt)[: run.limit]
     if not tasks:
         raise ConfigError(f"data.{run.tasks}_files: no tasks; give at least one file of tasks")
@@ -152,7 +144,7 @@ async def _loop(
                 parts.rewards,
                 folder.trials,
                 config.remote_agent,
-                [folder.path, *config.remote_agent.private_files, *config.data.val_files],
+                parts.hidden(folder),
                 config.remote_agent.shown_files,
             )
             stack.push_async_callback(baseline.close)

@@ -14,7 +14,8 @@ from pydantic import Field
 from agent_loop.launchers.agent_process import agent_result, run_agent
 from agent_loop.launchers.calls import AgentCall
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
-from agent_loop.processes.functions import FUNCTION_PATTERN, function_host, returned
+from agent_loop.outside_parts import FUNCTION_PATTERN
+from agent_loop.processes.functions import function_host, returned
 from agent_loop.processes.host import Limits
 from agent_loop.records import AgentResult, Trial
 

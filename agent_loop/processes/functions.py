@@ -6,6 +6,7 @@ process (`function_server.py`) from which each call is forked.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import sys
@@ -20,20 +21,20 @@ from agent_loop.records import NO_REWARD, Graded
 from agent_loop.reward_values import graded
 from proxy.errors import ConfigurationError
 
-FUNCTION_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_]\w*$"
-"""`module:function`, or `path/to/file.py:function`."""
 RETURNED_BYTES = 1 << 20
 """Maximum size of a returned value as JSON; a reward has a few bytes."""
 
 
 def function_host(argument: type, target: str, pass_env: Sequence[str] = ()) -> ProcessHost:
-    """A host whose processes call the function `target` (FUNCTION_PATTERN) with an object of the
+    """A host whose processes call the function `target` (`module:function`) with an object of the
     class `argument`, whose fields are the job's `call["argument"]`.
 
     Raises:
-        ConfigurationError: the function's module or file does not exist.
+        ConfigurationError: the function's module or file does not exist, or defines no function
+            with that name and one parameter.
     """
     _check_exists(target)
+    _check_signature(target, f"call: {argument.__module__}.{argument.__qualname__}")
     server = (sys.executable, "-m", "agent_loop.processes.function_server")
     argument_name = f"{argument.__module__}:{argument.__qualname__}"
     return ProcessHost(server, (argument_name, target), inherited_environment(pass_env))
@@ -65,6 +66,51 @@ def _check_exists(target: str) -> None:
         f"{target!r}: there is no module {module!r} on Python's path; install it, start from the "
         "folder that contains it, or give its file: path/to/file.py:function"
     )
+
+
+def _check_signature(target: str, parameter: str) -> None:
+    """Reads the function's definition without importing it. A function that the module only
+    imports is not checked."""
+    file, name = source_file(target), target.rpartition(":")[2]
+    if file is None or file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        raise ConfigurationError(f"{target}: {file} is not Python: {error}") from None
+    right = f"def {name}({parameter}) -> float | dict[str, float] | None"
+    defined = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    if not defined:
+        if name not in _bound_names(tree):
+            raise ConfigurationError(f"{target}: {file} defines no {name}; write {right}")
+        return
+    found = defined[-1].args
+    positional = [*found.posonlyargs, *found.args]
+    required = len(positional) - len(found.defaults)
+    keywords = [default for default in found.kw_defaults if default is None]
+    if required > 1 or keywords or not (positional or found.vararg):
+        raise ConfigurationError(
+            f"{target} has the signature {name}({ast.unparse(found)}), and is called with one "
+            f"argument; write it as {right}"
+        )
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Names that a module binds in any other way than a definition at its top level, which may
+    be its functions."""
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            bound.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+    return bound
 
 
 def returned(ended: Ended, result: Path, target: str, key: str) -> Graded:

@@ -13,8 +13,9 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.calls import GradeCall
+from agent_loop.outside_parts import FUNCTION_PATTERN
 from agent_loop.processes.environment import inherited_environment
-from agent_loop.processes.functions import FUNCTION_PATTERN, function_host, returned
+from agent_loop.processes.functions import function_host, returned
 from agent_loop.processes.host import Job
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.rewards.protocol import RewardConfig

@@ -15,13 +15,12 @@ from agent_loop.errors import TaskFileError
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.launchers.registry import AgentConfig
 from agent_loop.records import Task
+from agent_loop.task_sources.files import read_jsonl, read_tasks
 from agent_loop.tasks import (
     DataConfig,
     Source,
     TaskStream,
     held_out_tasks,
-    read_jsonl,
-    read_tasks,
     training_tasks,
 )
 from proxy.errors import ConfigurationError
@@ -143,7 +142,8 @@ def test_tasks_without_a_prompt_are_refused_where_the_command_uses_it(
     assert agent.needs_prompt is needed
     train, held_out = DataConfig(train_files=(file,)), DataConfig(val_files=(file,))
     if not needed:
-        assert len(training_tasks(train, needs_prompt=agent.needs_prompt)) == 2
+        stream = training_tasks(train, needs_prompt=agent.needs_prompt)
+        assert {stream.draw().task_id for _ in range(2)} == {"a", "b"}
         return
     with pytest.raises(ConfigurationError, match=r"task 'b' .* has no prompt"):
         training_tasks(train, needs_prompt=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.errors import LaunchError, RewardError
+from agent_loop.errors import RewardError
 from agent_loop.launchers.python import PythonConfig, PythonLauncher
 from agent_loop.processes.host import Job
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
@@ -94,11 +94,42 @@ async def test_nan_is_refused_as_a_reward(make_trial: MakeTrial) -> None:
         await run(make_trial(), "returns_nan")
 
 
-async def test_missing_function_is_a_launch_error_with_its_name(
-    make_trial: MakeTrial,
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1", r"defines no run; write def run\(call: agent_loop\.launchers\.calls\.Agent"),
+        ("def run():\n    pass", r"has the signature run\(\), and is called with one argument"),
+        (
+            "async def run(call, task):\n    pass",
+            r"has the signature run\(call, task\), .* def run",
+        ),
+        ("def run(call, *, seed):\n    pass", r"run\(call, \*, seed\)"),
+        ("def run(call:\n    pass", r"is not Python: "),
+    ],
+)
+def test_function_with_another_signature_is_refused_before_anything_starts(
+    tmp_path: Path, text: str, expected: str
 ) -> None:
-    with pytest.raises(LaunchError, match="no attribute 'missing'"):
-        await run(make_trial(), "missing")
+    file = tmp_path / "wrong_agent.py"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=expected):
+        PythonLauncher(PythonConfig(target=f"{file}:run"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def run(call, *more, seed=0): pass",
+        "def run(call=None): pass",
+        "from agent_loop.errors import LaunchError as run",
+        "run = print",
+        "try:\n    import json\n    def run(a, b): pass\nfinally: pass",
+    ],
+)
+async def test_function_that_may_have_the_signature_is_accepted(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "right_agent.py"
+    file.write_text(text)
+    await PythonLauncher(PythonConfig(target=f"{file}:run")).close()
 
 
 def test_missing_module_is_refused_before_anything_starts() -> None:

@@ -1,0 +1,40 @@
+"""The interface of a task source: it yields tasks, epoch by epoch, without holding them all.
+
+Invariant: the tasks of an epoch are a function of the source's settings, its seed and the epoch's
+number, so that a resumed run continues with the tasks that it would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from agent_loop.records import Task
+from proxy.section import Section
+
+
+class TaskSource(Protocol):
+    """Implementations: see `registry.py`. Files of tasks are read whole (`files.py`)."""
+
+    def epoch(self, number: int) -> Iterator[Task]:
+        """The tasks of the epoch with that number, from 0, in the order in which they are drawn.
+        They are read one by one, and may be endless. The caller may stop early."""
+        ...
+
+
+class TaskSourceConfig(Section):
+    """The section of a task source. Example: FunctionTasks(target="my_tasks:sums").build("sums")"""
+
+    @property
+    def private_files(self) -> tuple[Path, ...]:
+        """Files and folders of the source that are empty for local agents."""
+        return ()
+
+    def build(self, name: str, *, seed: int, shuffle: bool) -> TaskSource:
+        """The source with that name, which its tasks get as their `source`. `seed` and `shuffle`
+        are those of the section `data`; held-out tasks are not shuffled.
+
+        Raises ConfigurationError: these settings cannot work on this machine.
+        """
+        raise NotImplementedError
