@@ -176,9 +176,9 @@ def _update(
     with database:  # rolls back if it fails (a full disk), so that the next transaction can begin
         for state, view, ended, episode_id in rows:
             database.execute(
-                "UPDATE episodes SET state = ?1, view = ?2, ended_number = CASE WHEN ?3 AND "
+                "UPDATE episodes SET state = ?, view = ?, ended_number = CASE WHEN ? AND "
                 "ended_number IS NULL THEN (SELECT ifnull(max(ended_number), 0) + 1 FROM episodes) "
-                "ELSE ended_number END WHERE episode_id = ?4",
+                "ELSE ended_number END WHERE episode_id = ?",
                 (state, view, ended, episode_id),
             )
             database.execute("DELETE FROM deciders WHERE episode_id = ?", (episode_id,))

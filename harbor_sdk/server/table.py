@@ -104,16 +104,15 @@ class RunTable:
         self, *, job_id: str | None, status: str | None, limit: int, offset: int
     ) -> tuple[list[AgentRun], int]:
         """The runs of one page, newest first, and the number of all runs that match."""
-        where = "(?1 IS NULL OR job_id = ?1) AND (?2 IS NULL OR status = ?2)"
-        select = f"SELECT run FROM runs WHERE {where} ORDER BY created_at DESC LIMIT ?3 OFFSET ?4"
-        rows = await self._do(
-            lambda db: db.execute(select, (job_id, status, limit, offset)).fetchall()
+        where = "(:job IS NULL OR job_id = :job) AND (:status IS NULL OR status = :status)"
+        values = {"job": job_id, "status": status, "limit": limit, "offset": offset}
+        count = f"SELECT count(*) FROM runs WHERE {where}"
+        select = (
+            f"SELECT run FROM runs WHERE {where}"
+            " ORDER BY created_at DESC LIMIT :limit OFFSET :offset"
         )
-        total = await self._do(
-            lambda db: db.execute(
-                f"SELECT count(*) FROM runs WHERE {where}", (job_id, status)
-            ).fetchone()[0]
-        )
+        rows = await self._do(lambda db: db.execute(select, values).fetchall())
+        total = await self._do(lambda db: db.execute(count, values).fetchone()[0])
         return [AgentRun.model_validate_json(row[0]) for row in rows], int(total)
 
     async def events_after(self, run_id: str, number: int) -> list[RunEvent]:

@@ -63,8 +63,8 @@ _UNDELIVERED = (
     " WHERE t.session_id = ? AND a.status = 'done' AND coalesce(d.arrived, 0) = 0"
 )
 _MARK = (
-    "INSERT INTO deliveries (session_id, idx, arrived) SELECT ?1, ?2, ?3"
-    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2)"
+    "INSERT INTO deliveries (arrived, session_id, idx) SELECT ?, session_id, idx FROM turns"
+    " WHERE session_id = ? AND idx = ?"
     " ON CONFLICT DO UPDATE SET arrived = excluded.arrived"
 )
 _ENDED = (
@@ -72,26 +72,26 @@ _ENDED = (
     " ORDER BY coalesce(completed_at, expires_at) LIMIT ?"
 )
 _BEGIN = (
-    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 13)}"
-    " WHERE EXISTS (SELECT 1 FROM sessions WHERE session_id = ?1 AND status = 'open')"
+    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 13)} FROM sessions"
+    " WHERE session_id = ? AND status = 'open'"
     " ON CONFLICT DO NOTHING"
 )
 _COMMIT = (
-    f"INSERT INTO answers (session_id, idx, {rows.ANSWER_COLUMNS}) SELECT {', '.join('?' * 11)}"
-    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2)"
+    f"INSERT INTO answers ({rows.ANSWER_COLUMNS}, session_id, idx)"
+    f" SELECT {', '.join('?' * 9)}, session_id, idx FROM turns WHERE session_id = ? AND idx = ?"
     " ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{c.strip()} = excluded.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(","))
 )
 _SET_STATUS = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
-    " answer) SELECT ?1, ?2, ?3, x'', x'', x'', x'', x''"
-    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2)"
+    " answer) SELECT session_id, idx, ?, x'', x'', x'', x'', x'' FROM turns"
+    " WHERE session_id = ? AND idx = ?"
     " ON CONFLICT DO UPDATE SET status = excluded.status"
 )
 _CUT_OWN = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
-    " answer) SELECT ?1, ?2, 'cut', x'', x'', x'', x'', x''"
-    " WHERE EXISTS (SELECT 1 FROM turns WHERE session_id = ?1 AND idx = ?2 AND owner = ?3)"
+    " answer) SELECT session_id, idx, 'cut', x'', x'', x'', x'', x'' FROM turns"
+    " WHERE session_id = ? AND idx = ? AND owner = ?"
     " ON CONFLICT DO NOTHING"
 )
 
@@ -208,7 +208,7 @@ class SqliteStore:
         return await self._writer.write(measure, may_block=True)
 
     async def begin_turn(self, turn: Turn) -> None:
-        values = (*rows.intent_row(turn), self._owner.number)
+        values = (*rows.intent_row(turn), self._owner.number, turn.session_id)
 
         def begin(c: sqlite3.Connection) -> None:
             if c.execute(_BEGIN, values).rowcount != 1:
@@ -217,19 +217,19 @@ class SqliteStore:
         await self._writer.write(begin)
 
     async def commit_turn(self, turn: Turn) -> None:
-        values = (turn.session_id, turn.index, *rows.answer_row(turn))
+        values = (*rows.answer_row(turn), turn.session_id, turn.index)
         if not await self._changed(_COMMIT, values):
             raise _unknown_turn(turn.session_id, turn.index)
 
     async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None:
-        if not await self._changed(_SET_STATUS, (session_id, index, status.value)):
+        if not await self._changed(_SET_STATUS, (status.value, session_id, index)):
             raise _unknown_turn(session_id, index)
 
     async def cut_own_turn(self, session_id: str, index: int) -> bool:
         return await self._changed(_CUT_OWN, (session_id, index, self._owner.number))
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
-        values = [(mark.session_id, mark.index, int(mark.arrived)) for mark in marks]
+        values = [(int(mark.arrived), mark.session_id, mark.index) for mark in marks]
         await self._writer.write(lambda c: c.executemany(_MARK, values))
 
     async def undelivered(self, session_id: str) -> Undelivered:
