@@ -141,13 +141,12 @@ class Response(asyncio.Protocol):
             self._rest()
 
     async def _news(self) -> None:
-        """Waits until bytes have arrived. Raises the error that ended the response."""
+        """Waits until bytes have arrived or the response has failed. Raises the error of a response
+        that has failed before; the caller first takes the bytes that arrived."""
         if self._failure is not None:
             raise self._failure
         self._reader = self._loop.create_future()
         await self._reader
-        if self._failure is not None and not self.ended:
-            raise self._failure
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.engines.connections import Connections
+from proxy.engines.connections import Connections, Response
 from proxy.engines.upstream import Upstream
 from proxy.errors import ConfigurationError, EngineError, RequestError
 
@@ -81,6 +81,29 @@ async def test_connection_is_reused_after_its_response_was_read(
         assert await upstream.post("/x", body) == b"hello"
     assert server.connections == 1
     assert [request.rpartition(b"\r\n\r\n")[2] for request in server.requests] == [b"one", b"two"]
+
+
+class NoTransport(asyncio.Transport):
+    """A connection on which nothing is sent."""
+
+    def writelines(self, parts: object) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+async def test_bytes_that_arrived_before_the_connection_broke_are_read_first() -> None:
+    response = Response(asyncio.get_running_loop())
+    response.connection_made(NoTransport())
+    sent = asyncio.create_task(response.send(b"", b"", 5.0))
+    await asyncio.sleep(0)  # the reader waits; both of these happen before it runs again
+    response.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n")
+    response.connection_lost(ConnectionResetError("by the engine"))
+    await sent
+    assert await response.part() == b"he"
+    with pytest.raises(ConnectionResetError):
+        await response.part()
 
 
 @pytest.mark.parametrize(
