@@ -62,7 +62,7 @@ class Router:
     @property
     def version(self) -> int:
         """The version of the weights, for answers of engines that do not report it."""
-        return max([self._version, *(info.version for info in self.infos)])
+        return max([self._version, *[engine.info.version for engine in self._engines.values()]])
 
     @property
     def context_tokens(self) -> int | None:

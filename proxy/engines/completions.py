@@ -8,7 +8,7 @@ processed_logprobs`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -70,10 +70,11 @@ class CompletionsEngine(HttpEngine[_Answer]):
             body["cache_salt"] = cache_salt
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
-        for payload in payloads:
-            choice = self._only(self._decode(payload).choices)
-            if choice is not None:
+    def _chunks(
+        self, answers: Sequence[_Answer], sampling: Sampling, given: int
+    ) -> Iterator[Chunk]:
+        for answer in answers:
+            for choice in answer.choices:
                 yield self._chunk(choice)
 
     def _chunk(self, choice: _Choice) -> Chunk:

@@ -1,8 +1,11 @@
-"""The common part of engines that are reached by HTTP. Each kind adds its wire format.
+"""The common part of engines that are reached by HTTP.
 
-Invariant: a generation whose reader leaves early is aborted; `info` describes the replica; and an
-error, or a response that the wire format cannot decode, is raised as an EngineError (or an
-EngineRefusal) with the replica's URL.
+Each kind adds its wire format: the body of a request, and the chunks in decoded answers.
+
+Invariant: a generation whose reader leaves before the last chunk is aborted at the engine, and one
+that has ended is not; `info` describes the replica, and `info.in_flight` counts its running
+generations; and an error, or a response that the wire format cannot decode, is raised as an
+EngineError (or an EngineRefusal) with the replica's URL.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Generic, Self, TypeVar
 from urllib.parse import urlsplit
@@ -19,10 +22,9 @@ import msgspec
 
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
-from proxy.engines.generation import checked, watched
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import Upstream
-from proxy.errors import EngineError
+from proxy.errors import EngineError, ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.tokenizer import Tokenizer
 
@@ -49,10 +51,18 @@ class EngineFailure(msgspec.Struct, gc=False):
     code: int | str | None = 500
 
 
+class Choice(msgspec.Struct, gc=False):
+    """One of the answers to a request; the proxy requests one."""
+
+    index: int = 0
+
+
 class Answer(msgspec.Struct, gc=False):
     """A response body or an event. Each wire format adds its fields."""
 
     error: EngineFailure | None = None
+    choices: Sequence[Choice] = ()
+    """At most one, with index 0; empty in an event such as the usage, and in formats without it."""
 
 
 class _Model(msgspec.Struct, gc=False):
@@ -66,14 +76,7 @@ class _Models(msgspec.Struct, gc=False):
     data: list[_Model] = []
 
 
-class Choice(msgspec.Struct, gc=False):
-    """One of the answers to a request; the proxy requests one."""
-
-    index: int = 0
-
-
 A = TypeVar("A", bound=Answer)
-C = TypeVar("C", bound=Choice)
 
 
 class HttpEngine(ABC, Generic[A]):
@@ -107,7 +110,7 @@ class HttpEngine(ABC, Generic[A]):
     def info(self) -> EngineInfo:
         return self._info
 
-    def generate(
+    async def generate(
         self,
         prompt_ids: Ids,
         sampling: Sampling,
@@ -118,7 +121,27 @@ class HttpEngine(ABC, Generic[A]):
     ) -> AsyncGenerator[Chunk, None]:
         body = self._body(prompt_ids, sampling, request_id, cache_salt, stream)
         chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
-        return watched(chunks, self._info, lambda: self.abort(request_id))
+        last: Chunk | None = None
+        self._info.in_flight += 1
+        try:
+            async for chunk in chunks:
+                if last is not None:
+                    self._refuse_more(chunk)
+                elif chunk.finish_reason is not None:
+                    last = chunk
+                else:
+                    yield chunk
+            if last is None:
+                raise self._upstream.fault("ended its stream without a finish reason")
+            yield last
+        except (GeneratorExit, asyncio.CancelledError):
+            if last is None:
+                with contextlib.suppress(EngineError):
+                    await self.abort(request_id)
+            raise
+        finally:
+            self._info.in_flight -= 1
+            await chunks.aclose()
 
     async def abort(self, request_id: str) -> None:
         """Does nothing by default: closing the connection ends the call."""
@@ -127,7 +150,12 @@ class HttpEngine(ABC, Generic[A]):
         """Does nothing by default: nothing is kept of a session."""
 
     async def check(self) -> None:
-        await checked(self._info, self._learn())
+        try:
+            await self._learn()
+        except EngineError:
+            self._info.healthy = False
+            raise
+        self._info.healthy = True
 
     async def close(self) -> None:
         await self._upstream.close()
@@ -144,9 +172,22 @@ class HttpEngine(ABC, Generic[A]):
         """The body of a generation request."""
 
     @abstractmethod
-    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
+    def _chunks(self, answers: Sequence[A], sampling: Sampling, given: int) -> Iterable[Chunk]:
         """The chunks in events that arrived together (or in a whole body). `given` is the number of
         tokens before them."""
+
+    def _read(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
+        """The chunks in `payloads`. An error in one is raised after the chunks before it."""
+        answers: list[A] = []
+        failure: ProxyError | None = None
+        try:
+            for payload in payloads:
+                answers += [self._decode(payload)]
+        except ProxyError as error:
+            failure = error
+        yield from self._chunks(answers, sampling, given)
+        if failure is not None:
+            raise failure
 
     def _decode(self, payload: bytes) -> A:
         """Raises EngineError and EngineRefusal."""
@@ -157,6 +198,10 @@ class HttpEngine(ABC, Generic[A]):
         if answer.error is not None:
             code = answer.error.code if isinstance(answer.error.code, int) else 500
             raise self._upstream.refusal(code, answer.error.message)
+        if answer.choices and (len(answer.choices) > 1 or answer.choices[0].index != 0):
+            raise self._upstream.fault(
+                f"sent {len(answer.choices)} choices, or a choice other than 0"
+            )
         return answer
 
     def _finish_reason(self, name: str) -> FinishReason:
@@ -164,15 +209,6 @@ class HttpEngine(ABC, Generic[A]):
         if name not in _FINISH:
             raise self._upstream.fault(f"sent the unknown finish reason {name[:40]!r}")
         return _FINISH[name]
-
-    def _only(self, choices: list[C]) -> C | None:
-        """The requested choice; None for an event without choices, such as the usage.
-
-        Raises EngineError.
-        """
-        if len(choices) > 1 or any(choice.index != 0 for choice in choices):
-            raise self._upstream.fault(f"sent {len(choices)} choices, or a choice other than 0")
-        return choices[0] if choices else None
 
     def _version(self, label: object) -> int:
         """The version in an engine's weight label, which is `default` until a number is set.
@@ -192,18 +228,25 @@ class HttpEngine(ABC, Generic[A]):
         given, finished = 0, False
         async with aclosing(self._upstream.events(self.route, body)) as events:
             async for payloads in events:
-                for chunk in self._chunks(_said(payloads), sampling, given):
+                for chunk in self._read(_said(payloads), sampling, given):
                     given += len(chunk.ids)
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
                 if finished:
                     break
-            for chunk in self._chunks(_said(await _rest(events)), sampling, given):
+            for chunk in self._read(_said(await _rest(events)), sampling, given):
                 yield chunk
 
     async def _whole(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        for chunk in self._chunks([await self._upstream.post(self.route, body)], sampling, 0):
+        for chunk in self._read([await self._upstream.post(self.route, body)], sampling, 0):
             yield chunk
+
+    def _refuse_more(self, chunk: Chunk) -> None:
+        """Raises EngineError if a chunk after the last one has tokens or a finish reason."""
+        if chunk.ids or chunk.finish_reason is not None:
+            raise self._upstream.fault(
+                "sent tokens or a second finish reason after its finish reason"
+            )
 
     async def _weight_label(self, path: str) -> object:
         """The engine's label of its weights; None if it does not report one."""

@@ -8,7 +8,7 @@ of the distribution after temperature and before top-p and top-k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -81,15 +81,16 @@ class SglangEngine(HttpEngine[_Answer]):
             body["extra_key"] = cache_salt
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
-        for payload in payloads:
-            chunk = self._chunk(payload, given)
+    def _chunks(
+        self, answers: Sequence[_Answer], sampling: Sampling, given: int
+    ) -> Iterator[Chunk]:
+        for answer in answers:
+            chunk = self._chunk(answer.meta_info, given)
             given += len(chunk.ids)
             yield chunk
 
-    def _chunk(self, payload: bytes, given: int) -> Chunk:
+    def _chunk(self, meta: _Meta | None, given: int) -> Chunk:
         """The new tokens after the first `given` ones."""
-        meta = self._decode(payload).meta_info
         if meta is None:
             raise self._upstream.fault("sent a response without meta_info")
         new = meta.completion_tokens - given

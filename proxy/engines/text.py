@@ -9,7 +9,7 @@ and each of its tokens is recorded with a log-probability of NaN, which trajecto
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -82,10 +82,11 @@ class TextEngine(HttpEngine[_Answer]):
             body["model"] = self._info.model
         return orjson.dumps(body)
 
-    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
-        for payload in payloads:
-            choice = self._only(self._decode(payload).choices)
-            if choice is not None:
+    def _chunks(
+        self, answers: Sequence[_Answer], sampling: Sampling, given: int
+    ) -> Iterator[Chunk]:
+        for answer in answers:
+            for choice in answer.choices:
                 ids = self._tokenizer.encode(choice.text)
                 chunk = Chunk(ids, [math.nan] * len(ids))
                 if choice.finish_reason is not None:

@@ -7,7 +7,7 @@ is an error. The finish reason `abort` becomes CUT.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,6 @@ import orjson
 from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.errors import ProxyError
 from proxy.records import Ids, VersionSpan
 
 GENERATE = "/inference/v1/generate"
@@ -101,23 +100,11 @@ class VllmEngine(HttpEngine[_Answer]):
         ids = self._prompts.dump(prompt_ids, request_id.rpartition("#")[0])
         return b'{"token_ids":%b,%b' % (ids, orjson.dumps(body)[1:])
 
-    def _chunks(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
-        choices, failure = self._choices(payloads)
-        if choices:
-            yield self._chunk(choices, sampling)
-        if failure is not None:
-            raise failure
-
-    def _choices(self, payloads: list[bytes]) -> tuple[list[_Choice], ProxyError | None]:
-        """The choices of the events up to the first failure, and that failure."""
-        choices: list[_Choice] = []
-        try:
-            for payload in payloads:
-                choice = self._only(self._decode(payload).choices)
-                choices += [] if choice is None else [choice]
-        except ProxyError as failure:
-            return choices, failure
-        return choices, None
+    def _chunks(
+        self, answers: Sequence[_Answer], sampling: Sampling, given: int
+    ) -> Iterable[Chunk]:
+        choices = [choice for answer in answers for choice in answer.choices]
+        return [self._chunk(choices, sampling)] if choices else []
 
     def _chunk(self, choices: list[_Choice], sampling: Sampling) -> Chunk:
         """One chunk from the choices of events that came together (all are choice 0)."""
