@@ -33,6 +33,12 @@ def graded(raw: Any, key: str, origin: str) -> Graded:
 
 def number(raw: Any, origin: str) -> float:
     """Raises RewardError: not a finite number."""
+    if isinstance(raw, list | tuple):
+        raise RewardError(
+            f"{origin}: a list of {len(raw)} values; a reward is one number for the whole trial, "
+            "and there are no rewards of single tokens. Post the rewards of single model calls to "
+            "the session, each with its turn (remote_agent.posted_rewards)"
+        )
     try:
         value = float(raw)
     except (TypeError, ValueError):

@@ -47,7 +47,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     hide_memory()
     config = load_config(arguments.config, **_overrides(arguments))
-    logs.set_up(config.log)
+    logs.set_up(config.log, config.log_level)
     announce = partial(_announce, None if config.admin_key else key_file(config))
     uvloop.run(process.serve(with_admin_key(config), announce))
     return 0
@@ -92,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         "--log", choices=["text", "json"], help="format of the log; json also has one line per call"
     )
     add.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        help="the least important messages that are logged (info)",
+    )
+    add.add_argument(
         "--auto-create",
         action="store_true",
         default=None,
@@ -101,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_PLAIN = ("model", "store", "host", "port", "workers", "log")
+_PLAIN = ("model", "store", "host", "port", "workers", "log", "log_level")
 """Flags that have the name of their key."""
 
 

@@ -23,7 +23,7 @@ from pydantic_settings import (
 )
 
 from proxy.errors import ConfigurationError
-from proxy.logs import LogKind
+from proxy.logs import LogKind, LogLevel
 from proxy.profiles import AgentProfile
 from proxy.section import Section
 
@@ -196,6 +196,8 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """Number of processes that share the port."""
     log: LogKind = "text"
     """Format of the log on standard error: `text`, or `json`, which also has one line per call."""
+    log_level: LogLevel = "info"
+    """The least important messages that are logged. The lines of calls are `info`."""
     profiles: dict[str, AgentProfile] = Field(default_factory=dict)
     """Agent profiles by name, which add to or replace those of proxy/profiles.yaml."""
     rendering: RenderingConfig = Field(default_factory=RenderingConfig)

@@ -13,18 +13,21 @@ from typing import Any, Literal
 import orjson
 
 LogKind = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 CALLS = "proxy.calls"
 """Name of the logger of calls."""
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
-def set_up(kind: LogKind) -> None:
+def set_up(kind: LogKind, level: LogLevel) -> None:
     """Sets up logging for the whole process. A program calls it once."""
+    least = logging.getLevelNamesMapping()[level.upper()]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else logging.Formatter(_TEXT))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=least, handlers=[handler])
     # A line per call is for machines; in a text log it would hide the other lines.
-    logging.getLogger(CALLS).setLevel(logging.INFO if kind == "json" else logging.WARNING)
+    of_calls = logging.INFO if kind == "json" else logging.WARNING
+    logging.getLogger(CALLS).setLevel(max(least, of_calls))
 
 
 class JsonLines(logging.Formatter):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -83,7 +83,6 @@ def web_guard(
     hosts: Hosts,
     *,
     needs_json: Callable[[web.Request], bool] = lambda _: True,
-    probes: Collection[str] = PROBES,
 ) -> Middleware:
     """The middleware. `needs_json` decides whether a request that changes state must be JSON."""
 
@@ -92,7 +91,7 @@ def web_guard(
         try:
             _check_encoding(request)
             if not _is_unix_socket(request):
-                if request.path not in probes:
+                if request.path not in PROBES:
                     _check_host(request, hosts)
                 _check_browser(request)
                 if request.method in _CHANGING and needs_json(request):

@@ -8,7 +8,7 @@
     agentic-train collect --config FILE --out DIR trials with rewards, without training
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train report RUN                      write RUN/report.html from the run's folder
-    agentic-train --swarm-server HOST:PORT        train on the episodes of a swarm's clients
+    agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes
 
 This module imports the standard library only, so that `--help` answers at once; the commands are
 implemented in `trainer.commands`.
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check=arguments.check,
             swarm_server=arguments.swarm_server,
             state_dir=arguments.state_dir,
+            log_level=arguments.log_level,
         )
         return run(command)
     except ModuleNotFoundError as error:
@@ -90,10 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--swarm-server",
         metavar="HOST:PORT",
-        help="serve a swarm, whose clients start the trainer; --config is its first YAML file",
+        help="serve a swarm, whose clients start the trainer with --config or with a YAML of their "
+        "own; key=value overrides both",
     )
     parser.add_argument(
         "--state-dir", type=Path, default=Path("runs/swarm"), help="folder of the swarm server"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        help="the least important log messages of a run (warning) or of the swarm server (info)",
     )
     parser.add_argument("words", nargs="*", metavar="[COMMAND …] [key=value …]")
     return parser

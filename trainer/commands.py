@@ -16,8 +16,10 @@ from pathlib import Path
 from agent_loop.errors import AgentLoopError
 from agent_loop.swarm.serve import ServeOptions, serve
 from agent_loop.swarm.token import TOKEN_VARIABLE
+from proxy import logs
 from proxy.client import ProxyClientError
 from proxy.errors import ConfigurationError, ProxyError
+from proxy.logs import LogLevel
 from proxy.secrecy import hide_memory
 from trainer.errors import ConfigError, TrainerError
 from trainer.report import write_report
@@ -25,6 +27,12 @@ from trainer.run.folder import RunFolder
 
 EXPECTED = (TrainerError, ProxyError, ProxyClientError, AgentLoopError)
 """Errors whose message is for the user; any other error is a bug and is shown with a traceback."""
+
+DEFAULT_SWARM_CONFIG = """\
+# What a swarm server trains by without --config: the defaults of docs/configuration.md. Only
+# model.path has none: set it here, or as model.path=FOLDER behind --swarm-server HOST:PORT.
+swarm: {}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class Command:
     check: bool = False
     swarm_server: str | None = None
     state_dir: Path = Path("runs/swarm")
+    log_level: LogLevel | None = None
 
 
 def run(command: Command) -> int:
@@ -43,8 +52,9 @@ def run(command: Command) -> int:
 
     def chosen() -> int:
         if command.swarm_server:
-            return _serve_swarm(command.swarm_server, command.state_dir, command.configs)
-        return _run(command.words, command.configs, check=command.check)
+            return _serve_swarm(command, command.swarm_server)
+        words = [*command.words, *_log_level_word(command)]
+        return _run(words, command.configs, check=command.check)
 
     return reporting("agentic-train", chosen)
 
@@ -85,15 +95,26 @@ def _run(words: Sequence[str], configs: Sequence[Path], *, check: bool) -> int:
     return begin(configs, rest, os.environ)
 
 
-def _serve_swarm(address: str, state_dir: Path, configs: Sequence[Path]) -> int:
+def _serve_swarm(command: Command, address: str) -> int:
     """Serves a swarm. The trainer is a child process, which the clients start."""
     hide_memory()
+    logs.set_up("text", command.log_level or "info")
+    configs, state_dir = command.configs, command.state_dir
     if len(configs) > 1:
         raise ConfigError(f"--config: a swarm server takes one file, not {len(configs)}")
+    if others := [word for word in command.words if "=" not in word]:
+        raise ConfigError(f"{others[0]!r}: expected key=value after --swarm-server {address}")
     program = [sys.executable, "-m", "trainer.cli"]
-    begin, resume = [*program, "--config", "{config}"], [*program, "resume", "{run_dir}"]
+    words = ["swarm={}", *command.words, *_log_level_word(command)]
+    begin = [*program, "--config", "{config}", *words]
+    resume = [*program, "resume", "{run_dir}", *words]
     options = ServeOptions(
-        address, state_dir, begin, resume, config=configs[0] if configs else None
+        address,
+        state_dir,
+        begin,
+        resume,
+        config=configs[0] if configs else None,
+        default_config=DEFAULT_SWARM_CONFIG,
     )
     token = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else state_dir / "token"
 
@@ -102,6 +123,10 @@ def _serve_swarm(address: str, state_dir: Path, configs: Sequence[Path]) -> int:
 
     asyncio.run(serve(options, listening))
     return 0
+
+
+def _log_level_word(command: Command) -> list[str]:
+    return [f"logging.log_level={command.log_level}"] if command.log_level else []
 
 
 def _report(words: Sequence[str]) -> int:

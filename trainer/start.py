@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
+from proxy import logs
 from proxy.secrecy import hide_memory
 from trainer import main_colocated, main_separate, main_swarm
 from trainer.assembly import SwarmParts, TaskParts, assemble
@@ -137,6 +138,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     config, control = parts.config, RunControl()
     if config.engine.weight_transfer != "ipc":  # whose engines open this process's GPU memory
         hide_memory()
+    logs.set_up("text", config.logging.log_level)
     disable_progress_bar()  # of checkpoints that are loaded; the run's own progress is shown
     log = RunLog(
         config.logging,

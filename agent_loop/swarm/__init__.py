@@ -7,9 +7,9 @@ Example:
     ...                               # any agent, on episode.base_url with episode.api_key
     swarm.end_episode(episode, reward=1.0)
 
-This package uses agent_loop, which does not import it. Clients: `client`, `joint_client`,
-`sync_client`, `cli`. Server: `serve`, `server`, `swarm`, `episodes`, `admission`, `batching`,
-`table`. Trainer: `producer`. Between them: `wire`, `errors`, `token`.
+This package uses agent_loop, which does not import it. Clients: `client`, `client_texts`,
+`joint_client`, `sync_client`, `cli`. Server: `serve`, `server`, `metrics`, `swarm`, `episodes`,
+`admission`, `batching`, `table`. Trainer: `producer`. Between them: `wire`, `errors`, `token`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from agent_loop.swarm.errors import SwarmError
     from agent_loop.swarm.joint_client import AsyncJointClient
     from agent_loop.swarm.sync_client import JointClient, SwarmClient
-    from agent_loop.swarm.wire import Claimed, EngineState, EpisodeState, Status
+    from agent_loop.swarm.wire import Claimed, EngineState, EpisodeState, Status, TaskCounts
 
 __all__ = [
     "AsyncJointClient",
@@ -34,6 +34,7 @@ __all__ = [
     "Status",
     "SwarmClient",
     "SwarmError",
+    "TaskCounts",
 ]
 
 _MODULES = {

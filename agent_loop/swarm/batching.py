@@ -17,6 +17,8 @@ from agent_loop.swarm.episode import Episode
 from agent_loop.swarm.wire import EpisodeView
 
 Signal = tuple[object, ...]
+WARNING_SHARE = 0.8
+"""Share of `swarm.max_collected` from which the server warns, before claims have to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,17 @@ class Collected:
         if rule in ("tasks", "tasks_with_signal"):
             return len(self._ready) >= self.plan.rollout.groups_per_step
         return self.is_agreed and bool(self._episodes)
+
+    @property
+    def warning(self) -> str:
+        """A message from 80 % of `swarm.max_collected` on; empty below it."""
+        limit = self.plan.swarm.max_collected
+        if len(self) < WARNING_SHARE * limit:
+            return ""
+        return (
+            f"{len(self)} ended episodes wait for a batch; at swarm.max_collected={limit} claims "
+            "wait, too. Complete the groups of fewer tasks at a time, or raise swarm.max_collected"
+        )
 
     def add(self, episode: Episode) -> None:
         task = _task(episode.view)

@@ -2,6 +2,7 @@
 
     agentic-swarm watch  URL        show engine and episodes, live
     agentic-swarm status URL        show the status once, as JSON
+    agentic-swarm tasks  URL        show what became of each task's episodes, a JSON line each
     agentic-swarm start|stop URL    start or stop the engine
 
 The token is AGENTIC_SWARM_TOKEN or, for a server on this machine, the file `token` in its state
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=["watch", "status", "start", "stop"])
+    parser.add_argument("command", choices=["watch", "status", "tasks", "start", "stop"])
     parser.add_argument("url", metavar="URL", help="like http://127.0.0.1:8100")
     parser.add_argument(
         "--state-dir",
@@ -72,6 +73,9 @@ async def _run(command: str, url: str, state_dir: Path) -> None:
             await _watch(swarm, Console())
         elif command == "start":
             print((await swarm.start_engine()).model_dump_json(indent=1))
+        elif command == "tasks":
+            for task in await swarm.task_counts():
+                print(task.model_dump_json())
         elif command == "stop":
             print((await swarm.stop_engine()).model_dump_json(indent=1))
         else:

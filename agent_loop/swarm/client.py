@@ -21,9 +21,9 @@ from typing import Any, Self
 
 import aiohttp
 import orjson
-from pydantic import ValidationError
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
+from agent_loop.swarm.client_texts import TrainerYaml, config_text, ending
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.token import client_token
 from agent_loop.swarm.wire import (
@@ -37,12 +37,10 @@ from agent_loop.swarm.wire import (
     EpisodeView,
     Prepare,
     Status,
+    TaskCounts,
 )
 
-REQUEST_TIMEOUT_S = 60.0
 PATIENCE_S = 60.0
-"""Seconds that the server or its proxy may be unreachable before an error is raised."""
-POLL_S = 30.0
 
 
 @dataclass(slots=True)
@@ -61,6 +59,14 @@ class AsyncSwarmClient:
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     )
     patience_s: float = PATIENCE_S
+    """Seconds that the server or its proxy may be unreachable before an error is raised."""
+    connect_timeout_s: float = 10.0
+    """Seconds to connect to the server."""
+    request_timeout_s: float = 60.0
+    """Seconds that the server may take to answer, in addition to the time that it is asked to
+    wait."""
+    poll_s: float = 30.0
+    """Seconds that one request for an episode or a change waits at the server, at most 60."""
     _http: aiohttp.ClientSession | None = None
     _heartbeats: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -100,20 +106,20 @@ class AsyncSwarmClient:
         """
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while True:
-            left = POLL_S if deadline is None else deadline - asyncio.get_running_loop().time()
+            left = self.poll_s if deadline is None else deadline - asyncio.get_running_loop().time()
             claim = Claim(
                 client_id=self.client_id,
                 kind=kind,
                 task_id=task_id,
                 source=source,
                 lease_s=lease_s,
-                wait_s=max(0.0, min(POLL_S, left)),
+                wait_s=max(0.0, min(self.poll_s, left)),
             )
             try:
                 body = await self._call("POST", "/v1/episodes", claim.model_dump())
             except SwarmError as error:
                 if error.code not in ("throttled", "state") or (
-                    deadline is not None and left <= POLL_S
+                    deadline is not None and left <= self.poll_s
                 ):
                     raise
                 if (await self.status()).state in (EngineState.OFFLINE, EngineState.ERROR):
@@ -201,6 +207,11 @@ class AsyncSwarmClient:
         body = await self._retried("GET", f"/v1/episodes?limit={limit}")
         return [EpisodeView.model_validate(view) for view in body["episodes"]]
 
+    async def task_counts(self, limit: int = 1000) -> list[TaskCounts]:
+        """What became of each task's episodes, the task with the newest claim first."""
+        body = await self._retried("GET", f"/v1/tasks?limit={limit}")
+        return [TaskCounts.model_validate(task) for task in body["tasks"]]
+
     # The engine.
 
     async def status(self) -> Status:
@@ -210,20 +221,26 @@ class AsyncSwarmClient:
         """The status now and after each change, by long-poll."""
         last = -1
         while True:
-            path = f"/v1/status?since={last}&wait_s={POLL_S}"
-            status = Status.model_validate(await self._retried("GET", path))
-            if status.change != last:
-                last = status.change
-                yield status
+            status = await self.next_change(last)
+            last = status.change
+            yield status
 
-    async def sync_train_config(self, config: str, *, fresh: bool = False) -> None:
-        """Replaces the trainer's YAML.
+    async def next_change(self, after: int) -> Status:
+        """The status once its `change` is no longer `after`; -1: the status now."""
+        while True:
+            path = f"/v1/status?since={after}&wait_s={self.poll_s}"
+            status = Status.model_validate(await self._retried("GET", path))
+            if status.change != after:
+                return status
+
+    async def sync_train_config(self, config: TrainerYaml, *, fresh: bool = False) -> None:
+        """Replaces the trainer's YAML. Paths in it are paths on the server's machine.
 
         If the text differs from the server's, or with `fresh`, the next start begins a new run;
         otherwise it resumes the last checkpoint. Raises `state` while the engine runs.
         """
         path = "/v1/config" + ("?fresh" if fresh else "")
-        await self._call("PUT", path, {"config": config})
+        await self._call("PUT", path, {"config": config_text(config)})
 
     async def start_engine(self, *, timeout_s: float = 600.0) -> Status:
         """Returns when episodes can be claimed. Raises `state` when the trainer fails, with the
@@ -235,7 +252,7 @@ class AsyncSwarmClient:
         return Status.model_validate(await self._call("POST", "/v1/stop", None))
 
     async def auto_start(
-        self, config: str, *, force_restart: bool = False, timeout_s: float = 600.0
+        self, config: TrainerYaml, *, force_restart: bool = False, timeout_s: float = 600.0
     ) -> Status:
         """Starts the engine with `config` if it is not running, and waits until it is up.
         `force_restart` stops it first and begins a new run."""
@@ -316,8 +333,9 @@ class AsyncSwarmClient:
         body: Any = None,
         *,
         episode_key: str = "",
-        timeout_s: float = REQUEST_TIMEOUT_S + POLL_S,
+        timeout_s: float | None = None,
     ) -> Any:
+        total_s = self.request_timeout_s + self.poll_s if timeout_s is None else timeout_s
         headers = {"X-Episode-Key": episode_key} if episode_key else {}
         data = None
         if body is not None:
@@ -328,7 +346,7 @@ class AsyncSwarmClient:
                 self.url.rstrip("/") + path,
                 data=data,
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
+                timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=self.connect_timeout_s),
             ) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -363,30 +381,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return str(error.os_error)
     return str(error) or type(error).__name__
-
-
-def ending(
-    episode: Claimed,
-    *,
-    reward: float,
-    task_id: str | None = None,
-    reward_parts: Mapping[str, float] | None = None,
-    turn_rewards: Mapping[int, float] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> EpisodeEnd:
-    """An episode's end, checked. Raises `invalid`: no task, or a reward that is not finite."""
-    wanted = task_id or episode.task_id
-    if wanted is None:
-        raise SwarmError("task_id: missing; the claim had none, so give it at the end", "invalid")
-    try:
-        return EpisodeEnd(
-            task_id=wanted,
-            reward=reward,
-            reward_parts=dict(reward_parts or {}),
-            turn_rewards=dict(turn_rewards or {}),
-            metadata=dict(metadata or {}),
-        )
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise SwarmError(f"{where}: {first['msg']}", "invalid") from None

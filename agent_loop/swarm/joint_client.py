@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agent_loop.swarm.client import AsyncSwarmClient, ending
+from agent_loop.swarm.client import AsyncSwarmClient
+from agent_loop.swarm.client_texts import ending
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.wire import Claimed, Decider, EpisodeEnd, EpisodeView
 

@@ -43,6 +43,8 @@ class ServeOptions:
     """The command that resumes the run in `{run_dir}`; empty: every start begins a new run."""
     config: Path | None = None
     """The YAML to begin with; clients may replace it."""
+    default_config: str = ""
+    """The YAML of a new state folder without `config`; empty: clients must send one."""
 
 
 async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None:
@@ -57,6 +59,8 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
         config = state / "trainer.yaml"
         if options.config is not None:
             config.write_text(options.config.read_text())
+        elif options.default_config and not config.exists():
+            config.write_text(options.default_config)
         table = EpisodeTable(state)
         swarm = Swarm(table)
         begin = [part.replace("{config}", str(config)) for part in options.begin]

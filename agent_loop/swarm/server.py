@@ -1,5 +1,8 @@
 """The swarm over HTTP.
 
+    GET    /health            200 while the server answers (no token, any Host)
+    GET    /ready             200 while the engine is up, else 503 (no token, any Host)
+    GET    /metrics           for Prometheus
     GET    /v1/status         ?since=&wait_s=   long-poll for the next change
     GET    /v1/events         every change, as server-sent events
     GET/PUT /v1/config        the trainer's YAML, as text; PUT while offline or in error. After
@@ -8,14 +11,16 @@
     POST   /v1/agree          {client_id}
     POST   /v1/episodes       claim → 201; 429 throttled, 409 not rolling (after wait_s)
     GET    /v1/episodes       the open and collected episodes
+    GET    /v1/tasks          ?limit=  what became of each task's episodes
     POST   /v1/episodes/{id}/heartbeat | prepare | end | abort     header X-Episode-Key: the claim's
     GET    /v1/episodes/{id}/outcome   for the server of another swarm, which has only that key
     POST   /trainer/hello | next_batch | trained    GET /trainer/records/{id}     the trainer's key
 
-Invariant: every route needs the swarm's token (the trainer's routes need the trainer's key), an
-episode's routes also need its claim's key, and browsers are refused (`proxy/web_guard.py`). Errors
-are `{"error": {"code", "message"}}`. The server stores the configuration as text. Only the trainer
-parses it, and its hello reports the sections that the server needs.
+Invariant: every route but the two probes needs the swarm's token (the trainer's routes need the
+trainer's key), an episode's routes also need its claim's key, and browsers are refused
+(`proxy/web_guard.py`). Errors are `{"error": {"code", "message"}}`. The server stores the
+configuration as text. Only the trainer parses it, and its hello reports the sections that the
+server needs.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from pydantic import BaseModel, ValidationError
 
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.joint import EPISODE_KEY
+from agent_loop.swarm.metrics import exposition
 from agent_loop.swarm.swarm import WITHOUT_ENGINE, Swarm
 from agent_loop.swarm.table import EpisodeTable
 from agent_loop.swarm.wire import (
@@ -40,6 +46,7 @@ from agent_loop.swarm.wire import (
     Agree,
     Claim,
     ConfigText,
+    EngineState,
     EpisodeEnd,
     EpisodeOutcome,
     Prepare,
@@ -51,7 +58,7 @@ from agent_loop.swarm.wire import (
 from proxy.client import ProxyClient
 from proxy.errors import RequestError
 from proxy.http_request import read_body
-from proxy.web_guard import Hosts, web_guard
+from proxy.web_guard import PROBES, Hosts, web_guard
 
 MAX_WAIT_S = 60.0
 KEEP_ALIVE_S = 15.0
@@ -90,13 +97,16 @@ class SwarmServer:
 
     def build_app(self) -> web.Application:
         app = web.Application(
-            middlewares=[web_guard(self.hosts, probes=()), _errors, self._authorized],
+            middlewares=[web_guard(self.hosts), _errors, self._authorized],
             client_max_size=MAX_BODY_BYTES,
         )
         app.cleanup_ctx.append(self._life)
         episode = "/v1/episodes/{episode_id}"
         app.add_routes(
             [
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
                 web.get("/v1/status", self._status),
                 web.get("/v1/events", self._events),
                 web.get("/v1/config", self._get_config),
@@ -106,6 +116,7 @@ class SwarmServer:
                 web.post("/v1/agree", self._agree),
                 web.post("/v1/episodes", self._claim),
                 web.get("/v1/episodes", self._episodes),
+                web.get("/v1/tasks", self._tasks),
                 web.post(f"{episode}/heartbeat", self._heartbeat),
                 web.post(f"{episode}/prepare", self._prepare),
                 web.get(f"{episode}/outcome", self._outcome),
@@ -131,6 +142,8 @@ class SwarmServer:
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method == "GET" and request.path.endswith("/outcome"):
             return await handler(request)  # the handler asks for the episode's key
+        if request.path in PROBES:
+            return await handler(request)
         for_trainer = request.path.startswith("/trainer/")
         wanted = self.trainer_key if for_trainer else self.token
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -141,6 +154,19 @@ class SwarmServer:
                 "unauthorized",
             )
         return await handler(request)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"state": self.swarm.state.value})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        state = self.swarm.state
+        is_up = state not in (*WITHOUT_ENGINE, EngineState.BOOTING)
+        return web.json_response({"state": state.value}, status=200 if is_up else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        waiting = self.swarm.episodes.admission.waiting
+        text = exposition(await self.swarm.status(), waiting).decode()
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _status(self, request: web.Request) -> web.Response:
         since = int(_number(request, "since", -1)) if "since" in request.query else None
@@ -193,6 +219,11 @@ class SwarmServer:
     async def _episodes(self, request: web.Request) -> web.Response:
         views = self.swarm.buffer(int(max(0, min(MAX_LISTED, _number(request, "limit", 1000)))))
         return web.json_response({"episodes": [view.model_dump(mode="json") for view in views]})
+
+    async def _tasks(self, request: web.Request) -> web.Response:
+        limit = int(max(1, min(MAX_LISTED, _number(request, "limit", 1000))))
+        tasks = await self.table.tasks(limit)
+        return web.json_response({"tasks": [task.model_dump() for task in tasks]})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         return _answer(await self.swarm.heartbeat(*_claimed(request)))

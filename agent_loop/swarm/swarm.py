@@ -63,6 +63,7 @@ class Swarm:
         self._request: object | None = None
         """The trainer's request that the next batch answers."""
         self._batching = asyncio.Lock()
+        self._has_warned = False
 
     async def open(self) -> None:
         """Continues with the episodes on disk. Claimed episodes of the previous server are aborted,
@@ -240,6 +241,7 @@ class Swarm:
                 self.episodes.collected.without_signal(), "all rewards of its group are equal"
             )
         self._forget_absent_clients()
+        self._warn()
         self._drain()
         if self._drain_until is not None and self._drain_until <= time.monotonic():
             self._drain_until = None
@@ -247,6 +249,13 @@ class Swarm:
             await self.episodes.abandon(reason, kind="train")
         expires = await self.episodes.expire()
         return expires if self._drain_until is None else min(expires, self._drain_until)
+
+    def _warn(self) -> None:
+        """Logs the warning once each time that the number of ended episodes reaches its share."""
+        warning = self.episodes.collected.warning
+        if warning and not self._has_warned:
+            _log.warning("%s", warning)
+        self._has_warned = bool(warning)
 
     def _refused(self, reason: str) -> SwarmError:
         is_rolling = self.state is EngineState.ROLLING
@@ -347,5 +356,6 @@ class Swarm:
                 "groups_wanted": self.episodes.plan.rollout.groups_per_step,
                 "clients": sorted(self._clients),
                 "agreed": sorted(self._agreed),
+                "warning": collected.warning,
             }
         )

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from agent_loop.swarm.client import AsyncSwarmClient
+from agent_loop.swarm.client_texts import TrainerYaml
 from agent_loop.swarm.joint_client import AsyncJointClient, Episodes
-from agent_loop.swarm.wire import Claimed, EpisodeView, Status
+from agent_loop.swarm.wire import Claimed, EpisodeView, Status, TaskCounts
 
 T = TypeVar("T")
 
@@ -118,7 +119,18 @@ class SwarmClient:
     def status(self) -> Status:
         return self._loop.run(self._client.status())
 
-    def sync_train_config(self, config: str, *, fresh: bool = False) -> None:
+    def changes(self) -> Iterator[Status]:
+        """The status now and after each change, without end."""
+        last = -1
+        while True:
+            status = self._loop.run(self._client.next_change(last))
+            last = status.change
+            yield status
+
+    def task_counts(self, limit: int = 1000) -> list[TaskCounts]:
+        return self._loop.run(self._client.task_counts(limit))
+
+    def sync_train_config(self, config: TrainerYaml, *, fresh: bool = False) -> None:
         self._loop.run(self._client.sync_train_config(config, fresh=fresh))
 
     def start_engine(self, *, timeout_s: float = 600.0) -> Status:
@@ -128,7 +140,7 @@ class SwarmClient:
         return self._loop.run(self._client.stop_engine())
 
     def auto_start(
-        self, config: str, *, force_restart: bool = False, timeout_s: float = 600.0
+        self, config: TrainerYaml, *, force_restart: bool = False, timeout_s: float = 600.0
     ) -> Status:
         return self._loop.run(
             self._client.auto_start(config, force_restart=force_restart, timeout_s=timeout_s)

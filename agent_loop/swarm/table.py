@@ -13,12 +13,15 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agent_loop.swarm.episode import Episode
 from agent_loop.swarm.errors import SwarmError
-from agent_loop.swarm.wire import Decider, EpisodeState, EpisodeView
+from agent_loop.swarm.wire import Decider, EpisodeState, EpisodeView, TaskCounts
 
 T = TypeVar("T")
 
@@ -38,6 +41,19 @@ CREATE TABLE IF NOT EXISTS deciders (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
+_COUNTED_EPISODES = 100_000
+"""Number of the newest episodes that `tasks` counts, so that a long run does not slow it down."""
+_TASKS = """
+WITH newest AS (
+    SELECT number, state, json_extract(view, '$.task_id') AS task, json_extract(view, '$.reward')
+    AS reward FROM episodes ORDER BY number DESC LIMIT ?
+), shown AS (
+    SELECT task, max(number) AS last FROM newest WHERE task IS NOT NULL
+    GROUP BY task ORDER BY last DESC LIMIT ?
+)
+SELECT task, state, count(*), count(reward), total(reward)
+FROM newest JOIN shown USING (task) GROUP BY task, state ORDER BY max(last) DESC, task, state
+"""
 _SELECT = "SELECT view, key_hash, decider FROM episodes LEFT JOIN deciders USING (episode_id) "
 
 
@@ -49,7 +65,8 @@ class EpisodeTable:
         self.records = folder / "records"
         self.records.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
-        self._database = self._thread.submit(_open, folder / "swarm.sqlite").result()
+        self._path = folder / "swarm.sqlite"
+        self._database = self._thread.submit(_open, self._path).result()
         rows = self._thread.submit(_counts, self._database).result()
         self.counts: Counter[str] = Counter(rows)
         """Number of episodes by state, since the folder was created."""
@@ -109,6 +126,14 @@ class EpisodeTable:
         )
         return [_episode(*row) for row in rows]
 
+    async def tasks(self, limit: int) -> list[TaskCounts]:
+        """What became of the newest episodes by task, the task with the newest claim first; at
+        most `limit` tasks. Read beside the table's thread, so that no claim or end waits for it."""
+        try:
+            return await asyncio.to_thread(_tasks, self._path, limit)
+        except sqlite3.Error as error:
+            raise SwarmError(f"the swarm's database: {error}", "unavailable") from error
+
     async def remember(self, name: str, value: str) -> None:
         await self._do(
             lambda db: db.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, value))
@@ -162,6 +187,21 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _counts(database: sqlite3.Connection) -> dict[str, int]:
     return dict(database.execute("SELECT state, count(*) FROM episodes GROUP BY state").fetchall())
+
+
+def _tasks(path: Path, limit: int) -> list[TaskCounts]:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        rows = database.execute(_TASKS, (_COUNTED_EPISODES, limit)).fetchall()
+    counts = []
+    for task, group in groupby(rows, key=itemgetter(0)):
+        states = list(group)
+        rewards = sum(each[3] for each in states)
+        mean = sum(each[4] for each in states) / rewards if rewards else None
+        episodes = {each[1]: each[2] for each in states}
+        counts.append(
+            TaskCounts(task_id=task, episodes=episodes, rewards=rewards, mean_reward=mean)
+        )
+    return counts
 
 
 def _episode(view: str, key_hash: bytes, decider: str | None) -> Episode:

@@ -30,6 +30,8 @@ def _head(status: Status) -> Text:
     )
     if status.mean_reward is not None:
         head.append(f"  mean reward {status.mean_reward:.3f}")
+    if status.warning:
+        head.append(f"\n{status.warning}", "yellow")
     if status.detail:
         head.append(f"\n{status.detail}", "red" if status.state is EngineState.ERROR else "dim")
     return head

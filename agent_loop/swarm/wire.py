@@ -186,6 +186,23 @@ class Status(BaseModel):
     """Number of episodes by state, since the server's first start."""
     mean_reward: float | None = None
     """Mean reward of the last batch."""
+    warning: str = ""
+    """Set from 80 % of `swarm.max_collected` on; empty below it."""
+
+
+class TaskCounts(BaseModel):
+    """What became of the episodes of a task.
+
+    Example: TaskCounts(task_id="sum-17", episodes={"trained": 8}, rewards=8, mean_reward=0.5)
+    """
+
+    task_id: str
+    episodes: dict[str, int]
+    """Number of the task's episodes by state."""
+    rewards: int
+    """Number of its episodes that ended with a reward, evaluation included."""
+    mean_reward: float | None
+    """Mean of these rewards; None: there is none."""
 
 
 class TrainerHello(_Request):

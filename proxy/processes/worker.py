@@ -22,7 +22,7 @@ from proxy.secrecy import hide_memory
 def main() -> int:
     hide_memory()
     part: WorkerPart = pickle.load(sys.stdin.buffer)
-    logs.set_up(part.config.log)
+    logs.set_up(part.config.log, part.config.log_level)
     try:
         uvloop.run(_serve(part))
     except ConfigurationError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.manifests import ROOT, dockerfiles, instructions
+from trainer.config_sources import load
 
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
 
@@ -68,6 +70,24 @@ def test_lock_has_every_dependency_of_the_package(lock: str, extra: str | None) 
     text = (ROOT / f"docker/{lock}.lock").read_text()
     missing = {name for name in names if not re.search(rf"^{name}==", text, re.M)}
     assert not missing, "make locks"
+
+
+def test_documented_command_of_the_trainer_image_is_a_run_that_writes_to_its_volume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)  # the command mounts the current folder on the image's WORKDIR
+    text = (ROOT / "docker/trainer.Dockerfile").read_text()
+    comment = re.sub(r"\\\n#\s*", "", text)
+    (line,) = re.findall(r"^# +(docker run .*)$", comment, re.M)
+    image = re.findall(r"-t (\S+)", comment)[-1]
+    arguments = shlex.split(line)
+    option, file, *overrides = arguments[arguments.index(image) + 1 :]
+    assert option == "--config"
+    config = load([Path(file)], overrides)
+    volumes = [
+        rest for name, rest in instructions(ROOT / "docker/trainer.Dockerfile") if name == "VOLUME"
+    ]
+    assert str(config.trainer.run_dir.parent) in volumes
 
 
 def test_proxy_lock_has_no_torch() -> None:

@@ -1,9 +1,13 @@
 """The configurations of the examples are complete, and the files that they name exist."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from proxy.agents import AgentProgram
+from trainer.config import TrainerConfig
 from trainer.config_sources import load
 
 ROOT = Path(__file__).parents[2]
@@ -12,6 +16,9 @@ CONFIGS = [
     ROOT / "examples/quickstart/algorithms.yaml",
     *sorted((ROOT / "examples").glob("*/agentic_trainer.yaml")),
 ]
+AGENTS = sorted((ROOT / "examples/agents").glob("*.yaml"))
+OF_AGENTS = [ROOT / "examples/mini_swe_agent/prompts.yaml"]
+"""Files that an agent reads itself; tests/examples/test_mini_swe_agent.py starts it with this."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -22,6 +29,20 @@ def test_configuration_loads_and_its_files_exist(
     config = load([path])
     assert (config.model.path / "model.safetensors").is_file()
     assert all(file.is_file() for file in (*config.data.train_files, *config.data.val_files))
+
+
+@pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
+def test_file_of_an_agent_is_part_of_a_configuration(path: Path) -> None:
+    values: dict[str, Any] = yaml.safe_load(path.read_text())
+    for_commands = values.pop("run", {})
+    config = TrainerConfig.model_validate({"model": {"path": "/models/qwen3"}, **values})
+    assert values.keys() <= {"remote_agent", "proxy_server"}
+    assert config.remote_agent.command is not None
+    AgentProgram(path.stem, config.remote_agent.command.argv[0], **for_commands)
+
+
+def test_every_yaml_file_of_the_examples_is_loaded_by_a_test() -> None:
+    assert {*(ROOT / "examples").rglob("*.yaml")} <= {*CONFIGS, *AGENTS, *OF_AGENTS}
 
 
 def test_no_example_is_left_out() -> None:

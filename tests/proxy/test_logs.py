@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from proxy.logs import CALLS, JsonLines
+from proxy.config import load_config
+from proxy.errors import ConfigurationError
+from proxy.logs import CALLS, JsonLines, LogKind, LogLevel, set_up
 from tests.proxy.conftest import ADMIN_KEY, StartProxy
 
 SAID = "a word that only the agent knows"
@@ -71,3 +74,34 @@ def test_exception_is_logged_on_one_line() -> None:
     text = JsonLines().format(record)
     assert "\n" not in text
     assert orjson.loads(text)["exception"].endswith("two\nlines")
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "root", "calls"),
+    [
+        ("text", "info", logging.INFO, logging.WARNING),
+        ("text", "error", logging.ERROR, logging.ERROR),
+        ("json", "debug", logging.DEBUG, logging.INFO),
+        ("json", "warning", logging.WARNING, logging.WARNING),
+    ],
+)
+def test_level_bounds_every_message_and_calls_are_info(
+    monkeypatch: pytest.MonkeyPatch, kind: LogKind, level: LogLevel, root: int, calls: int
+) -> None:
+    logger, of_calls = logging.getLogger(), logging.getLogger(CALLS)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setattr(of_calls, "level", of_calls.level)
+    set_up(kind, level)
+    assert (logger.level, of_calls.level) == (root, calls)
+
+
+def test_level_is_a_key_a_flag_and_a_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGENTIC_PROXY_LOG_LEVEL", "debug")
+    assert load_config(None, model=tmp_path).log_level == "debug"
+    assert load_config(None, model=tmp_path, log_level="error").log_level == "error"
+    monkeypatch.setenv("AGENTIC_PROXY_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigurationError, match="log_level"):
+        load_config(None, model=tmp_path)

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from agent_loop.evaluator import EvalReport
 from agent_loop.records import Rollout
+from proxy.logs import LogLevel
 from proxy.section import Section
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
@@ -35,6 +36,9 @@ class LoggingConfig(Section):
     run there. None: no logging to MLflow."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """What the terminal shows. `auto`: a live display in a terminal, plain lines elsewhere."""
+    log_level: LogLevel = "warning"
+    """The least important log messages of the trainer on standard error; also `--log-level`. The
+    proxy that the run starts takes its own from AGENTIC_PROXY_LOG_LEVEL."""
     report_trials: int = Field(3, ge=0)
     """Number of trials that the report shows in full."""
 

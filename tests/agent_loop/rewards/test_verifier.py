@@ -52,6 +52,8 @@ async def test_reward_json_keeps_its_parts_and_the_configured_key_trains(
         ("reward.txt", "good", "'good' is not a number"),
         ("reward.json", "{", "not JSON"),
         ("reward.json", '{"score": 1}', "has no 'reward'"),
+        ("reward.json", "[0.1, 0.2, 0.7]", "a list of 3 values; a reward is one number"),
+        ("reward.json", '{"reward": [0, 1]}', "reward: a list of 2 values"),
         ("reward.json", '{"reward": "high"}', "'high' is not a number"),
     ],
 )

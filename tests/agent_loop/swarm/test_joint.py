@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from agent_loop.swarm import AsyncJointClient, Claimed, EpisodeState, SwarmError
-from agent_loop.swarm.client import ending
+from agent_loop.swarm.client_texts import ending
 from agent_loop.swarm.joint_client import Episodes
 from agent_loop.swarm.wire import Decider
 from tests.agent_loop.swarm.conftest import RunningSwarm, StartSwarm

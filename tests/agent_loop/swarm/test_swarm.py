@@ -152,6 +152,8 @@ async def test_every_route_needs_the_token(start_swarm: StartSwarm) -> None:
     routes = [
         ("GET", "/v1/status"),
         ("GET", "/v1/events"),
+        ("GET", "/metrics"),
+        ("GET", "/v1/tasks"),
         ("GET", "/v1/config"),
         ("PUT", "/v1/config"),
         ("POST", "/v1/start"),
