@@ -90,6 +90,12 @@ class Producer(Protocol):
         """Called when the engines sample with the weights of `version` from now on."""
         ...
 
+    def pause(self) -> None:
+        """Called when an evaluation begins: no trial of training starts until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
     def state(self) -> dict[str, Any]: ...
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
@@ -238,7 +244,11 @@ class Fit:
         if self.evaluator is None:
             return None
         self.log.progress.phase(self.step, f"evaluation {name}", self.evaluator.trials)
-        report = await self.control.wait_for(self.evaluator.evaluate(self.version))
+        self.producer.pause()
+        try:
+            report = await self.control.wait_for(self.evaluator.evaluate(self.version))
+        finally:
+            self.producer.resume()
         self.log.evaluation(self.step, name, report)
         return report.overall.success
 

@@ -32,6 +32,7 @@ from agent_loop.producers.groups import (
     RunsTrials,
 )
 from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.producers.slots import TrialSlots
 from agent_loop.producers.staleness import fresh_part, is_cancelled
 from agent_loop.records import Group
 from agent_loop.tasks import TaskStream
@@ -71,7 +72,7 @@ class AsyncProducer:
         self._config = config
         self._seed = seed
         self._buffer = buffer
-        self._slots = asyncio.Semaphore(config.concurrency)
+        self._slots = TrialSlots(config.concurrency)
         self.version = 0
         """Version of the weights that the engine samples with."""
         self._batches = 0
@@ -137,6 +138,14 @@ class AsyncProducer:
                 self._cancel(running)
         self._expire()
         self._admit()
+
+    def pause(self) -> None:
+        """Starts no trial until `resume`; an evaluation uses the engines. Running trials
+        continue."""
+        self._slots.pause()
+
+    def resume(self) -> None:
+        self._slots.resume()
 
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint that contains the effect of every batch so far."""

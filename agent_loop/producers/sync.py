@@ -62,6 +62,12 @@ class SyncProducer:
     def set_version(self, version: int) -> None:
         """Does nothing: nothing is sampled between batches."""
 
+    def pause(self) -> None:
+        """Does nothing: nothing is sampled between batches."""
+
+    def resume(self) -> None:
+        """Does nothing, as `pause`."""
+
     def acknowledge(self, state: Mapping[str, Any]) -> None:
         """Does nothing: no batch is kept until a checkpoint contains it."""
 

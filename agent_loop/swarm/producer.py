@@ -85,6 +85,12 @@ class SwarmProducer:
     def state(self) -> dict[str, Any]:
         return {"batches": self._batches}
 
+    def pause(self) -> None:
+        """Does nothing: clients run the trials."""
+
+    def resume(self) -> None:
+        """Does nothing, as `pause`."""
+
     def acknowledge(self, state: Mapping[str, Any]) -> None:
         """A checkpoint has been saved. `next_batch` or `close` reports it to the server."""
         self._is_saved = int(state["batches"]) == self._batches

@@ -309,6 +309,26 @@ def test_run_stops_at_success_and_saves_that_step_as_the_best(
     assert (folder.checkpoints / "best").read_text() == "step-000003"
 
 
+def test_producer_is_paused_during_an_evaluation_even_if_it_fails(
+    checkpoint: Path, engine: str, new_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(SyncProducer, "pause", lambda _: calls.append("pause"))
+    monkeypatch.setattr(SyncProducer, "resume", lambda _: calls.append("resume"))
+
+    class Failing(ScriptedEvaluator):
+        async def evaluate(self, version: int) -> EvalReport:
+            calls.append(f"evaluate {version}")
+            if version:
+                raise Cut
+            return await super().evaluate(version)
+
+    config = config_of(checkpoint, eval={"every": 1, "before": True, "after": False})
+    with pytest.raises(Cut):
+        asyncio.run(run_once(config, new_folder("a"), engine, evaluator=Failing(0.5)))
+    assert calls == ["pause", "evaluate 0", "resume", "pause", "evaluate 1", "resume"]
+
+
 def test_exported_checkpoint_equals_the_policy(
     checkpoint: Path, engine: str, new_folder: Any
 ) -> None:
