@@ -125,7 +125,7 @@ async def test_synchronous_client_iterates_over_changes(start_swarm: StartSwarm)
     swarm = await start_swarm(**ONE)
 
     def states() -> list[EngineState]:
-        seen = []
+        seen: list[EngineState] = []
         with SwarmClient(swarm.url, TOKEN, poll_s=0.1) as client:
             for status in client.changes():
                 if not seen or seen[-1] is not status.state:
