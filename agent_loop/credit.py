@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from agent_loop.errors import CreditError
+from agent_loop.outside_parts import OwnFunction
 from proxy.records import ForkCause, Reward, Turn
 from proxy.section import Section
 
@@ -34,6 +36,22 @@ REWRITTEN = (
 """Causes of forks after which the same conversation continues with other tokens."""
 
 
+class OwnCredit(OwnFunction):
+    """A function of your own, which returns the share of the reward that each credited turn gets.
+
+    It returns index of a turn → share. A turn that is not listed is context, and not trained."""
+
+    def __call__(self, turns: Sequence[Turn], reward: float | None) -> Mapping[int, float]:
+        shares: Mapping[int, float] = self.called(turns, reward)
+        answered = {turn.index for turn in turns if turn.sampled}
+        if not isinstance(shares, Mapping) or not shares.keys() <= answered:
+            raise CreditError(
+                f"{self.target} returned {shares!r:.100}; it must map indices of answered turns, "
+                f"here {sorted(answered)}, to their shares of the reward"
+            )
+        return shares
+
+
 class CreditConfig(Section):
     """Example: CreditConfig(policy="main_path", turn_discount=0.95)"""
 
@@ -43,6 +61,17 @@ class CreditConfig(Section):
     path, and the branches for which a reward was posted."""
     turn_discount: float = Field(1.0, gt=0, le=1)
     """Factor on the reward for each turn between a turn and the end of its chain."""
+    function: OwnCredit | None = None
+    """A function of your own, in place of `policy` and `turn_discount`."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.function is not None and (self.policy != "all" or self.turn_discount != 1):
+            raise ValueError(
+                f"credit.function={self.function.target} takes the place of credit.policy and "
+                "credit.turn_discount; remove them"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +97,12 @@ def assign_credit(
     `reward` is the trial's reward, or None if only turns or branches have rewards. `posted` holds
     all rewards that were posted for the session; rewards for the whole trial are already part of
     `reward`.
+
+    Raises:
+        CreditError: a function of the user's own returned no shares.
     """
+    if settings.function is not None:
+        return _by_function(settings.function, turns, reward, posted)
     chain = Chains(turns)
     branches = [r for r in posted if r.turn is not None and r.branch]
     main = chain.main_path()
@@ -88,6 +122,18 @@ def assign_credit(
         if own.turn in credited and not own.branch:
             flow[own.turn] += own.value
     return Credit(flow, shares, frozenset(range(len(turns))) - credited)
+
+
+def _by_function(
+    function: OwnCredit, turns: Sequence[Turn], reward: float | None, posted: Sequence[Reward]
+) -> Credit:
+    """Rewards that were posted for a turn or a branch are added to the turn itself."""
+    shares = function(turns, reward)
+    returns = {turn: share * (reward or 0.0) for turn, share in shares.items()}
+    for own in posted:
+        if own.turn in returns:
+            returns[own.turn] += own.value
+    return Credit(returns, shares, frozenset(range(len(turns))) - shares.keys())
 
 
 class Chains:

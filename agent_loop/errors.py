@@ -7,6 +7,7 @@ trial starts.
 AgentLoopError
 ├── LaunchError       the agent could not be started or watched: our side, not the agent's
 ├── RewardError       a verifier or grader did not give a usable reward (NaN, missing, crashed)
+├── CreditError       a function of the user's own did not credit the turns
 └── TrajectoryError   a recorded session is not a token tree (a missing log-probability, a gap)
 ConfigurationError
 └── TaskFileError     a task file cannot be read: file:line, what was found, what to do
@@ -27,6 +28,10 @@ class LaunchError(AgentLoopError):
 
 class RewardError(AgentLoopError):
     """A trial could not be judged."""
+
+
+class CreditError(AgentLoopError):
+    """A function of the user's own did not credit the turns of a trial."""
 
 
 class TrajectoryError(AgentLoopError):

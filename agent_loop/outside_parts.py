@@ -78,7 +78,7 @@ class OwnFunction(Section):
 
     @model_validator(mode="after")
     def _has_the_signature(self) -> Self:
-        check_signature(self.target, type(self).__call__, self.settings)  # type: ignore[operator]
+        check_signature(self.target, type(self).__call__, self.settings)
         return self
 
 

@@ -15,6 +15,8 @@ import orjson
 
 from agent_loop.evaluator import Evaluator
 from agent_loop.launchers.protocol import Launcher
+from agent_loop.producers.groups import RunsTrials
+from agent_loop.producers.protocol import Producer
 from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
@@ -31,7 +33,7 @@ from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
-from trainer.fit import Fit, Producer
+from trainer.fit import Fit
 from trainer.models import check_models
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
@@ -90,6 +92,10 @@ class RunParts:
         alternates = self.config.trainer.mode == "colocated" and self.config.swarm is None
         return rollout.groups_per_step * rollout.group_size if alternates else 0
 
+    def own_producer(self, loop: RunsTrials) -> Producer | None:
+        """The producer of the user's own; None: the run has none."""
+        return None
+
     def evaluator(self, loop: RemoteAgentLoop) -> Evaluator | None:
         """The evaluator; None if there are no held-out tasks."""
         if not self.held_out:
@@ -114,6 +120,11 @@ class TaskParts(RunParts):
     """Parts of a run that draws its own tasks and runs its own agents."""
 
     tasks: TaskStream
+
+    def own_producer(self, loop: RunsTrials) -> Producer | None:
+        rollout, seed = self.config.rollout, self.config.trainer.seed
+        make = rollout.producer
+        return None if make is None else make(loop, self.tasks, rollout, seed)
 
 
 def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
@@ -165,7 +176,8 @@ async def open_fit(
         around = RunServices(config, folder, control, cluster, rank_zero, say)
         async with around.running() as services:
             loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
-            producer, evaluator = make_producer(loop), parts.evaluator(loop)
+            producer = parts.own_producer(loop) or make_producer(loop)
+            evaluator = parts.evaluator(loop)
             fit = Fit(
                 config.trainer,
                 config.eval,

@@ -36,6 +36,7 @@ class TrainerConfig(ProcessesConfig):
         """Refuses settings that contradict each other, all of them at once: one line each."""
         checks = (
             self._some_agent(),
+            self._swarm_batches(),
             self._engines_are_the_proxys(),
             self._one_device_each(),
             self._weights_can_travel(),
@@ -54,6 +55,11 @@ class TrainerConfig(ProcessesConfig):
                 "no agent: set remote_agent.command.argv to the program that starts it, or one of "
                 "remote_agent.python, http, agent_name"
             )
+
+    def _swarm_batches(self) -> Iterator[str]:
+        for name in ("filter", "producer"):
+            if self.swarm is not None and getattr(self.rollout, name) is not None:
+                yield f"rollout.{name}: a swarm's clients choose the episodes; remove the key"
 
     def _engines_are_the_proxys(self) -> Iterator[str]:
         if self.proxy_server.url is not None and not self.engine.urls:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from agent_loop.evaluator import EvalConfig, EvalReport
+from agent_loop.producers.protocol import Producer
 from agent_loop.records import Group
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import trained_batch
@@ -72,37 +73,6 @@ class TrainOn:
             metrics |= learner.update(batch)
             metrics |= learner.speed(batch, time.perf_counter() - started)
         return StepResult(metrics, learner.step, learner.version)
-
-
-class Producer(Protocol):
-    """Implementations: `agent_loop.producers`, synchronous and asynchronous."""
-
-    counts: Counter[str]
-    """Number of groups in the run, by outcome."""
-
-    def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
-        """Called once, when the engines have the weights; `state` comes from a checkpoint."""
-        ...
-
-    async def next_batch(self, version: int) -> list[Group]: ...
-
-    def set_version(self, version: int) -> None:
-        """Called when the engines sample with the weights of `version` from now on."""
-        ...
-
-    def pause(self) -> None:
-        """Called when an evaluation begins: no trial of training starts until `resume`."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def acknowledge(self, state: Mapping[str, Any]) -> None:
-        """Called when a checkpoint with this state is durable."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class Evaluates(Protocol):

@@ -42,6 +42,8 @@ class Verdict(StrEnum):
     """Fewer than `min_group_size` rollouts can be trained."""
     UNIFORM = "uniform"
     """All rewards are equal, so that there is nothing to learn."""
+    FILTERED = "filtered"
+    """The user's own `filter` left it out."""
 
 
 def rollout_seed(seed: int, group_number: int, place: int) -> int:
@@ -126,12 +128,19 @@ class GroupRun:
         )
 
 
+def is_large_enough(group: Group, config: RolloutConfig) -> bool:
+    """Whether at least `min_group_size` of its rollouts can be trained."""
+    trainable = sum(rollout.trainable for rollout in group.rollouts)
+    return trainable >= min(config.min_group_size, config.group_size)
+
+
 def judge(group: Group, config: RolloutConfig) -> Verdict:
-    trainable = [rollout for rollout in group.rollouts if rollout.trainable]
-    if len(trainable) < min(config.min_group_size, config.group_size):
+    if not is_large_enough(group, config):
         return Verdict.FAILED
     if config.drop_uniform_groups and group.uniform:
         return Verdict.UNIFORM
+    if config.filter is not None and not config.filter(group):
+        return Verdict.FILTERED
     return Verdict.KEPT
 
 
@@ -146,6 +155,8 @@ class Intake:
         self._config = config
         self._uniform = 0
         """Number of uniform groups, both replaced and kept, for the current batch."""
+        self._filtered = 0
+        """Number of groups in a row that the user's filter left out."""
         self._failed = Tally()
         """Failed groups since the last group that did not fail."""
         self._hopeless = Tally()
@@ -169,7 +180,8 @@ class Intake:
 
         Raises:
             ProductionError: `groups_per_step` groups in a row have no trainable rollout, or
-                `max_resamples` times as many in a row have too few.
+                `max_resamples` times as many in a row have too few, or are left out by the user's
+                filter.
         """
         config, verdict = self._config, judge(group, self._config)
         self.counts[verdict.value] += 1
@@ -178,6 +190,10 @@ class Intake:
             return False
         self.counts["no_signal"] += group.uniform
         self._failed, self._hopeless = Tally(), Tally()
+        if verdict is Verdict.FILTERED:
+            self._leave_out()
+            return False
+        self._filtered = 0
         if verdict is Verdict.KEPT:
             return True
         self._uniform += 1
@@ -191,6 +207,7 @@ class Intake:
         """The counts, as values that JSON can hold."""
         return {
             "uniform": self._uniform,
+            "filtered": self._filtered,
             "failed": asdict(self._failed),
             "hopeless": asdict(self._hopeless),
             "counts": dict(self.counts),
@@ -199,9 +216,21 @@ class Intake:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues with the counts of a `state`; an empty one is the state of a new producer."""
         self._uniform = int(state.get("uniform", 0))
+        self._filtered = int(state.get("filtered", 0))
         self._failed = Tally(**state.get("failed", {}))
         self._hopeless = Tally(**state.get("hopeless", {}))
         self.counts.update(state.get("counts", {}))
+
+    def _leave_out(self) -> None:
+        self._filtered += 1
+        limit = self._config.max_resamples * self._config.groups_per_step
+        if self._filtered >= limit and self._config.filter is not None:
+            raise ProductionError(
+                f"rollout.filter={self._config.filter.target} left out {self._filtered} groups in "
+                f"a row, rollout.max_resamples ({self._config.max_resamples}) times "
+                f"rollout.groups_per_step ({self._config.groups_per_step}); keep more groups, or "
+                "raise rollout.max_resamples"
+            )
 
     def _fail(self, group: Group) -> None:
         config = self._config

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from agent_loop.outside_parts import OwnFunction
+from agent_loop.producers.protocol import PRODUCER_MEMBERS, Producer
+from agent_loop.records import Group
 from agent_loop.trial_config import SamplingConfig
+from proxy.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from agent_loop.producers.groups import RunsTrials
+    from agent_loop.tasks import TaskStream
+
+
+class GroupFilter(OwnFunction):
+    """A function of your own, which says whether a finished group is kept for training."""
+
+    def __call__(self, group: Group) -> bool:
+        return bool(self.called(group))
+
+
+class OwnProducer(OwnFunction):
+    """A function of your own, which makes the producer of the run."""
+
+    def __call__(
+        self, loop: RunsTrials, tasks: TaskStream, config: RolloutConfig, seed: int
+    ) -> Producer:
+        """Raises ConfigurationError: it returned something else."""
+        producer = self.called(loop, tasks, config, seed)
+        if missing := [name for name in PRODUCER_MEMBERS if not hasattr(producer, name)]:
+            raise ConfigurationError(
+                f"rollout.producer={self.target} returned a {type(producer).__name__} without "
+                f"{', '.join(missing)}; it must return an agent_loop.producers.protocol.Producer"
+            )
+        made: Producer = producer
+        return made
 
 
 class RolloutConfig(SamplingConfig):
@@ -44,6 +76,11 @@ class RolloutConfig(SamplingConfig):
     drop_uniform_groups: bool = False
     """Replace groups whose rewards are all equal by other groups (DAPO's dynamic sampling,
     arXiv 2503.14476)."""
+    filter: GroupFilter | None = None
+    """A function of your own; a group for which it returns False is replaced by a group of another
+    task. The run ends when `max_resamples` times `groups_per_step` groups in a row are left out."""
+    producer: OwnProducer | None = None
+    """A function of your own that makes the producer, in place of the one of `trainer.mode`."""
     max_resamples: int = Field(4, ge=1)
     """Limit on the groups that are run for one batch, as a multiple of `groups_per_step`. With
     `drop_uniform_groups`, uniform groups are kept once the limit would be exceeded otherwise. The

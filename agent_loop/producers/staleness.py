@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from agent_loop.producers.groups import Verdict, judge
+from agent_loop.producers.groups import is_large_enough
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Rollout
 
@@ -39,7 +39,7 @@ def fresh_part(group: Group, version: int, config: RolloutConfig) -> Group | Non
     if config.stale == "drop":
         return None
     masked = _without_stale_tokens(group, version - config.max_staleness)
-    return None if judge(masked, config) is Verdict.FAILED else masked
+    return masked if is_large_enough(masked, config) else None
 
 
 def _without_stale_tokens(group: Group, oldest_allowed: int) -> Group:

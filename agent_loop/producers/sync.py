@@ -16,7 +16,7 @@ from agent_loop.producers.groups import (
     RunsTrials,
 )
 from agent_loop.producers.rollout_config import RolloutConfig
-from agent_loop.records import Group
+from agent_loop.records import Group, Task
 from agent_loop.tasks import TaskStream
 
 
@@ -74,11 +74,16 @@ class SyncProducer:
     async def close(self) -> None:
         """Does nothing: nothing runs between batches."""
 
+    def draw(self) -> Task:
+        """The task of the next group. A subclass may choose it; the position in the stream is part
+        of the producer's state."""
+        return self._tasks.draw()
+
     def _next_group(self, version: int) -> GroupRun:
         number = self._tasks.cursor.draws
         return GroupRun(
             self._loop,
-            self._tasks.draw(),
+            self.draw(),
             number=number,
             size=self._config.group_size,
             seed=self._seed,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agent_loop.records import REWARD_ROUNDING
 from trainer.algorithms.aggregation import RolloutMean
-from trainer.algorithms.part import NamedPart, Parts
+from trainer.algorithms.part import FunctionPart, NamedPart, Parts, column_of
 from trainer.algorithms.returns import Returns, group_max, group_size, group_sum
 
 Eps = Annotated[float, Field(ge=0)]
@@ -270,6 +270,20 @@ class Gae(Advantage):
         return advantages[index], targets[index]
 
 
+class FunctionAdvantage(Advantage, FunctionPart):
+    """A function of your own, which returns the advantage of each trained token, `[N]`.
+
+    Whether it compares the rollouts of a group is not known, so that a group of one is allowed."""
+
+    compares_within_group: ClassVar[bool] = False
+
+    def __call__(self, returns: Returns) -> Tensor:
+        return column_of(self.name, "advantage", self.called(returns), returns.share)
+
+    def estimate(self, returns: Returns) -> Estimate:
+        return Estimate(self(returns))
+
+
 def turn_rewards(credited: Tensor, sequence: Tensor, turns: Tensor) -> Tensor:
     """`[N]`: rewards whose sum from a turn to the end of its sequence is the turn's return.
 
@@ -324,5 +338,6 @@ ADVANTAGES = Parts[Advantage](
         Accepted,
         Gae,
     ),
+    FunctionAdvantage,
 )
 """Registry of the estimators for `algorithm.advantage`."""

@@ -2,22 +2,26 @@
 
 Each kind of part (advantage, loss, aggregation, …) has a protocol and, below its classes in the
 same module, one registry, `Parts`. The configuration chooses a part by its `name`; `module:Class`
-names a part from outside this package:
+or, for an advantage or a loss, `module:function` names a part of your own:
 
     advantage: {name: "my_package.advantages:Median", floor: 0.1}
+    loss: {name: "my_package.losses:clipped_once", bound: 2.0}
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
+from torch import Tensor
 
+from agent_loop.outside_parts import check_signature, named_function
 from proxy.errors import ConfigurationError
 from proxy.plugins import load_plugin
+from trainer.errors import TrainingError
 
 
 class Part(BaseModel):
@@ -32,6 +36,22 @@ class NamedPart(Part):
     name: str = ""
     """The name that chooses the part. For a class outside this package, the registry sets it to
     `module:Class`."""
+
+
+class FunctionPart(NamedPart):
+    """A part whose formula is a function, `name`; its settings are the function's keyword
+    arguments. The parameters of a subclass's `__call__` are those of the function."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    def called(self, *arguments: Any) -> Any:
+        """What the function returns."""
+        return named_function(self.name)(*arguments, **(self.model_extra or {}))
+
+    @model_validator(mode="after")
+    def _has_the_signature(self) -> Self:
+        check_signature(self.name, type(self).__call__, self.model_extra or {})
+        return self
 
 
 P = TypeVar("P", bound=NamedPart)
@@ -51,23 +71,31 @@ class Parts(Generic[P]):
     """The protocol that a class from outside must subclass."""
     classes: tuple[type[P], ...]
     """The classes of this package; each has its name as the default of its field `name`."""
+    of_function: type[P] | None = None
+    """The `FunctionPart` of this kind; None: a part of your own is a class."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name_of(each) for each in self.classes)
 
     def find(self, name: str) -> type[P]:
-        """The class with that name. Raises ValueError: it does not exist or is of another kind."""
+        """The class with that name, or the class of a function with that name.
+
+        Raises ValueError: it does not exist or is of another kind.
+        """
         kind = self.kind.__name__.lower()
         known = {name_of(each): f"{each.__module__}:{each.__qualname__}" for each in self.classes}
         try:
             found = load_plugin(kind, name, known)
         except ConfigurationError as error:
             raise ValueError(error.message) from error
+        if self.of_function is not None and callable(found) and not isinstance(found, type):
+            return self.of_function
         if not (isinstance(found, type) and issubclass(found, self.kind)):
+            nor = " and not a function" if self.of_function else ""
             raise ValueError(
                 f"{kind} {name!r} is not a subclass of "
-                f"{self.kind.__module__}.{self.kind.__qualname__}"
+                f"{self.kind.__module__}.{self.kind.__qualname__}{nor}"
             )
         return cast("type[P]", found)
 
@@ -99,3 +127,20 @@ class Parts(Generic[P]):
 def name_of(part: type[NamedPart]) -> str:
     """The name by which the configuration chooses the class."""
     return str(part.model_fields["name"].default)
+
+
+def column_of(target: str, what: str, value: object, like: Tensor) -> Tensor:
+    """The value that a function returned: one number for each token, as in the column `like`.
+
+    Raises:
+        TrainingError: it is something else.
+    """
+    if isinstance(value, Tensor) and value.shape == like.shape:
+        return value
+    got = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        got = f"a tensor of shape {list(value.shape)}"
+    raise TrainingError(
+        f"{target} returned {got}; it must return one {what} for each token, a tensor of shape "
+        f"{list(like.shape)}"
+    )

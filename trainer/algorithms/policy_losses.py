@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.kl import LOG_RATIO_BOUND
-from trainer.algorithms.part import NamedPart, Parts
+from trainer.algorithms.part import FunctionPart, NamedPart, Parts, column_of
 
 ClipLow = Annotated[float, Field(ge=0, le=1)]
 ClipHigh = Annotated[float, Field(ge=0)]
@@ -139,7 +139,23 @@ class Reinforce(Loss):
         return PolicyLoss(-advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool))
 
 
-LOSSES = Parts[Loss](Loss, (Ppo, Gspo, Cispo, Sapo, Reinforce))
+class FunctionLoss(Loss, FunctionPart):
+    """A function of your own, which returns the loss of each token, `[M]`, with its gradient."""
+
+    def __call__(
+        self, logprobs: Tensor, prox: Tensor, advantages: Tensor, sequence: Tensor
+    ) -> Tensor:
+        losses = self.called(logprobs, prox, advantages, sequence)
+        return column_of(self.name, "loss", losses, logprobs)
+
+    def losses(
+        self, logprobs: Tensor, prox: Tensor, advantages: Tensor, sequence: Tensor
+    ) -> PolicyLoss:
+        losses = self(logprobs, prox, advantages, sequence)
+        return PolicyLoss(losses, torch.zeros_like(losses, dtype=torch.bool))
+
+
+LOSSES = Parts[Loss](Loss, (Ppo, Gspo, Cispo, Sapo, Reinforce), FunctionLoss)
 """Registry of the losses for `algorithm.loss`."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from proxy.logs import LogLevel
 from proxy.section import Section
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
+from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.progress import Progress
 
 
@@ -34,6 +35,9 @@ class LoggingConfig(Section):
     mlflow_experiment: str | None = None
     """Experiment of MLflow to log to in addition (package `mlflow`). A resumed run continues its
     run there. None: no logging to MLflow."""
+    metrics: tuple[OwnMetrics, ...] = ()
+    """Functions of your own, each of which returns metrics of a step's rollouts. They are also
+    called with the rollouts of an evaluation, whose metrics have names like `eval/NAME`."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """What the terminal shows. `auto`: a live display in a terminal, plain lines elsewhere."""
     log_level: LogLevel = "warning"
@@ -65,6 +69,7 @@ class RunLog:
         self.folder = folder
         self.saved_step = saved_step
         self._success_at = success_at
+        self._own = config.metrics
         self.summary: dict[str, Any] = folder.read_summary()
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
         self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked, dict(resolved)))
@@ -85,7 +90,8 @@ class RunLog:
         made: dict[str, Any] = self.summary.get("eval", {})
         return made
 
-    def step(self, step: int, metrics: Mapping[str, float], rollouts: Iterable[Rollout]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+        metrics = {**metrics, **own_metrics(self._own, rollouts, metrics)}
         self._metrics.log(step, metrics)
         self._log_trials(step, "train", rollouts)
         self.progress.step(step, metrics)
@@ -104,7 +110,10 @@ class RunLog:
         overall = report.overall
         scores = {"eval/success": overall.success, "eval/reward": overall.mean_reward}
         scores |= {f"eval/pass_at_{k}": share for k, share in overall.pass_at_k.items() if k > 1}
-        self._metrics.log(step, scores)
+        taken = [name.removeprefix("eval/") for name in scores]
+        own = own_metrics(self._own, report.rollouts, taken)
+        own_scores = {f"eval/{name}": value for name, value in own.items()}
+        self._metrics.log(step, scores | own_scores)
         self._log_trials(step, "eval", report.rollouts)
         low, high = overall.interval
         self.progress.say(

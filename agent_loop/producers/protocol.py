@@ -1,0 +1,55 @@
+"""The interface of a producer: it runs trials, and returns a training step's groups of rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from agent_loop.records import Group
+
+
+class Producer(Protocol):
+    """Implementations: `SyncProducer`, `AsyncProducer`, and the swarm's `SwarmProducer`."""
+
+    counts: Counter[str]
+    """Number of groups in the run, by outcome."""
+
+    def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+        """Called once, when the engines have the weights; `state` comes from a checkpoint."""
+        ...
+
+    async def next_batch(self, version: int) -> list[Group]:
+        """The groups of the next training step, for a trainer at `version`."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Called when the engines sample with the weights of `version` from now on."""
+        ...
+
+    def pause(self) -> None:
+        """Called when an evaluation begins: no trial of training starts until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Called when the evaluation has ended."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The state after the last batch, as values that JSON can hold; for a checkpoint."""
+        ...
+
+    def acknowledge(self, state: Mapping[str, Any]) -> None:
+        """Called when a checkpoint with this state is durable."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every trial."""
+        ...
+
+
+PRODUCER_MEMBERS = (
+    *("acknowledge", "close", "counts", "next_batch", "pause", "resume", "set_version", "start"),
+    "state",
+)
+"""What an object needs to be a `Producer`."""
