@@ -11,12 +11,12 @@ import argparse
 import asyncio
 import sys
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proxy.commands.arguments import add_commands
 from proxy.errors import ConfigurationError, EngineError
+from proxy.version_option import PrintVersion
 
 if TYPE_CHECKING:
     from proxy.config import ProxyConfig
@@ -62,17 +62,11 @@ def _announce(admin_key: Path | None, config: ProxyConfig, url: str) -> None:
         print(f"the admin key is in {admin_key}", flush=True)
 
 
-class _Version(argparse.Action):
-    """Reads the installed version only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"{parser.prog} {metadata.version('agentic-rl')}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="agentic-proxy", description=__doc__)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "--version", action=PrintVersion, nargs=0, help="print the version and exit"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add = commands.add_parser("serve", help="run the recording proxy")
     add.set_defaults(run=serve)

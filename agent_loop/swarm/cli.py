@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.token import DEFAULT_STATE_DIR, client_token
 from proxy.secrecy import hide_memory
+from proxy.version_option import PrintVersion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="agentic-swarm",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action=PrintVersion, nargs=0, help="print the version and exit"
     )
     parser.add_argument("command", choices=["watch", "status", "tasks", "start", "stop"])
     parser.add_argument("url", metavar="URL", help="like http://127.0.0.1:8100")

@@ -15,10 +15,9 @@ import argparse
 import asyncio
 import logging
 import sys
-from importlib import metadata
-from typing import Any
 
 from proxy.errors import ConfigurationError, EngineError
+from proxy.version_option import PrintVersion
 
 FLAGS = {
     "proxy": "the proxy's address, ws://HOST:PORT or wss://HOST",
@@ -47,14 +46,6 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"agentic-worker: {error}")
 
 
-class _Version(argparse.Action):
-    """Reads the installed version only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"{parser.prog} {metadata.version('agentic-rl')}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="agentic-worker",
@@ -63,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--version",
-        action=_Version,
+        action=PrintVersion,
         nargs=0,
         default=argparse.SUPPRESS,
         help="print the version and exit",

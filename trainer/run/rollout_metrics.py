@@ -16,6 +16,9 @@ from trainer.batch import Batch
 
 Metrics = dict[str, float]
 
+MAX_PARTS = 64
+"""Number of reward parts, the first by name, that have a metric of their own in a step."""
+
 
 def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
     """Rewards, ends and sizes of the trials of a step; empty without trials."""
@@ -86,6 +89,10 @@ def _rewards(usable: Sequence[Rollout], success_at: float) -> Metrics:
         for source in sorted(sources):
             of_source = [r.reward or 0.0 for r in usable if r.task.source == source]
             metrics[f"reward/source/{source}"] = _mean(of_source)
+    parts = sorted({part for rollout in usable for part in rollout.reward_parts})
+    for part in parts[:MAX_PARTS]:
+        values = [r.reward_parts[part] for r in usable if part in r.reward_parts]
+        metrics[f"reward/part/{part}"] = _mean(values)
     return metrics
 
 

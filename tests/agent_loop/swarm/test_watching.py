@@ -183,6 +183,13 @@ async def test_configuration_may_be_a_mapping_or_a_model(
     assert swarm.trainer.run_dirs == ["", "runs/scripted"]  # the same text resumes
 
 
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("agentic-swarm ")
+
+
 def test_configuration_of_objects_is_refused() -> None:
     with pytest.raises(SwarmError, match="use only text, numbers, lists") as caught:
         config_text({"model": {"path": object()}})

@@ -11,7 +11,12 @@ import torch
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.batch import build_batch
-from trainer.run.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
+from trainer.run.rollout_metrics import (
+    MAX_PARTS,
+    mismatch_metrics,
+    rollout_metrics,
+    staleness_metrics,
+)
 
 TASK = Task("t", {})
 
@@ -49,6 +54,24 @@ def test_failed_rollouts_are_counted_but_not_averaged() -> None:
     assert metrics["rollout/truncated"] == 0.25
     assert metrics["rollout/untrainable"] == 0.5
     assert metrics["rollout/sampled_tokens"] == 4.0
+
+
+def test_parts_of_rewards_are_averaged_over_the_rollouts_that_have_them() -> None:
+    rollouts = [
+        replace(rollout("a", 1.0), reward_parts={"tests": 1.0, "style": 0.5}),
+        replace(rollout("b", 0.0), reward_parts={"tests": 0.0}),
+        replace(rollout("c", 0.0, RolloutStatus.FAILED), reward_parts={"tests": 9.0}),
+    ]
+    metrics = rollout_metrics([Group("g", TASK, rollouts)], success_at=1.0)
+    assert metrics["reward/part/tests"] == 0.5
+    assert metrics["reward/part/style"] == 0.5
+
+
+def test_number_of_parts_with_a_metric_is_bounded() -> None:
+    parts = {f"{number:05}": 1.0 for number in range(1000)}
+    group = Group("g", TASK, [replace(rollout("a", 1.0), reward_parts=parts)])
+    metrics = rollout_metrics([group], success_at=1.0)
+    assert sum(name.startswith("reward/part/") for name in metrics) == MAX_PARTS
 
 
 def test_rewards_are_also_reported_by_source() -> None:
