@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -11,5 +12,5 @@ class PrintVersion(argparse.Action):
     """Example: parser.add_argument("--version", action=PrintVersion, nargs=0)"""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"{parser.prog} {metadata.version('agentic-rl')}")
+        sys.stdout.write(f"{parser.prog} {metadata.version('agentic-rl')}\n")
         parser.exit()
