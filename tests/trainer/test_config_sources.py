@@ -142,7 +142,7 @@ def test_all_wrong_keys_are_named_at_once(file: Path) -> None:
         ("gconfig.n_samples=4", "here it is rollout.group_size"),
         ("trainer.total_epochs=3", "here it is trainer.steps"),
         ("trainer.dir=/runs", "here it is trainer.run_dir"),
-        ("rollout.over_sample_threshold=1.2", "here it is rollout.over_sample, the share"),
+        ("rollout.over_sample_threshold=1.2", "here it is rollout.over_sample, the share of"),
         (
             "ajet.swarm_mode_sample_collection_method=rollout_until_finish_enough_tasks",
             "here it is swarm.stop_rule",
