@@ -77,7 +77,7 @@ def build_app(
         app.router.add_post(f"/v1/{route}", _data, expect_handler=answer_expect)
     if config.relay.token is not None:
         app.router.add_get(RELAY_PATH, _relay, expect_handler=answer_expect)
-    app.router.add_route("*", r"/{path:[\s\S]+}", _data, expect_handler=answer_expect)
+    app.router.add_route("*", r"/{path:[\s\S]*}", _data, expect_handler=answer_expect)
     app.cleanup_ctx.append(
         _parts(config, rendering, dialects, engines, store, siblings or Siblings())
     )

@@ -57,7 +57,7 @@ from agent_loop.swarm.wire import (
 )
 from proxy.client import ProxyClient
 from proxy.errors import RequestError
-from proxy.http_request import read_body
+from proxy.http_request import answer_expect, read_body
 from proxy.web_guard import PROBES, Hosts, web_guard
 
 MAX_WAIT_S = 60.0
@@ -102,32 +102,35 @@ class SwarmServer:
         )
         app.cleanup_ctx.append(self._life)
         episode = "/v1/episodes/{episode_id}"
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._metrics),
-                web.get("/v1/status", self._status),
-                web.get("/v1/events", self._events),
-                web.get("/v1/config", self._get_config),
-                web.put("/v1/config", self._put_config),
-                web.post("/v1/start", self._start),
-                web.post("/v1/stop", self._stop),
-                web.post("/v1/agree", self._agree),
-                web.post("/v1/episodes", self._claim),
-                web.get("/v1/episodes", self._episodes),
-                web.get("/v1/tasks", self._tasks),
-                web.post(f"{episode}/heartbeat", self._heartbeat),
-                web.post(f"{episode}/prepare", self._prepare),
-                web.get(f"{episode}/outcome", self._outcome),
-                web.post(f"{episode}/end", self._end),
-                web.post(f"{episode}/abort", self._abort),
-                web.post("/trainer/hello", self._hello),
-                web.post("/trainer/next_batch", self._next_batch),
-                web.post("/trainer/trained", self._trained),
-                web.get("/trainer/records/{episode_id}", self._record),
-            ]
-        )
+        routes = [
+            web.get("/health", self._health),
+            web.get("/ready", self._ready),
+            web.get("/metrics", self._metrics),
+            web.get("/v1/status", self._status),
+            web.get("/v1/events", self._events),
+            web.get("/v1/config", self._get_config),
+            web.put("/v1/config", self._put_config),
+            web.post("/v1/start", self._start),
+            web.post("/v1/stop", self._stop),
+            web.post("/v1/agree", self._agree),
+            web.post("/v1/episodes", self._claim),
+            web.get("/v1/episodes", self._episodes),
+            web.get("/v1/tasks", self._tasks),
+            web.post(f"{episode}/heartbeat", self._heartbeat),
+            web.post(f"{episode}/prepare", self._prepare),
+            web.get(f"{episode}/outcome", self._outcome),
+            web.post(f"{episode}/end", self._end),
+            web.post(f"{episode}/abort", self._abort),
+            web.post("/trainer/hello", self._hello),
+            web.post("/trainer/next_batch", self._next_batch),
+            web.post("/trainer/trained", self._trained),
+            web.get("/trainer/records/{episode_id}", self._record),
+            web.route("*", r"/{path:[\s\S]*}", self._no_route),
+        ]
+        for route in routes:
+            app.router.add_route(
+                route.method, route.path, route.handler, expect_handler=answer_expect
+            )
         return app
 
     async def _life(self, _: web.Application) -> AsyncIterator[None]:
@@ -265,6 +268,9 @@ class SwarmServer:
         if not path.is_file():
             raise SwarmError(f"no recording of episode {path.stem!r}", "not_found")
         return web.FileResponse(path)
+
+    async def _no_route(self, request: web.Request) -> web.StreamResponse:
+        raise SwarmError(f"no route {request.method} {request.path[:200]}", "not_found")
 
     def _config_text(self) -> str:
         return self.config.read_text() if self.config.exists() else ""

@@ -38,7 +38,7 @@ from harbor_sdk.errors import AgentRunError
 from harbor_sdk.ids import new_run_id
 from harbor_sdk.models import AgentRun, AgentRunRequest, RunEvent, RunList, RunStatus
 from harbor_sdk.server.config import ServerConfig
-from harbor_sdk.server.guard import Handler, guard
+from harbor_sdk.server.guard import Handler, answer_expect, guard
 from harbor_sdk.server.runs import Runs, RunTrial
 from harbor_sdk.server.table import RunTable, Submission
 
@@ -50,6 +50,8 @@ KEEP_ALIVE_S = 15.0
 MAX_METADATA_BYTES = 4 * 2**20
 MAX_LOG_BYTES = 1 * 2**20
 MAX_PAGE = 500
+MAX_DIGITS = 19
+"""An event's number has fewer digits, so that the database can compare it."""
 CHUNK_BYTES = 256 * 2**10
 
 _log = logging.getLogger(__name__)
@@ -64,15 +66,21 @@ def build_app(config: ServerConfig, run_trial: RunTrial) -> web.Application:
     )
     app[_CONFIG] = config
     app.cleanup_ctx.append(lambda app: _open_runs(app, run_trial))
-    app.router.add_get("/health", _health)
-    app.router.add_post("/api/v1/runs", _submit)
-    app.router.add_get("/api/v1/runs", _list)
-    app.router.add_get("/api/v1/runs/{run_id}", _get)
-    app.router.add_delete("/api/v1/runs/{run_id}", _cancel)
-    app.router.add_get("/api/v1/runs/{run_id}/events", _events)
-    app.router.add_get("/api/v1/runs/{run_id}/logs", _logs)
-    app.router.add_get("/api/v1/runs/{run_id}/artifacts", _artifacts)
-    app.router.add_get("/api/v1/runs/{run_id}/artifacts/{path:.+}", _artifact)
+    routes = {
+        "GET /health": _health,
+        "POST /api/v1/runs": _submit,
+        "GET /api/v1/runs": _list,
+        "GET /api/v1/runs/{run_id}": _get,
+        "DELETE /api/v1/runs/{run_id}": _cancel,
+        "GET /api/v1/runs/{run_id}/events": _events,
+        "GET /api/v1/runs/{run_id}/logs": _logs,
+        "GET /api/v1/runs/{run_id}/artifacts": _artifacts,
+        "GET /api/v1/runs/{run_id}/artifacts/{path:.+}": _artifact,
+        r"* /{path:[\s\S]*}": _no_route,
+    }
+    for route, handler in routes.items():
+        method, _, path = route.partition(" ")
+        app.router.add_route(method, path, handler, expect_handler=answer_expect)
     return app
 
 
@@ -103,6 +111,12 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _error(status: int, code: str, message: str, headers: dict[str, str]) -> web.Response:
     body = {"error": {"code": code, "message": message}}
     return web.json_response(body, status=status, headers=headers)
+
+
+async def _no_route(request: web.Request) -> web.Response:
+    raise AgentRunError(
+        f"no route {request.method} {request.path[:200]}", code="not_found", status=404
+    )
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -284,9 +298,10 @@ async def _events(request: web.Request) -> web.StreamResponse:
     runs, run_id = request.app[_RUNS], request.match_info["run_id"]
     await runs.get(run_id)
     last = request.headers.get("Last-Event-ID", "0")
+    after = int(last) if last.isascii() and last.isdecimal() and len(last) < MAX_DIGITS else 0
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    events = runs.events(run_id, int(last) if last.isdigit() else 0)
+    events = runs.events(run_id, after)
     pending: asyncio.Task[RunEvent] | None = None
     try:
         while True:
@@ -327,10 +342,13 @@ async def _artifact(request: web.Request) -> web.StreamResponse:
 async def _trial_file(request: web.Request, name: str) -> Path:
     run = await request.app[_RUNS].get(request.match_info["run_id"])
     root = (request.app[_RUNS].trials_dir / run.run_id).resolve()
-    path = (root / name).resolve()  # links that lead outside are refused
-    if not path.is_relative_to(root) or not path.is_file():
-        raise AgentRunError(f"run {run.run_id} has no file {name!r}", code="not_found", status=404)
-    return path
+    try:
+        path = (root / name).resolve()  # links that lead outside are refused
+        if path.is_relative_to(root) and path.is_file():
+            return path
+    except (ValueError, OSError):  # a name that no file can have
+        pass
+    raise AgentRunError(f"run {run.run_id} has no file {name!r}", code="not_found", status=404)
 
 
 def _listing(root: Path) -> list[dict[str, object]]:

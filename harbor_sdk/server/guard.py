@@ -2,7 +2,7 @@
 
 Invariant: every route except `/health` needs the token. No route answers a request from a web page
 of another origin, or a request to a loopback server whose `Host` names another machine (DNS
-rebinding).
+rebinding). No handler gets a path or a header that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def guard(host: str, token: str) -> Middleware:
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        _check_encoding(request)
         named = _HOST.fullmatch(request.host)
         if loopback and not (named and is_loopback(named[1])):
             raise _forbidden(f"Host {request.host!r} is not this machine: use 127.0.0.1")
@@ -98,6 +99,25 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+async def answer_expect(request: web.Request) -> None:
+    """Handles `Expect`. aiohttp's own handler quotes the header, which fails if it is not UTF-8."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is supported")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+
+
+def _check_encoding(request: web.Request) -> None:
+    """Bytes that are not UTF-8 arrive as surrogates, which no file, database or answer accepts.
+    A token with such bytes is a wrong token."""
+    others = [value for name, value in request.headers.items() if name != "Authorization"]
+    for text in (request.path, request.query_string, *others):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise AgentRunError(f"{text[:100]!a} is not valid UTF-8", code="invalid") from None
 
 
 def _refuse_foreign_pages(request: web.Request) -> None:

@@ -212,7 +212,7 @@ def chunk_of(frame: Frame) -> Chunk:
 def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"cannot decode a message of {len(data)} bytes: {error}") from error
 
 

@@ -1,10 +1,11 @@
 """Reads the tool calls of an answer, finished or not.
 
 In some families the model writes a call's arguments as JSON, which is passed on unchanged; in
-others it writes one tag per argument, which is converted to JSON. Invariant: while an answer grows,
-the text of a call's arguments only grows, so that it can be streamed. A call is recognised as soon
-as its name and the beginning of its arguments can be read. Arguments that turn out not to be JSON,
-or that a truncated answer leaves unfinished, are sent as written, as other providers do.
+others it writes one tag per argument, or a notation of its own, which is converted to JSON.
+Invariant: while an answer grows, the text of a call's arguments only grows, so that it can be
+streamed. A call is recognised as soon as its name and the beginning of its arguments can be read.
+Arguments that turn out not to be JSON, or that a truncated answer leaves unfinished, are sent as
+written, as other providers do.
 """
 
 from __future__ import annotations
@@ -55,18 +56,12 @@ class JsonBlock:
             begun = self._form.match(self._head)
             if begun is None:
                 return ""
-            self.name = self._read_name(begun.groupdict())
+            self.name = call_name(begun.groupdict(), self._known_name)
             text = self._head[begun.end() :] if self.name else ""
         ready = self._take(text)
         if ready:
             self._pieces.append(ready)
         return ready
-
-    def _read_name(self, found: dict[str, str | None]) -> str:
-        if found.get("quoted"):
-            name = parsed_arguments(found["quoted"] or "")
-            return name if isinstance(name, str) and name[:1] != '"' else ""
-        return found.get("name") or self._known_name or ""
 
     def _take(self, text: str) -> str:
         """The text up to the object's end. Trailing white space is held back."""
@@ -93,20 +88,57 @@ class JsonBlock:
         return None
 
 
-def read_call(family: Family, attempt: ParsedToolCall) -> ToolCall | None:
-    """The attempted call; None if it has no name or no object of arguments.
+def begins_call(family: Family, text: str, tools: list[dict[str, Any]]) -> bool:
+    """Whether `text` begins like a call of one of `tools`, up to the beginning of its arguments."""
+    return _beginning(family, text, tools) is not None
+
+
+def read_call(
+    family: Family,
+    attempt: ParsedToolCall,
+    tools: list[dict[str, Any]],
+    *,
+    unfinished: bool = False,
+) -> ToolCall | None:
+    """The attempted call; None if it has no name or no object of arguments. `unfinished`: more of
+    it may follow.
 
     Its id is empty if the model wrote none.
     """
     call_id = attempt.id or ""
+    if family.arguments_to_json is not None:
+        begun = _beginning(family, attempt.raw, tools)
+        if begun is None:
+            return None
+        name, text = begun
+        return ToolCall(call_id, name, family.arguments_to_json(text, unfinished=unfinished))
     block = JsonBlock(family, attempt.name)
     block.feed(attempt.raw)
     if block.name:
         return ToolCall(call_id, block.name, block.arguments)
     if attempt.status not in _READABLE or not attempt.name or not isinstance(attempt.name, str):
         return None
-    text = _object_text(attempt.arguments)
-    return None if text is None else ToolCall(call_id, attempt.name, text)
+    written = _object_text(attempt.arguments)
+    return None if written is None else ToolCall(call_id, attempt.name, written)
+
+
+def _beginning(family: Family, text: str, tools: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """The tool's name and the text from its arguments on, if it is one of `tools` or there are
+    none."""
+    found = family.call_form.match(text) if family.call_form else None
+    if found is None:
+        return None
+    name = call_name(found.groupdict())
+    offered = not tools or any(tool["function"]["name"] == name for tool in tools)
+    return (name, text[found.end() :]) if name and offered else None
+
+
+def call_name(found: dict[str, str | None], known: str | None = None) -> str:
+    """The tool's name in a match of `Family.call_form`; empty if it is not one."""
+    if found.get("quoted"):
+        name = parsed_arguments(found["quoted"] or "")
+        return name if isinstance(name, str) and name[:1] != '"' else ""
+    return found.get("name") or known or ""
 
 
 def open_calls(
@@ -124,7 +156,7 @@ def open_calls(
     if not ended or not ended_within:
         return []
     *whole, last = ended
-    calls = [call for attempt in whole if (call := read_call(family, attempt))]
+    calls = [call for attempt in whole if (call := read_call(family, attempt, tools))]
     within = ended_within[-1].arguments
     known = last.arguments if isinstance(last.arguments, dict) else {}
     if last.status not in _READABLE or not last.name or len(calls) < len(whole):

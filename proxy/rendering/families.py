@@ -15,6 +15,7 @@ from typing import Any
 
 from renderers.base import Renderer
 
+from proxy.rendering.gemma_arguments import gemma_arguments
 from proxy.rendering.tokenizer import Tokenizer
 
 Build = Callable[[Tokenizer, dict[str, Any]], Renderer]
@@ -39,8 +40,11 @@ class Family:
     call_closes: tuple[str, str] | None = None
     """For calls with one tag per argument: the text that ends a call after a whole argument, and
     the text that ends one inside an argument."""
-    calls_leave_whole: bool = False
-    """No marker ends a call: another character after its JSON turns all of it into text."""
+    arguments_to_json: Callable[..., str] | None = None
+    """For calls whose arguments are written in a notation of the family, after `call_form`: takes
+    their text and `unfinished`, and returns JSON (see `gemma_arguments`)."""
+    call_is_answer: bool = False
+    """No marker begins a call. An answer is a call if it begins like a call of an offered tool."""
     call_ends_reasoning: bool = False
     """A call ends the reasoning without a marker."""
     named_before_call: bool = False
@@ -68,6 +72,7 @@ _KIMI = re.compile(r"(?s).*?<\|tool_call_argument_begin\|>\s*(?=\{)")
 _BARE = re.compile(r"\s*(?=\{)")
 _QWEN_XML = ("</tool_call>", "\n</parameter>\n</function>\n</tool_call>")
 _GLM_XML = ("</tool_call>", "</arg_value></tool_call>")
+_GEMMA = re.compile(r"call:\s*(?P<name>[^{]*?)\s*(?=\{)")
 _INVOKE = f"</{_BAR}DSML{_BAR}invoke>"
 
 
@@ -83,7 +88,13 @@ _ALL = (
         call_closes=(_INVOKE, f"</{_BAR}DSML{_BAR}parameter>\n{_INVOKE}"),
         call_ends_reasoning=True,
     ),
-    Family("gemma4", reasoning_name="thought", forgetting=("<|channel>", "<channel|>")),
+    Family(
+        "gemma4",
+        call_form=_GEMMA,
+        arguments_to_json=gemma_arguments,
+        reasoning_name="thought",
+        forgetting=("<|channel>", "<channel|>"),
+    ),
     *_named(
         ("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),
         Family("", call_closes=_GLM_XML, call_ends_reasoning=True),
@@ -102,9 +113,7 @@ _ALL = (
         ("laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2"),
         Family("", call_closes=_GLM_XML),
     ),
-    Family(
-        "llama-3", call_form=_WRAPPED, calls_leave_whole=True, forgetting=("<|end_header_id|>",)
-    ),
+    Family("llama-3", call_form=_WRAPPED, call_is_answer=True, forgetting=("<|end_header_id|>",)),
     Family(
         "minimax-m2",
         call_closes=(

@@ -14,6 +14,7 @@ from renderers.base import ParsedResponse
 
 from proxy.conversation import Message, ToolCall
 from proxy.records import Ids
+from proxy.rendering.calls import begins_call
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stops import begun, first_stop
@@ -130,11 +131,14 @@ class PrefixParser:
 
     def _are_calls(self, parsed: ParsedResponse) -> bool:
         """Whether the parsed tool calls can no longer turn out to be text or reasoning."""
-        if not parsed.tool_calls or self._rendering.family.calls_leave_whole:
+        family = self._rendering.family
+        if not parsed.tool_calls:
             return False
+        if family.call_is_answer:
+            return begins_call(family, parsed.tool_calls[0].raw, self._tools)
         if not parsed.reasoning_content:
             return True
-        if self._rendering.family.call_ends_reasoning:
+        if family.call_ends_reasoning:
             return True
         text = self._rendering.tokenizer.decode(self._ids)
         return any(end in text for end in _REASONING_ENDS)

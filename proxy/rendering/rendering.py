@@ -20,7 +20,7 @@ from proxy.conversation.json_values import is_deeper, parsed_arguments
 from proxy.conversation.messages import Conversation, Message, ToolCall, own_call_id
 from proxy.errors import RequestError
 from proxy.records import Ids
-from proxy.rendering.calls import open_calls, read_call
+from proxy.rendering.calls import begins_call, open_calls, read_call
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
@@ -204,7 +204,11 @@ class Rendering:
         """
         read = self._read_whole(sampled, prompt_end, tools)
         late = self._forgets_at(sampled, read) if self._forgetting else None
-        return read if late is None else self._read_whole(sampled[:late], prompt_end, tools)
+        if late is not None:
+            read = self._read_whole(sampled[:late], prompt_end, tools)
+        if not self.family.call_is_answer or read.tool_calls or not tools:
+            return read
+        return _as_call(read) if begins_call(self.family, read.content, tools) else read
 
     def _forgets_at(self, sampled: list[int], read: ParsedResponse) -> int | None:
         """Where the answer has to be cut for its renderer: see `Family.forgetting`."""
@@ -322,7 +326,7 @@ class Rendering:
         tools: list[dict[str, Any]],
         held_chars: int = 0,
     ) -> list[ToolCall]:
-        call = read_call(self.family, attempt)
+        call = read_call(self.family, attempt, tools, unfinished=held_chars > 0)
         if call is not None:
             return [call]
         closes = self.family.call_closes
@@ -341,6 +345,12 @@ class Rendering:
         start, end = attempt.token_span
         text: str = self.tokenizer.decode(self.before_stop(sampled)[start:end])
         return text
+
+
+def _as_call(read: ParsedResponse) -> ParsedResponse:
+    """An answer that is entirely a call, which may be unfinished."""
+    attempt = ParsedToolCall(raw=read.content, status=ToolCallParseStatus.UNCLOSED_BLOCK)
+    return replace(read, content="", tool_calls=[attempt])
 
 
 def _is_too_deep(attempt: ParsedToolCall) -> bool:

@@ -30,6 +30,7 @@ import yaml
 from proxy.client import ProxyClient, SessionHandle
 from proxy.conversation.messages import load_answer
 from proxy.records import TurnStatus
+from tests.attacks.server import line_of
 from tests.attacks.victim import ADMIN_KEY
 from tests.postgres_server import PostgresServer, binaries, postgres_process
 from tests.proxy.checkpoint import write_checkpoint
@@ -41,7 +42,6 @@ TURNS_PER_KILL = 10
 TURNS_PER_SESSION = 100
 TOKEN_DELAY_S = 0.001
 PROGRESS_KILLS = 25
-START_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
@@ -61,10 +61,8 @@ class Program:
                 stderr=log,
                 env=os.environ | {"AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY},
             )
-        assert self.process.stdout is not None
-        async with asyncio.timeout(START_TIMEOUT_S):
-            if not await self.process.stdout.readline():
-                raise RuntimeError(f"{self.argv[0]} did not start: {self.log.read_text()[-2000:]}")
+        if not await line_of(self.process):
+            raise RuntimeError(f"{self.argv[0]} did not start: {self.log.read_text()[-2000:]}")
         self.up.set()
 
     async def kill(self) -> None:

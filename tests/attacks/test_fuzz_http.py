@@ -1,22 +1,63 @@
-"""A short fuzz run with the same requests each time; `make fuzz-http` draws new ones."""
+"""Short fuzz runs of every server; `make fuzz-http` runs longer ones."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from tests.attacks import server
 from tests.attacks.fuzz_http import fuzz
-from tests.attacks.victim import running_victim
+from tests.attacks.planes import PLANES
+from tests.attacks.server import Effort, Hang, patiently
 
-REQUESTS = 800
+REQUESTS = 400
 
 
-@pytest.mark.parametrize(("workers", "seed"), [(1, 71), (2, 72)])
+@pytest.mark.parametrize("plane", PLANES)
 async def test_hostile_requests_cause_no_500_no_traceback_and_no_open_turn(
-    tmp_path: Path, workers: int, seed: int
+    tmp_path: Path, plane: str
 ) -> None:
-    async with running_victim(tmp_path, workers=workers) as victim:
-        report = await fuzz(victim, REQUESTS // workers, seed)
+    report = await fuzz(plane, tmp_path, REQUESTS, seed=71)
     assert not report.broken, report.summary()
     assert not report.unanswered, report.summary()
+
+
+class Busy:
+    """A server that uses `used_s` of processor time between two looks at it."""
+
+    def __init__(self, used_s: float) -> None:
+        self.used_s = used_s
+        self.looks = 0
+        self.seen = asyncio.Event()
+        """Set by the fourth look."""
+
+    def effort(self) -> Effort:
+        self.looks += 1
+        if self.looks == 4:
+            self.seen.set()
+        return Effort(self.used_s * self.looks, 0.0)
+
+
+@pytest.fixture
+def idle_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 0.01)
+
+
+@pytest.mark.usefixtures("idle_s")
+async def test_busy_server_may_take_its_time() -> None:
+    busy = Busy(used_s=server.BUSY_S)
+    assert await patiently(busy.effort, busy.seen.wait())
+
+
+@pytest.mark.usefixtures("idle_s")
+@pytest.mark.parametrize(
+    ("used_s", "why"), [(0.0, "of an idle server"), (server.PROCESSOR_S, "while the server")]
+)
+async def test_no_answer_of_an_idle_server_or_after_much_work_is_a_hang(
+    monkeypatch: pytest.MonkeyPatch, used_s: float, why: str
+) -> None:
+    monkeypatch.setattr(server, "effort", lambda pids: Effort(0.0, 0.0))
+    with pytest.raises(Hang, match=why):
+        await patiently(Busy(used_s).effort, asyncio.Event().wait())

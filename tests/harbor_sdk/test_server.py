@@ -331,6 +331,45 @@ async def test_web_pages_and_requests_without_the_token_are_refused(
     assert int(line.split()[1]) == status
 
 
+@pytest.mark.parametrize(
+    ("path", "header", "status"),
+    [
+        ("/api/v1/runs", "Expect: \xff", 417),
+        ("/nothing", "Expect: \xff", 417),
+        ("/nothing", "X-Any: 1", 404),
+        ("/api/v1/runs", "Idempotency-Key: \xff", 400),
+        ("/api/v1/runs/%ff", "X-Any: 1", 404),
+        ("/api/v1/runs/RUN/events", "Last-Event-ID: 99999999999999999999", 200),
+        ("/api/v1/runs/RUN/events", "Last-Event-ID: \xc2\xb2", 200),
+        ("/api/v1/runs/RUN/artifacts/%00", "X-Any: 1", 404),
+        ("/api/v1/runs/RUN/artifacts/" + "x" * 300, "X-Any: 1", 404),
+    ],
+)
+async def test_malformed_request_is_answered_without_a_traceback(
+    client: AgentRunClient,
+    url: str,
+    path: str,
+    header: str,
+    status: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
+    split = urlsplit(url)
+    reader, writer = await asyncio.open_connection(split.hostname, split.port)
+    lines = [
+        f"GET {path.replace('RUN', run.run_id)} HTTP/1.1",
+        f"Host: {split.hostname}:{split.port}",
+        f"Authorization: Bearer {TOKEN}",
+        "Connection: close",
+        header,
+    ]
+    writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
+    answer = await reader.read()
+    writer.close()
+    assert int(answer.split()[1]) == status
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize("host", ["", ":", "[", "a b", "[::1", "127.0.0.1:x"])
 async def test_malformed_host_is_refused(url: str, host: str) -> None:
     split = urlsplit(url)

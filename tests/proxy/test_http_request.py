@@ -140,7 +140,7 @@ async def test_an_idle_connection_does_not_keep_the_body_of_its_last_request(
     assert not any(each._read_bytes for each in requests)
 
 
-@pytest.mark.parametrize("path", [b"/v1/models", b"/health", b"/sessions"])
+@pytest.mark.parametrize("path", [b"/", b"/v1/models", b"/health", b"/sessions"])
 async def test_an_unknown_expect_header_gets_a_417_also_when_it_is_not_utf_8(
     proxy: RunningProxy, path: bytes
 ) -> None:

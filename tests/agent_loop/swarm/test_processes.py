@@ -23,13 +23,6 @@ from tests.proxy.conftest import checkpoint  # noqa: F401 (a fixture)
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-SERVER = """
-import asyncio, sys
-from pathlib import Path
-from agent_loop.swarm.serve import ServeOptions, serve
-address, state, *trainer = sys.argv[1:]
-asyncio.run(serve(ServeOptions(address, Path(state), trainer), lambda url: print(url, flush=True)))
-"""
 CLIENT = """
 import sys, time
 from agent_loop.swarm import SwarmClient
@@ -45,7 +38,8 @@ CONFIG = "model: {path: m}"
 def swarm_server(folder: Path, model: Path, port: int = 0) -> Iterator[tuple[str, int]]:
     """A running server: its URL and process id."""
     trainer = [sys.executable, "-m", "tests.agent_loop.swarm.scripted_trainer", str(model)]
-    command = [sys.executable, "-c", SERVER, f"127.0.0.1:{port}", str(folder)]
+    serve = "tests.agent_loop.swarm.serve_process"
+    command = [sys.executable, "-m", serve, f"127.0.0.1:{port}", str(folder)]
     with (folder / "server.log").open("ab") as log:
         process = subprocess.Popen(
             [*command, *trainer, str(folder / "batches.jsonl")],

@@ -72,6 +72,27 @@ async def test_token_that_is_not_utf_8_is_a_wrong_token(start_swarm: StartSwarm,
     assert line.split()[1] == b"401"
 
 
+@pytest.mark.parametrize("path", ["/v1/status", "/nothing"])
+async def test_an_unknown_expect_header_gets_a_417_also_when_it_is_not_utf_8(
+    start_swarm: StartSwarm, path: str
+) -> None:
+    swarm = await start_swarm(rolling=False)
+    port = int(swarm.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nExpect: "
+    writer.write(head.encode() + b"\xff\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    assert answer.split()[1] == b"417"
+
+
+async def test_unknown_route_is_named(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(rolling=False)
+    async with swarm.http.get(f"{swarm.url}/v1/nothing", headers=AUTHORIZED) as response:
+        assert response.status == 404
+        assert "no route GET /v1/nothing" in (await response.json())["error"]["message"]
+
+
 def test_status_of_a_server_that_does_not_answer_fails_without_waiting_for_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from proxy.relay.protocol import (
     PROTOCOL_VERSION,
     Fingerprint,
     Frame,
+    Generate,
+    Health,
     Hello,
     ProtocolError,
     Refuse,
@@ -130,5 +132,12 @@ def test_frame_with_different_numbers_of_ids_and_logprobs_is_refused() -> None:
         chunk_of(Frame(0, 0, ids=b"\0\0\0\0"))
     with pytest.raises(ProtocolError, match="not a whole number"):
         chunk_of(Frame(0, 0, ids=b"\0", logprobs=b"\0"))
+    not_utf_8 = encode(Health(0, 0, "no")).replace(b"no", b"\xff\xff")
+    with pytest.raises(ProtocolError, match="invalid start byte"):
+        decode_to_proxy(not_utf_8)
+    nested = encode(Generate(0, "r", b"", {"a": None}, None, True))
+    nested = nested.replace(b"\xa1a\xc0", b"\xa1a" + b"\x91" * 100_000 + b"\xc0")
+    with pytest.raises(ProtocolError, match="recursion"):
+        decode_to_worker(nested)
     with pytest.raises(ProtocolError, match="a message of 1 bytes"):
         decode_to_proxy(b"\xff")

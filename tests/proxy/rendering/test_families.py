@@ -145,11 +145,7 @@ def test_concatenated_deltas_equal_the_parsed_message(name: str, family_of: Any)
     check()
 
 
-CALLS_LEAVE_WHOLE = {"gemma4", "llama-3"}
-"""Families whose unfinished calls cannot be read."""
-
-
-@pytest.mark.parametrize("name", sorted({*FAMILIES, "template"} - CALLS_LEAVE_WHOLE))
+@pytest.mark.parametrize("name", [*FAMILIES, "template"])
 def test_arguments_are_streamed_while_they_are_sampled(name: str, family_of: Any) -> None:
     family: Family = family_of(name)
     command = "grep -rn needle src | sort | uniq -c | head; " * 20
