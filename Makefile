@@ -224,8 +224,9 @@ fuzz: setup ## coverage-guided fuzzing of the request parsers for SECONDS=60
 
 REQUESTS ?= 10000
 SEED ?= $(shell od -An -N2 -tu2 /dev/urandom)
-fuzz-http: setup ## hostile HTTP at every route of a running proxy: REQUESTS=100000 SEED=7
-	$(BIN)/python -m tests.attacks.fuzz_http --requests $(REQUESTS) --seed $(SEED) $(ARGS)
+PLANES ?= proxy workers relay swarm harbor
+fuzz-http: setup ## hostile requests at every route of every server: REQUESTS=100000 SEED=7 PLANES="relay swarm"
+	$(BIN)/python -m tests.attacks.fuzz_http --requests $(REQUESTS) --planes $(PLANES) --seed $(SEED) $(ARGS)
 
 KILLS ?= 100
 TARGETS ?= proxy worker engine postgres

@@ -10,6 +10,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ ADMIN_KEY = "of-the-test"
 class Proxy:
     """A proxy process on one port and one store, killed and started again."""
 
-    def __init__(self, folder: Path, model: Path, engine_url: str, port: int) -> None:
+    def __init__(self, folder: Path, model: Path, engine_url: str, port: int, **more: Any) -> None:
+        """`more`: further keys of its configuration."""
         self.config = folder / "proxy.yaml"
         self.url = f"http://127.0.0.1:{port}"
         settings = {
@@ -36,6 +38,7 @@ class Proxy:
             "port": port,
             "engines": [{"url": engine_url}],
             "store": f"sqlite:///{folder}/sessions.db",
+            **more,
         }
         self.config.write_text(yaml.safe_dump(settings))
         self.log = folder / "proxy.log"

@@ -20,6 +20,7 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trajectory import flatten
 from agent_loop.trial_config import SamplingConfig, TrialConfig
+from proxy.client import ProxyClient
 from proxy.engines.scripted import text_script
 from proxy.records import SessionKind
 from tests.e2e.agents.model import COMMANDS, play
@@ -99,7 +100,7 @@ def example(name: str, *more: str) -> CommandConfig:
 
 
 async def trial(
-    proxy: RunningProxy,
+    proxy: RunningProxy | ProxyClient,
     command: CommandConfig,
     folder: Path,
     prompt: str = PROMPT,
@@ -107,17 +108,18 @@ async def trial(
     kind: SessionKind = SessionKind.TRAIN,
     programs: Path = AGENTS / "bin",
     sampling: SamplingConfig | None = None,
+    timeout_s: float = 120,
 ) -> Rollout:
     path = f"{programs}:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
     verifier = VerifierConfig(argv=("grep", "-qx", "hi", "out.txt"))
     loop = RemoteAgentLoop(
-        proxy.control,
+        proxy if isinstance(proxy, ProxyClient) else proxy.control,
         CommandLauncher(CommandConfig(argv=("env", *command.argv), env=env)),
         Verifier(verifier),
         folder,
         sampling=sampling,
-        trial=TrialConfig(timeout_s=120, max_retries=0, keep_workspaces=True),
+        trial=TrialConfig(timeout_s=timeout_s, max_retries=0, keep_workspaces=True),
     )
     try:
         return await loop.run(Task("hi", {"prompt": prompt}), kind=kind)

@@ -17,7 +17,7 @@ from tests.needs import needs
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.continued import Continued
 
-NAMES = ["claude_code", "codex", "codex_0_77", "qwen_code", "opencode", "mini_swe_agent"]
+NAMES = ["claude_code", "codex", "codex_0_77", "qwen_code", "opencode", "pi", "mini_swe_agent"]
 PERCENT = [pytest.param(10, marks=pytest.mark.long), 60, pytest.param(95, marks=pytest.mark.long)]
 
 pytestmark = [

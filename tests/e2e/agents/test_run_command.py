@@ -31,8 +31,8 @@ COMMANDS = [
         ],
         marks=pytest.mark.long,
     ),
-    pytest.param(["opencode", "run", PROMPT], marks=pytest.mark.long),
-    pytest.param(["qwen", "-y", PROMPT], marks=pytest.mark.long),
+    ["opencode", "run", PROMPT],
+    ["qwen", "-y", PROMPT],
 ]
 
 

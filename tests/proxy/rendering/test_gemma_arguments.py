@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers.gemma4 import _ArgumentParser, _format_argument
 
@@ -31,12 +31,14 @@ def _whole(text: str) -> str:
     return gemma_arguments(text, unfinished=False)
 
 
+@settings(deadline=None)
 @given(ARGUMENTS)
 def test_finished_arguments_are_those_that_the_renderer_reads(arguments: dict[str, Any]) -> None:
     text = _format_argument(arguments)
     assert orjson.loads(_whole(text)) == _ArgumentParser(text).parse()
 
 
+@settings(deadline=None)
 @given(ARGUMENTS.map(_format_argument) | st.lists(PIECES, max_size=30).map("".join))
 def test_json_only_grows_while_the_text_grows(text: str) -> None:
     """Also if the text has mistakes: what was sent cannot be taken back."""
