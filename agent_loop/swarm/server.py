@@ -64,6 +64,8 @@ MAX_WAIT_S = 60.0
 KEEP_ALIVE_S = 15.0
 MAX_BODY_BYTES = 4 * 2**20
 MAX_LISTED = 10_000
+MAX_DIGITS = 18
+"""Maximum number of digits of an event's number."""
 MAX_REASON = 500
 """Maximum number of characters of an abort's reason; the rest is cut off."""
 
@@ -180,7 +182,8 @@ class SwarmServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         seen = request.headers.get("Last-Event-ID", "")
-        last = int(seen) if seen.isdecimal() and seen.isascii() else -1
+        is_number = seen.isascii() and seen.isdecimal() and len(seen) <= MAX_DIGITS
+        last = int(seen) if is_number else -1
         while True:
             status = await self.swarm.status(since=last, wait_s=KEEP_ALIVE_S)
             if status.change == last:

@@ -133,6 +133,9 @@ SWARM: dict[str, Callable[[], Body]] = {
     "GET /v1/status?since=N&wait_s=0.1": dict,
     "GET /v1/events": dict,
     "GET /v1/config": dict,
+    "GET /v1/tasks?limit=N": dict,
+    "GET /ready": dict,
+    "GET /metrics": dict,
     "GET /trainer/records/ID": dict,
 }
 HARBOR: dict[str, Callable[[], Body]] = {

@@ -201,7 +201,6 @@ class TableFuzzer(Fuzzer):
 
 
 class SwarmFuzzer(TableFuzzer):
-    health = "/v1/status"
     table = SWARM
     often = "POST /v1/episodes"
     odd_paths = ("/v1/episodes/%ff/end", "/v1/episodes//outcome", "/v1/status?wait_s=nan")

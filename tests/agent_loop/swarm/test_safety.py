@@ -86,6 +86,14 @@ async def test_an_unknown_expect_header_gets_a_417_also_when_it_is_not_utf_8(
     assert answer.split()[1] == b"417"
 
 
+async def test_an_endless_event_number_is_ignored(start_swarm: StartSwarm) -> None:
+    swarm = await start_swarm(rolling=False)
+    headers = AUTHORIZED | {"Last-Event-ID": "9" * 5000}
+    async with swarm.http.get(f"{swarm.url}/v1/events", headers=headers) as response:
+        assert response.status == 200
+        assert (await response.content.readline()).startswith(b"id: ")
+
+
 async def test_unknown_route_is_named(start_swarm: StartSwarm) -> None:
     swarm = await start_swarm(rolling=False)
     async with swarm.http.get(f"{swarm.url}/v1/nothing", headers=AUTHORIZED) as response:
