@@ -11,6 +11,7 @@ import yaml
 
 from trainer import start
 from trainer.checkpoint import FORMAT, Saved
+from trainer.cli import main
 from trainer.errors import CheckpointError, ConfigError
 from trainer.run.folder import RunFolder
 
@@ -110,3 +111,21 @@ def test_a_checkpoint_of_an_earlier_layout_is_refused_with_what_to_do(
     with pytest.raises(CheckpointError, match=r"format 1; this version reads 2") as caught:
         run_until("running")
     assert f"model.path={checkpoint}/model trainer.resume=never" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level"), [(["--log-level", "debug"], "debug"), ([], "warning")]
+)
+def test_log_level_of_the_command_line_is_that_of_the_run(
+    config: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], level: str
+) -> None:
+    levels: list[str] = []
+
+    async def nothing(*_: object) -> str:
+        return "done"
+
+    monkeypatch.setattr(start, "_under_signals", nothing)
+    monkeypatch.setattr(start, "hide_memory", lambda: None)  # of the test's own process
+    monkeypatch.setattr(start.logs, "set_up", lambda _, least: levels.append(least))
+    assert main(["--config", str(config), *arguments]) == 0
+    assert levels == [level]
