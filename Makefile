@@ -21,6 +21,8 @@ TOOLS := .cache/tools
 HARBOR := .harbor
 HARBOR_PYTHON ?= $(call find_python,python3.12)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Some containers set it. Each process of a test would then compile all of its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup reference export-packages harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -29,12 +28,13 @@ from aiohttp import web
 from pydantic import Field
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from agent_loop.api_key import json_headers
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import make_workspace
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
-from proxy.errors import ConfigurationError, RequestError
+from proxy.errors import RequestError
 from proxy.http_request import app_runner, read_body
 from proxy.section import Section
 
@@ -85,18 +85,13 @@ class HttpLauncher:
         """Raises ConfigurationError: the token's variable is not set."""
         self._settings = settings
         self._http: aiohttp.ClientSession | None = None
-        self._headers: dict[str, str] = {"Content-Type": "application/json"}
+        self._headers = json_headers(
+            "http.api_key_env", settings.api_key_env, "the agent service's token"
+        )
         self._callbacks: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """Secret of a trial's callback URL → its final status."""
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
-        if settings.api_key_env is not None:
-            if settings.api_key_env not in os.environ:
-                raise ConfigurationError(
-                    f"http.api_key_env: the variable {settings.api_key_env!r} is not set; "
-                    "export it with the agent service's token"
-                )
-            self._headers["Authorization"] = f"Bearer {os.environ[settings.api_key_env]}"
 
     async def run(self, trial: Trial) -> AgentResult:
         await make_workspace(trial, None)

@@ -6,7 +6,6 @@ number within the bounds, or a judge that cannot be reached, is a `RewardError`,
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -15,12 +14,12 @@ import orjson
 from pydantic import Field
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from agent_loop.api_key import json_headers
 from agent_loop.errors import RewardError
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.reward_values import number
 from agent_loop.rewards.grader import answers
 from agent_loop.rewards.protocol import RewardConfig
-from proxy.errors import ConfigurationError
 from proxy.records import Turn
 
 PROMPT = """An agent was given this task:
@@ -74,14 +73,9 @@ class Judge:
         """Raises ConfigurationError: the key's variable is not set."""
         self._settings = settings
         self._http: aiohttp.ClientSession | None = None
-        self._headers = {"Content-Type": "application/json"}
-        if settings.api_key_env is not None:
-            if settings.api_key_env not in os.environ:
-                raise ConfigurationError(
-                    f"judge.api_key_env: the variable {settings.api_key_env!r} is not set; "
-                    "export it with the judge's API key"
-                )
-            self._headers["Authorization"] = f"Bearer {os.environ[settings.api_key_env]}"
+        self._headers = json_headers(
+            "judge.api_key_env", settings.api_key_env, "the judge's API key"
+        )
 
     async def grade(self, finished: FinishedTrial) -> Graded:
         settings = self._settings
