@@ -20,6 +20,7 @@ from tests.proxy.checkpoint import write_checkpoint
 ROOT = Path(__file__).parents[1]
 SOURCES = ("proxy", "agent_loop", "trainer", "harbor_sdk", "examples")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+pytestmark = pytest.mark.programs
 UV = [sys.executable, "-m", "uv"]
 
 

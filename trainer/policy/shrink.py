@@ -29,6 +29,8 @@ _WIDTHS = {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "laurel_rank": 8,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
 }
 """Sizes that no other setting must fit → the largest in a small copy."""
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
