@@ -43,6 +43,13 @@ def test_shrunk_copy_has_every_kind_of_layer(kind: str, kinds: list[bool]) -> No
     assert sum(p.numel() for p in model.parameters()) < 2_000_000
 
 
+@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_next", "olmo_hybrid"])
+def test_shrunk_copy_of_linear_layers_is_small(kind: str) -> None:
+    with torch.device("meta"):
+        model = proof.AutoModelForCausalLM.from_config(shrunk(settings(kind)))
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+
+
 def test_shrunk_copy_keeps_window_layers_shares_and_formulas() -> None:
     small = shrunk(settings("gemma3_text"))
     assert small.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
