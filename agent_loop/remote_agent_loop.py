@@ -111,9 +111,10 @@ class RemoteAgentLoop:
             failures += 1
 
     async def close(self) -> None:
-        """Closes the launcher and the reward source."""
+        """Closes the launcher, the reward source and the connections to the proxy."""
         await self.launcher.close()
         await self.rewards.close()
+        await self.proxy.close()
 
 
 class TrialState(StrEnum):

@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FILE_NAME = re.compile(
     r"`((?:proxy|agent_loop|trainer|harbor_sdk|docker|examples|benchmarks|tests)/[\w/.-]+\.\w+)`"
 )
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+BLOCK = re.compile(r'^```(\w+)(?: title="[^"]*")?\n(.*?)^```', re.M | re.S)
 # The module that parses each command's flags.
 COMMANDS = {
     "agentic-proxy": "proxy",

@@ -61,7 +61,7 @@ _SMALL_MODEL = {
   schedule: linear
   min_lr_ratio: 0.1
 """,
-    "steps": 24,
+    "steps": 36,
 }
 _YOUR_MODEL = {
     "model_keys": "  compute_dtype: bfloat16\n",

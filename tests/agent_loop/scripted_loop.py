@@ -61,3 +61,10 @@ class ScriptedLoop:
             logs="nowhere",
             seed=seed,
         )
+
+
+class ClosableLoop(ScriptedLoop):
+    """For integrations into other trainers, which close their loop."""
+
+    async def close(self) -> None:
+        return

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agent_loop.integrations.skyrl import AgentGenerator
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Task
 from agent_loop.trial_outcome import Attempt, build_rollout
 from proxy.conversation.messages import Conversation, Message, ToolCall, dump_answer
@@ -29,6 +30,7 @@ from proxy.export.protocol import Row, Sample
 from proxy.export.registry import open_format
 from proxy.records import Turn
 from tests.agent_loop.recorded import turn as a_turn
+from tests.agent_loop.scripted_loop import ClosableLoop
 from tests.needs import needs
 from tests.proxy.export.trees import a_session
 from trainer.algorithms import Algorithm, AlgorithmConfig
@@ -167,12 +169,10 @@ for row in rows:
     assert len(check_in(PACKAGES, program, rows_of("tinker")).split()) == len(REWARDS)
 
 
-@pytest.mark.long
-@needs(NO_PACKAGES)
-def test_skyrl_validates_its_generator_output() -> None:
-    program = """
-import importlib.util
+SKYRL_READS = """
+import ast, importlib.util, logging
 from pathlib import Path
+import numpy as np
 from pydantic import TypeAdapter
 (skyrl,) = importlib.util.find_spec("skyrl").submodule_search_locations
 file = Path(skyrl, "train/generators/base.py")  # alone: its package imports all of SkyRL
@@ -181,12 +181,31 @@ base = importlib.util.module_from_spec(spec)
 sys.modules["base"] = base
 spec.loader.exec_module(base)
 known = base.GeneratorOutput.__annotations__
-assert set(rows[0]) <= set(known), set(rows[0]) - set(known)
-output = {name: [row[name] for row in rows] for name in rows[0]}
+assert set(output) <= set(known), set(output) - set(known)
 for name, values in output.items():
     TypeAdapter(known[name]).validate_python(values)
+source = ast.parse(Path(skyrl, "train/utils/trainer_utils.py").read_text())
+(check,) = [f for f in source.body if getattr(f, "name", "") == "validate_generator_output"]
+names = {"np": np, "logger": logging, "GeneratorOutput": base.GeneratorOutput}
+exec(compile(ast.Module([check], []), "skyrl", "exec"), names)
+names["validate_generator_output"](len(output["response_ids"]), output)
 """
-    check_in(PACKAGES, program, rows_of("skyrl"))
+"""SkyRL's own types and its own check of a `GeneratorOutput`, which is `output`."""
+
+
+@pytest.mark.long
+@needs(NO_PACKAGES)
+def test_skyrl_validates_its_generator_output() -> None:
+    output = "output = {name: [row[name] for row in rows] for name in rows[0]}"
+    check_in(PACKAGES, f"{output}\n{SKYRL_READS}", rows_of("skyrl"))
+
+
+@pytest.mark.long
+@needs(NO_PACKAGES)
+async def test_skyrl_validates_what_our_generator_returns() -> None:
+    generator = AgentGenerator(ClosableLoop(), [Task("hi", {"prompt": "Say hi."})])
+    output = await generator.generate({"prompts": [[{"role": "user", "content": "Say hi."}]] * 4})
+    check_in(PACKAGES, f"output = rows[0]\n{SKYRL_READS}", [output])
 
 
 @pytest.mark.slow

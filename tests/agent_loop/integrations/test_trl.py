@@ -18,7 +18,7 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trial_config import TrialConfig
 from proxy.client import ProxyClient
-from tests.agent_loop.scripted_loop import ScriptedLoop
+from tests.agent_loop.scripted_loop import ClosableLoop
 from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, StartProxy, rendering, start_proxy
 
@@ -115,11 +115,6 @@ async def test_trl_trains_on_trials_that_our_proxy_recorded(
             assert trained == [*first.logprobs.tolist(), *second.logprobs.tolist()]
 
 
-class Failing(ScriptedLoop):
-    async def close(self) -> None:
-        self.closed = True
-
-
 class Trainer:
     """The part of TRL's trainer that a rollout function reads."""
 
@@ -128,7 +123,7 @@ class Trainer:
 
 
 def test_prompt_of_no_task_and_batch_without_a_trial_to_train_are_refused() -> None:
-    rollouts = AgentRollouts(Failing(fails=lambda *_: True), [TASK])
+    rollouts = AgentRollouts(ClosableLoop(fails=lambda *_: True), [TASK])
     with pytest.raises(AgentLoopError, match="'Other' is not the prompt of a given task"):
         rollouts(["Other"], Trainer())
     with pytest.raises(AgentLoopError, match="no trial of the batch can be trained"):

@@ -1,0 +1,116 @@
+"""A batch of trials for a trainer that trains one completion per prompt.
+
+Of a trial that forked, the path with the most sampled tokens is used. Invariant: tokens and
+log-probabilities are those that were recorded, and the mask is 0 for tokens that the policy did not
+sample. A trial that cannot be trained has a mask of zeros and its group's mean reward, so that it
+changes neither the gradient nor the group's baseline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agent_loop.errors import AgentLoopError
+from agent_loop.producers.groups import RunsTrials, rollout_seed
+from agent_loop.records import Rollout, Task
+from agent_loop.trajectory import flatten
+from proxy.records import SessionKind
+
+
+class TrialLoop(RunsTrials, Protocol):
+    """What runs the trials: a `RemoteAgentLoop`."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One trial as a prompt and a completion. Example: Completion([1, 2], [3], [-0.5], [1])"""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    """One per token of the completion; 0.0 for a token that was not sampled."""
+    mask: list[int]
+    """1 for each sampled token of the completion, otherwise 0."""
+
+
+class TrialBatch:
+    """Runs trials of given tasks, at most `concurrency` at the same time."""
+
+    def __init__(
+        self, loop: TrialLoop, tasks: Sequence[Task], *, concurrency: int, seed: int
+    ) -> None:
+        self._loop = loop
+        self._tasks = {task.prompt: task for task in tasks}
+        self._slots = asyncio.Semaphore(concurrency)
+        self._seed = seed
+
+    async def run(
+        self, prompts: Sequence[Any], *, step: int, kind: SessionKind = SessionKind.TRAIN
+    ) -> list[Rollout]:
+        """One trial per prompt, which is a text or messages whose last one is the task's prompt.
+
+        Raises:
+            AgentLoopError: a prompt is not of a task; or the trials are to be trained, and none of
+                them can be.
+        """
+        tasks = [self._task(prompt) for prompt in prompts]
+
+        async def one(number: int, task: Task) -> Rollout:
+            async with self._slots:
+                seed = rollout_seed(self._seed, step, number)
+                return await self._loop.run(task, kind=kind, seed=seed, version=step)
+
+        async with asyncio.TaskGroup() as running:
+            trials = [running.create_task(one(n, task)) for n, task in enumerate(tasks)]
+        rollouts = [trial.result() for trial in trials]
+        if kind is SessionKind.TRAIN and not any(rollout.trainable for rollout in rollouts):
+            raise AgentLoopError(f"no trial of the batch can be trained: {rollouts[0].error}")
+        return rollouts
+
+    async def close(self) -> None:
+        """Closes the loop of trials."""
+        await self._loop.close()
+
+    def _task(self, prompt: Any) -> Task:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        if text not in self._tasks:
+            raise AgentLoopError(f"the prompt {text[:80]!r} is not the prompt of a given task")
+        return self._tasks[text]
+
+
+def completion(rollout: Rollout) -> Completion:
+    """The rollout's path with the most sampled tokens."""
+    paths = flatten(rollout.segments) if rollout.trainable else []
+    if not paths:  # trainers need a token in each part
+        return Completion([0], [0], [0.0], [0])
+    path = max(paths, key=lambda path: int(path.mask.sum()))
+    first = int(path.mask.argmax())
+    return Completion(
+        path.ids[:first].tolist(),
+        path.ids[first:].tolist(),
+        path.logprobs[first:].tolist(),
+        path.mask[first:].astype(int).tolist(),
+    )
+
+
+def rewards(rollouts: Sequence[Rollout], kind: SessionKind = SessionKind.TRAIN) -> list[float]:
+    """One per rollout. One that does not count (it has no reward, or it is to be trained and cannot
+    be) gets the mean reward of the others of the same task, or 0.0 if there are none."""
+    own = [
+        rollout.reward if rollout.trainable or kind is SessionKind.EVAL else None
+        for rollout in rollouts
+    ]
+    known: dict[str, list[float]] = {}
+    for rollout, reward in zip(rollouts, own, strict=True):
+        if reward is not None:
+            known.setdefault(rollout.task.task_id, []).append(reward)
+    means = {task_id: sum(values) / len(values) for task_id, values in known.items()}
+    return [
+        means.get(rollout.task.task_id, 0.0) if reward is None else reward
+        for rollout, reward in zip(rollouts, own, strict=True)
+    ]
