@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import Field
@@ -72,14 +72,20 @@ class EvalReport:
     overall: Score
     per_source: Mapping[str, Score]
     rollouts: Sequence[Rollout]
+    per_agent: Mapping[str, Score] = field(default_factory=dict)
+    """Empty in a run with one agent."""
 
     def as_dict(self) -> dict[str, Any]:
         """The report without its rollouts, for `summary.json`."""
-        return {
+        values = {
             "version": self.version,
             **asdict(self.overall),
             "per_source": {name: asdict(score) for name, score in self.per_source.items()},
         }
+        if self.per_agent:
+            agents = {name: asdict(score) for name, score in self.per_agent.items()}
+            values["per_agent"] = agents
+        return values
 
 
 class Evaluator:
@@ -130,6 +136,7 @@ class Evaluator:
 
     def _report(self, version: int, groups: Sequence[Group]) -> EvalReport:
         sources = sorted({group.task.source for group in groups})
+        agents = sorted({group.task.agent for group in groups} - {""})
         return EvalReport(
             version,
             score(groups, self._config),
@@ -138,6 +145,10 @@ class Evaluator:
                 for source in sources
             },
             [rollout for group in groups for rollout in group.rollouts],
+            {
+                agent: score([g for g in groups if g.task.agent == agent], self._config)
+                for agent in agents
+            },
         )
 
 

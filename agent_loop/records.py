@@ -36,6 +36,8 @@ class Task:
     task_id: str
     data: Mapping[str, Any]
     source: str = "default"
+    agent: str = ""
+    """Name of the agent that tries it; empty in a run with one agent."""
 
     @property
     def prompt(self) -> str:

@@ -69,15 +69,15 @@ class RemoteAgentLoop:
         hidden: Sequence[Path] = (),
         shown: Sequence[Path] = (),
         private_ports: Callable[[], frozenset[int]] = frozenset,
-        retention: RetentionConfig | None = None,
+        finished: FinishedTrials | None = None,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
     ) -> None:
         """What local agents see of this machine. `hidden`: files and folders that are empty for
         them, in addition to `trials_dir` (of which an agent sees its own part of its trial's
         directory). `shown`: what they can read with `sandbox: strict`, in addition to `trial.show`.
         `private_ports`: called in a thread before each trial; the TCP ports that the agent cannot
-        connect to. The proxy's is not refused. `retention`: which folders of finished trials are
-        removed from `trials_dir`. `on_rollout` is called with each rollout before it
+        connect to. The proxy's is not refused. `finished` removes folders of finished trials
+        from `trials_dir`; None: all are kept. `on_rollout` is called with each rollout before it
         is returned."""
         self.proxy = proxy
         self.launcher = launcher
@@ -88,7 +88,7 @@ class RemoteAgentLoop:
         self.sampling = sampling or SamplingConfig()
         self.recording = recording or RecordingConfig()
         self.private_ports = private_ports
-        self.finished = FinishedTrials(trials_dir, retention or RetentionConfig())
+        self.finished = finished or FinishedTrials(trials_dir, RetentionConfig())
         self.wall = self.trial.wall((trials_dir, *hidden), shown)
 
     async def run(

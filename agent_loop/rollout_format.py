@@ -67,7 +67,8 @@ _PLAIN = (
 
 
 def _task(task: Task) -> dict[str, Any]:
-    return {"task_id": task.task_id, "data": dict(task.data), "source": task.source}
+    named = {"agent": task.agent} if task.agent else {}
+    return {"task_id": task.task_id, "data": dict(task.data), "source": task.source, **named}
 
 
 def _encode(rollout: Rollout) -> _Rollout:

@@ -49,6 +49,14 @@ class DataConfig(HarborDataConfig):
     """Shuffle the tasks of a source in each epoch; false: keep the order of the file."""
     seed: int = 0
     """Seed of the order of tasks."""
+    agent_field: str = "agent"
+    """With several `agents`: the field of a task that names its agent, if the task has it."""
+
+    @property
+    def holds_tasks(self) -> bool:
+        """Whether it names any task, to train on or held out."""
+        named = (self.train_files, self.val_files, self.train_sources, self.val_sources)
+        return any((*named, self.train_harbor_dir, self.val_harbor_dir))
 
     @property
     def private_files(self) -> tuple[Path, ...]:
@@ -76,6 +84,16 @@ def training_tasks(data: DataConfig, *, needs_prompt: bool = False) -> TaskStrea
     """The stream of all tasks to train on.
 
     Raises:
+        ConfigurationError: as `training_sources`.
+    """
+    sources = training_sources(data, needs_prompt=needs_prompt)
+    return TaskStream(sources, seed=data.seed, needs_prompt=needs_prompt)
+
+
+def training_sources(data: DataConfig, *, needs_prompt: bool = False) -> list[Source]:
+    """The sources of all tasks to train on, with their weights.
+
+    Raises:
         ConfigurationError: no task is configured, a weight names no source, a task has no prompt
             although the agent needs one, or (TaskFileError) a file cannot be read.
     """
@@ -90,12 +108,15 @@ def training_tasks(data: DataConfig, *, needs_prompt: bool = False) -> TaskStrea
         tasks = read_harbor_dir(root, data, data.harbor_train_limit)
         read.setdefault(source, []).extend(tasks)
     if needs_prompt:
-        _refuse_without_prompt(task for tasks in read.values() for task in tasks)
+        refuse_without_prompt(task for tasks in read.values() for task in tasks)
     if both := sorted(read.keys() & data.train_sources.keys()):
         raise ConfigurationError(
             f"data.train_sources: {both} is also the name of a file or folder of tasks; rename it"
         )
-    found: dict[str, Sequence[Task] | TaskSource] = {**read}
+    found: dict[str, TaskSource] = {
+        name: ListedTasks(name, tasks, seed=data.seed, shuffle=data.shuffle)
+        for name, tasks in read.items()
+    }
     for name, section in data.train_sources.items():
         found[name] = section.build(name, seed=data.seed, shuffle=data.shuffle)
     unknown = set(data.weights) - found.keys()
@@ -103,8 +124,7 @@ def training_tasks(data: DataConfig, *, needs_prompt: bool = False) -> TaskStrea
         raise ConfigurationError(
             f"data.weights: {sorted(unknown)} name no source; the sources are {list(found)}"
         )
-    sources = [Source(name, tasks, data.weights.get(name, 1.0)) for name, tasks in found.items()]
-    return TaskStream(sources, seed=data.seed, shuffle=data.shuffle, needs_prompt=needs_prompt)
+    return [Source(name, tasks, data.weights.get(name, 1.0)) for name, tasks in found.items()]
 
 
 def held_out_tasks(data: DataConfig, *, needs_prompt: bool = False) -> list[Task]:
@@ -127,7 +147,7 @@ def held_out_tasks(data: DataConfig, *, needs_prompt: bool = False) -> list[Task
             )
         tasks += _all_tasks(name, section, data.seed)
     if needs_prompt:
-        _refuse_without_prompt(tasks)
+        refuse_without_prompt(tasks)
     return tasks
 
 
@@ -147,7 +167,8 @@ def _all_tasks(name: str, section: AnyTaskSource, seed: int) -> list[Task]:
     return tasks
 
 
-def _refuse_without_prompt(tasks: Iterable[Task]) -> None:
+def refuse_without_prompt(tasks: Iterable[Task]) -> None:
+    """Raises ConfigurationError: a task has no prompt."""
     for task in tasks:
         if not task.prompt:
             raise ConfigurationError(
@@ -208,6 +229,13 @@ class ListedTasks:
         return (self._tasks[int(place)] for place in order)
 
 
+def read_lazily(source: Source, *, seed: int, shuffle: bool) -> TaskSource:
+    """The tasks of the source; `seed` and `shuffle` are for tasks in memory alone."""
+    if isinstance(source.tasks, Sequence):
+        return ListedTasks(source.name, source.tasks, seed=seed, shuffle=shuffle)
+    return source.tasks
+
+
 class TaskStream:
     """An endless stream of tasks. Each epoch of a source is a new permutation of its tasks. The
     sources are mixed by their weights at any length of the stream, because each draw takes the
@@ -238,9 +266,7 @@ class TaskStream:
         self._draws = {
             name: _Draws(
                 name,
-                ListedTasks(name, source.tasks, seed=seed, shuffle=shuffle)
-                if isinstance(source.tasks, Sequence)
-                else source.tasks,
+                read_lazily(source, seed=seed, shuffle=shuffle),
             )
             for name, source in self._sources.items()
         }
@@ -256,7 +282,7 @@ class TaskStream:
         task = self._draws[name].task(self.cursor.taken[name])
         self.cursor.taken[name] += 1
         if self._needs_prompt:
-            _refuse_without_prompt([task])
+            refuse_without_prompt([task])
         return task
 
     def restore(self, taken: Mapping[str, int]) -> None:

@@ -36,10 +36,12 @@ class TrialLine:
     reward: float | None
     turns: int
     error: str | None = None
+    agent: str = ""
+    """Name of the agent; empty in a run with one agent."""
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        return self.source, self.task_id, self.repeat
+    def key(self) -> tuple[str, str, str, int]:
+        return self.agent, self.source, self.task_id, self.repeat
 
     @property
     def judged(self) -> bool:
@@ -52,7 +54,7 @@ class TrialLine:
 
 def read_lines(file: Path) -> list[TrialLine]:
     """The newest line of each trial; a last line without an end is ignored."""
-    found: dict[tuple[str, str, int], TrialLine] = {}
+    found: dict[tuple[str, str, str, int], TrialLine] = {}
     if file.exists():
         for text in file.read_text().splitlines(keepends=True):
             if text.endswith("\n"):
@@ -92,14 +94,14 @@ class TrialList:
         async with asyncio.TaskGroup() as running:
             for number, task in enumerate(self.tasks):
                 for repeat in range(self.repeats):
-                    if (task.source, task.task_id, repeat) not in done:
+                    if (task.agent, task.source, task.task_id, repeat) not in done:
                         seed = rollout_seed(self.seed, number, repeat)
                         running.create_task(self._one(task, repeat, seed, slots))
-        wanted = {(task.source, task.task_id) for task in self.tasks}
+        wanted = {(task.agent, task.source, task.task_id) for task in self.tasks}
         return [
             line
             for line in read_lines(self.file)
-            if line.key[:2] in wanted and line.repeat < self.repeats
+            if line.key[:3] in wanted and line.repeat < self.repeats
         ]
 
     async def _one(self, task: Task, repeat: int, seed: int, slots: asyncio.Semaphore) -> None:
@@ -115,6 +117,7 @@ class TrialList:
                 rollout.reward,
                 rollout.num_turns,
                 rollout.error,
+                task.agent,
             )
             fields: dict[str, Any] = {name: getattr(line, name) for name in line.__slots__}
             with self.file.open("a") as file:

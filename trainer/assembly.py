@@ -6,22 +6,26 @@ agent's command and the checkpoint, before any process is started.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
+from agent_loop.agents import AgentLoops, Agents, OneOfAgents
+from agent_loop.endpoint_loop import Endpoint, EndpointLoop
 from agent_loop.evaluator import Evaluator
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.producers.groups import RunsTrials
 from agent_loop.producers.protocol import Producer
 from agent_loop.records import Rollout, Task
+from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.swarm.launcher import SwarmLauncher
-from agent_loop.tasks import TaskStream, held_out_tasks, training_tasks
+from agent_loop.tasks import DataConfig, TaskStream, held_out_tasks, training_tasks
+from agent_loop.trial_retention import FinishedTrials
 from proxy.admin_key import kept_files
 from proxy.client import ProxyClient
 from proxy.landlock import missing
@@ -43,14 +47,23 @@ from trainer.weight_sync.probe import probe_ids
 _SWARM_PROBE = 'The clients of the swarm hold the tasks. 0123456789, {"name": "value"}.'
 
 
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """One agent: its section, its launcher and its rewards."""
+
+    config: RemoteAgentConfig
+    launcher: Launcher
+    rewards: RewardSource
+
+
 @dataclass(slots=True)
 class RunParts:
     """The parts of a run that exist before any process is started."""
 
     config: TrainerConfig
     held_out: list[Task]
-    launcher: Launcher
-    rewards: RewardSource
+    agents: Mapping[str, AgentParts]
+    """By name; a single agent has the name ""."""
     probe: Ids
     """The text, as token ids, on which trainer and engines are compared."""
 
@@ -60,30 +73,54 @@ class RunParts:
         proxy: ProxyClient,
         cluster: Cluster,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
-    ) -> RemoteAgentLoop:
+    ) -> AgentLoops:
         """The loop that runs single trials; it calls `on_rollout` with each rollout."""
-        agent = self.config.remote_agent
-        return RemoteAgentLoop(
-            proxy,
-            self.launcher,
-            self.rewards,
-            folder.trials,
-            trial=self.config.remote_agent,
-            sampling=self.config.rollout,
-            recording=self.config.proxy_server,
-            hidden=[*self.hidden(folder), *cluster.private_paths, *kept_files()],
-            shown=agent.shown_files,
-            retention=self.config.retention,
-            private_ports=cluster.private_ports if missing() is None else frozenset,
-            on_rollout=on_rollout,
-        )
+        config, finished = self.config, FinishedTrials(folder.trials, self.config.retention)
+        loops = {
+            name: RemoteAgentLoop(
+                proxy,
+                agent.launcher,
+                agent.rewards,
+                folder.trials,
+                trial=agent.config,
+                sampling=config.rollout,
+                recording=config.proxy_server,
+                hidden=[*self.hidden(agent, folder), *cluster.private_paths, *kept_files()],
+                shown=agent.config.shown_files,
+                finished=finished,
+                private_ports=cluster.private_ports if missing() is None else frozenset,
+                on_rollout=on_rollout,
+            )
+            for name, agent in self.agents.items()
+        }
+        return AgentLoops(loops)
 
-    def hidden(self, folder: RunFolder) -> list[Path]:
-        """The files of the run, of its tasks and of its rewards, which local agents must not
-        read. A file that is also the agent's is not among them."""
-        agent = self.config.remote_agent
-        tasks = (path for path in self.config.data.private_files if not agent.owns(path))
-        return [folder.path, *tasks, *agent.private_files]
+    def endpoint_loop(self, endpoint: Endpoint, folder: RunFolder) -> AgentLoops:
+        """The loop that runs single trials on a model that the agents call themselves."""
+        loops = {
+            name: EndpointLoop(
+                endpoint,
+                agent.launcher,
+                agent.rewards,
+                folder.trials,
+                agent.config,
+                self.hidden(agent, folder),
+                agent.config.shown_files,
+            )
+            for name, agent in self.agents.items()
+        }
+        return AgentLoops(loops)
+
+    def hidden(self, agent: AgentParts, folder: RunFolder) -> list[Path]:
+        """The files of the run, of its tasks and of its rewards, which this agent must not read.
+        A file that is also the agent's is not among them."""
+        data = [
+            self.config.data,
+            *(own for each in self.config.agents.values() if (own := each.data)),
+        ]
+        files = [path for section in data for path in section.private_files]
+        files += [path for each in self.agents.values() for path in each.config.private_files]
+        return [folder.path, *(path for path in files if not agent.config.owns(path))]
 
     @property
     def trials_per_step(self) -> int:
@@ -96,7 +133,7 @@ class RunParts:
         """The producer of the user's own; None: the run has none."""
         return None
 
-    def evaluator(self, loop: RemoteAgentLoop) -> Evaluator | None:
+    def evaluator(self, loop: RunsTrials) -> Evaluator | None:
         """The evaluator; None if there are no held-out tasks."""
         if not self.held_out:
             return None
@@ -136,20 +173,45 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
     check_models(config.model, config.algorithm)
     if config.cluster.backend == "local":
         device_of(config.trainer.device)
-    agent, data = config.remote_agent, config.data
-    agent.check_sandbox()
-    rewards = agent.build_rewards()
-    held_out = held_out_tasks(data, needs_prompt=agent.needs_prompt)[: config.eval.limit]
+    in_swarm = config.swarm is not None
+    agents = build_agents(config.agent_sections, config.data, in_swarm=in_swarm)
+    if config.agents:
+        several = Agents(config.agents, config.data)
+        held_out = several.held_out_tasks(config.eval.limit)
+    else:
+        needs_prompt = config.remote_agent.needs_prompt
+        held_out = held_out_tasks(config.data, needs_prompt=needs_prompt)[: config.eval.limit]
     text = _text(held_out[0]) if held_out else ""
-    if config.swarm is not None:
-        launcher = agent.build_launcher(data.harbor_roots) if agent.agents else SwarmLauncher()
+    if in_swarm:
         probe = probe_ids(config.model.path, text or _SWARM_PROBE)
-        return SwarmParts(config, held_out, launcher, rewards, probe)
-    tasks = training_tasks(data, needs_prompt=agent.needs_prompt)
+        return SwarmParts(config, held_out, agents, probe)
+    tasks = (
+        several.training_tasks()
+        if config.agents
+        else training_tasks(config.data, needs_prompt=needs_prompt)
+    )
     probe = probe_ids(config.model.path, text or _text(tasks.draw()))
     tasks.restore({})
-    launcher = agent.build_launcher(data.harbor_roots)
-    return TaskParts(config, held_out, launcher, rewards, probe, tasks)
+    return TaskParts(config, held_out, agents, probe, tasks)
+
+
+def build_agents(
+    sections: Mapping[str, RemoteAgentConfig], data: DataConfig, *, in_swarm: bool = False
+) -> dict[str, AgentParts]:
+    """The agents of a run by name. In a swarm, an agent may be missing: clients run theirs.
+
+    Raises:
+        proxy.errors.ConfigurationError: a launcher or a reward cannot work on this machine.
+    """
+    agents: dict[str, AgentParts] = {}
+    for name, section in sections.items():
+        section.check_sandbox()
+        own = section.data if isinstance(section, OneOfAgents) else None
+        roots = (own or data).harbor_roots
+        is_missing = in_swarm and not section.agents
+        launcher = SwarmLauncher() if is_missing else section.build_launcher(roots)
+        agents[name] = AgentParts(section, launcher, section.build_rewards())
+    return agents
 
 
 @asynccontextmanager
@@ -157,7 +219,7 @@ async def open_fit(
     parts: RunParts,
     log: RunLog,
     control: RunControl,
-    make_producer: Callable[[RemoteAgentLoop], Producer],
+    make_producer: Callable[[RunsTrials, ProxyClient], Producer],
 ) -> AsyncIterator[Fit]:
     """Starts the processes, restores the last checkpoint, and yields a `Fit` that can `run`.
 
@@ -170,13 +232,14 @@ async def open_fit(
         cluster.trainer(parts.probe.tolist()) as rank_zero,
     ):
         state = await control.wait_for(rank_zero.ask(Restore(checkpoints)))
-        if warning := config.remote_agent.sandbox_warning:
-            say(warning)
+        for warning in {agent.sandbox_warning for agent in config.agent_sections.values()}:
+            if warning is not None:
+                say(warning)
         log.progress.phase(state.step, "starting the engine and the proxy")
         around = RunServices(config, folder, control, cluster, rank_zero, say)
         async with around.running() as services:
             loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
-            producer = parts.own_producer(loop) or make_producer(loop)
+            producer = parts.own_producer(loop) or make_producer(loop, services.proxy)
             evaluator = parts.evaluator(loop)
             fit = Fit(
                 config.trainer,

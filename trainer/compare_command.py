@@ -53,7 +53,7 @@ def _shares(folder: Path) -> dict[str, float]:
     judged: dict[str, list[TrialLine]] = {}
     for line in read_lines(folder / "trials.jsonl"):
         if line.judged:
-            judged.setdefault(f"{line.source}/{line.task_id}", []).append(line)
+            judged.setdefault("/".join(line.key[:3]), []).append(line)
     if not judged:
         raise ConfigError(f"{folder}: has no finished trial; give the --out of agentic-train eval")
     settings = yaml.safe_load((folder / "config.yaml").read_text())

@@ -8,11 +8,12 @@ command line. Unknown keys are refused, and ranges are checked before anything s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
+from agent_loop.agents import OneOfAgents
 from agent_loop.evaluator import EvalConfig
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.swarm.config import SwarmConfig
@@ -26,10 +27,18 @@ class TrainerConfig(ProcessesConfig):
 
     data: DataConfig = DataConfig()
     remote_agent: RemoteAgentConfig = RemoteAgentConfig()
+    agents: Mapping[str, OneOfAgents] = Field(default_factory=dict)
+    """Several agents by name, in place of `remote_agent`: each has the keys of `remote_agent`, its
+    `weight`, and optionally its own `data`."""
     swarm: SwarmConfig | None = None
     """If set, clients bring the tasks and run the agents (`agentic-train --swarm-server`)."""
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def agent_sections(self) -> Mapping[str, RemoteAgentConfig]:
+        """The agents by name; a single one has the name ""."""
+        return self.agents or {"": self.remote_agent}
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -50,11 +59,24 @@ class TrainerConfig(ProcessesConfig):
         return self
 
     def _some_agent(self) -> Iterator[str]:
-        if self.swarm is None and not self.remote_agent.agents:
+        if self.agents:
+            yield from self._only_agents()
+        elif self.swarm is None and not self.remote_agent.agents:
             yield (
                 "no agent: set remote_agent.command.argv to the program that starts it, or one of "
                 "remote_agent.python, http, agent_name"
             )
+
+    def _only_agents(self) -> Iterator[str]:
+        if self.swarm is not None:
+            yield "agents: a swarm's clients run the agents; use remote_agent for its evaluation"
+        if self.remote_agent != RemoteAgentConfig():
+            yield "remote_agent: the run has `agents`; move the keys of remote_agent to agents.NAME"
+        for name, agent in self.agents.items():
+            if not name or "/" in name:
+                yield f"agents.{name!r}: a name has at least one character and no /"
+            if not agent.agents:
+                yield f"agents.{name}: no agent: set command.argv, or one of python, http, …"
 
     def _swarm_batches(self) -> Iterator[str]:
         for name in ("filter", "producer"):

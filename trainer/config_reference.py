@@ -5,6 +5,7 @@ python -m trainer.config_reference > docs/configuration.md
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,6 +42,8 @@ PROXY = """
 overrides the YAML file. Every key has the environment variable `AGENTIC_PROXY_SECTION__KEY`. A run
 starts a proxy of its own and configures it by its section `proxy_server`.
 """
+REPEATED = re.compile(r"agents\.NAME\.(?!weight$|data$)")
+"""Keys that the page has already, in `remote_agent` and `data`."""
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "algorithm.preset": lambda: sorted(PRESETS),
     "engines.kind": lambda: ENGINES,
@@ -60,7 +63,9 @@ def reference() -> str:
     """The page as Markdown."""
     lines = [RUN]
     lines += [
-        _line(key) if "." in key.path else _heading(key, level=2) for key in keys_of(TrainerConfig)
+        _line(key) if "." in key.path else _heading(key, level=2)
+        for key in keys_of(TrainerConfig)
+        if not REPEATED.match(key.path)
     ]
     lines.append(PROXY)
     keys = list(keys_of(ProxyConfig))

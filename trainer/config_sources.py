@@ -48,6 +48,8 @@ VERL_NAMES: Mapping[str, str] = {
 """Environment variable of verl's recipe → key. The variables keep their meaning, except that the
 command line overrides them."""
 
+_NAMED = re.compile(r"^(agents|(?:agents\.[^.]+\.)?data\.(?:train|val)_sources)\.[^.]+")
+"""A section that has a name of the user's own."""
 _EXPONENT = re.compile(r"^[+-]?\d+[eE][+-]?\d+$")
 
 
@@ -206,7 +208,8 @@ def suggestion(key: str) -> str:
     known = list(dict.fromkeys(each.dotted for each in keys_of(TrainerConfig)))
     known.sort(key=lambda each: each.count("."))
     section, _, name = key.rpartition(".")
-    inside = [_last(each) for each in known if each.rpartition(".")[0] == section]
+    generic = _NAMED.sub(r"\1.NAME", section)
+    inside = [_last(each) for each in known if each.rpartition(".")[0] == generic]
     close = difflib.get_close_matches(name, inside, n=1, cutoff=0.7)
     close = close or [each for each in inside if len(name) > 2 and name in each]
     elsewhere = [each for each in known if _last(each) == name]

@@ -99,28 +99,30 @@ def _endpoint(arguments: argparse.Namespace) -> Endpoint:
 
 def groups_of(lines: Sequence[TrialLine]) -> list[Group]:
     """The trials by task, in the form that scores are computed from."""
-    found: dict[tuple[str, str], list[Rollout]] = {}
+    found: dict[tuple[str, str, str], list[Rollout]] = {}
     for line in lines:
-        task = Task(line.task_id, {}, line.source)
+        task = Task(line.task_id, {}, line.source, line.agent)
         rollout = Rollout(
             line.trial_id, task, RolloutStatus(line.status), line.reward, num_turns=line.turns
         )
-        found.setdefault((line.source, line.task_id), []).append(rollout)
-    return [Group(f"{s}/{t}", rollouts[0].task, rollouts) for (s, t), rollouts in found.items()]
+        found.setdefault(line.key[:3], []).append(rollout)
+    return [Group("/".join(key), rollouts[0].task, rollouts) for key, rollouts in found.items()]
 
 
 def scores_table(lines: Sequence[TrialLine], config: EvalConfig) -> str:
-    """One line per source, and one for all; intervals are of 95 %."""
+    """One line per source, one per agent if there are several, and one for all; intervals are of
+    95 %."""
     groups = groups_of(lines)
-    sources = sorted({group.task.source for group in groups})
+    names = sorted({group.task.source for group in groups})
+    agents = [f"agent {name}" for name in sorted({g.task.agent for g in groups} - {""})]
     rows = [["source", "tasks", "trials", "failed", "mean reward", "success"]]
     rows[0] += [f"pass@{k}" for k in config.ks]
-    for source in [*sources, "all"] if len(sources) > 1 else sources:
-        chosen = [group for group in groups if source in (group.task.source, "all")]
+    for name in [*names, *agents, "all"] if len(names) + len(agents) > 1 else names:
+        chosen = [g for g in groups if name in (g.task.source, f"agent {g.task.agent}", "all")]
         result, intervals = score(chosen, config), pass_at_k_intervals(chosen, config)
         rows.append(
             [
-                source,
+                name,
                 str(result.tasks),
                 str(result.rollouts),
                 str(result.failed),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from agent_loop.producers.groups import RunsTrials
 from agent_loop.producers.sync import SyncProducer
-from agent_loop.remote_agent_loop import RemoteAgentLoop
+from proxy.client import ProxyClient
 from trainer.assembly import TaskParts, open_fit
 from trainer.fit import Ended
 from trainer.run.control import RunControl
@@ -13,7 +14,7 @@ from trainer.run.log import RunLog
 async def train(parts: TaskParts, log: RunLog, control: RunControl) -> Ended:
     config = parts.config
 
-    def producer(loop: RemoteAgentLoop) -> SyncProducer:
+    def producer(loop: RunsTrials, _: ProxyClient) -> SyncProducer:
         return SyncProducer(loop, parts.tasks, config.rollout, seed=config.trainer.seed)
 
     async with open_fit(parts, log, control, producer) as fit:

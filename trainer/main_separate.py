@@ -6,7 +6,8 @@ from contextlib import closing
 
 from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
-from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.producers.groups import RunsTrials
+from proxy.client import ProxyClient
 from trainer.assembly import TaskParts, open_fit
 from trainer.fit import Ended
 from trainer.run.control import RunControl
@@ -18,7 +19,7 @@ async def train(parts: TaskParts, log: RunLog, control: RunControl) -> Ended:
 
     with closing(ReplayBuffer(log.folder.buffer)) as buffer:
 
-        def producer(loop: RemoteAgentLoop) -> AsyncProducer:
+        def producer(loop: RunsTrials, _: ProxyClient) -> AsyncProducer:
             tasks, seed = parts.tasks, config.trainer.seed
             return AsyncProducer(loop, tasks, config.rollout, seed=seed, buffer=buffer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.producers.groups import RunsTrials
 from agent_loop.swarm.config import SwarmConfig
 from agent_loop.swarm.producer import SwarmProducer
 from agent_loop.swarm.trainer_process import server_of_trainer
@@ -33,8 +33,8 @@ async def train(parts: SwarmParts, log: RunLog, control: RunControl) -> Ended:
     url, key = server
     config = parts.config
 
-    def producer(loop: RemoteAgentLoop) -> SwarmProducer:
-        hello = swarm_hello(config, loop.proxy, log.folder.path)
+    def producer(_: RunsTrials, proxy: ProxyClient) -> SwarmProducer:
+        hello = swarm_hello(config, proxy, log.folder.path)
         return SwarmProducer(url, key, hello, config.remote_agent.credit)
 
     async with open_fit(parts, log, control, producer) as fit:

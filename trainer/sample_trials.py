@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_loop.endpoint_loop import Endpoint, EndpointLoop
+from agent_loop.agents import Agents
+from agent_loop.endpoint_loop import Endpoint
 from agent_loop.producers.groups import RunsTrials
 from agent_loop.tasks import held_out_tasks
 from agent_loop.trial_list import TrialLine, TrialList
 from proxy.client import ProxyClient
 from proxy.records import EMPTY_IDS, SessionKind
-from trainer.assembly import RunParts
+from trainer.assembly import RunParts, build_agents
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.local import LocalCluster
 from trainer.config import TrainerConfig
@@ -61,16 +62,19 @@ def run_trials(run: TrialRun) -> tuple[list[TrialLine], int]:
 
 
 def _parts(run: TrialRun) -> RunParts:
-    config, agent = run.config, run.config.remote_agent
-    agent.check_sandbox()
-    data = config.data
+    config = run.config
+    several, data = Agents(config.agents, config.data), config.data
     if run.tasks == "train":
-        data = data.training_as_held_out()
-    tasks = held_out_tasks(data, needs_prompt=agent.needs_prompt)[: run.limit]
+        several, data = several.training_as_held_out(), data.training_as_held_out()
+    if config.agents:
+        tasks = several.held_out_tasks(run.limit)
+    else:
+        needs_prompt = config.remote_agent.needs_prompt
+        tasks = held_out_tasks(data, needs_prompt=needs_prompt)[: run.limit]
     if not tasks:
         raise ConfigError(f"data.{run.tasks}_files: no tasks; give at least one file of tasks")
-    launcher = agent.build_launcher(data.harbor_roots)
-    return RunParts(config, tasks, launcher, agent.build_rewards(), EMPTY_IDS)
+    agents = build_agents(config.agent_sections, config.data)
+    return RunParts(config, tasks, agents, EMPTY_IDS)
 
 
 def _folder(run: TrialRun) -> RunFolder:
@@ -138,15 +142,7 @@ async def _loop(
     config = run.config
     async with AsyncExitStack() as stack:
         if run.endpoint is not None:
-            baseline = EndpointLoop(
-                run.endpoint,
-                parts.launcher,
-                parts.rewards,
-                folder.trials,
-                config.remote_agent,
-                parts.hidden(folder),
-                config.remote_agent.shown_files,
-            )
+            baseline = parts.endpoint_loop(run.endpoint, folder)
             stack.push_async_callback(baseline.close)
             yield baseline, None
             return

@@ -207,5 +207,10 @@ class ReplayBuffer:
 
 
 def _dump(task: Task) -> str:
-    fields = {"task_id": task.task_id, "data": dict(task.data), "source": task.source}
+    fields = {
+        "task_id": task.task_id,
+        "data": dict(task.data),
+        "source": task.source,
+        "agent": task.agent,
+    }
     return json.dumps(fields, default=str)

@@ -77,13 +77,14 @@ async def test_loop_removes_the_folders_of_its_finished_trials(
 ) -> None:
     config = CommandConfig(argv=("head", "-c", "100000", "/dev/zero"))
     for keep, left in ((RetentionConfig(max_bytes=150 * KIB), 1), (None, 3)):
+        folder = tmp_path / f"trials-{left}"
         loop = RemoteAgentLoop(
             proxy.control,
             CommandLauncher(config),
             LauncherReward(),
-            tmp_path / f"trials-{left}",
+            folder,
             trial=TrialConfig(sandbox="off", max_retries=0),
-            retention=keep,
+            finished=None if keep is None else FinishedTrials(folder, keep),
         )
         for _ in range(3):
             await loop.run(Task("t", {}), kind=SessionKind.TRAIN)

@@ -21,12 +21,14 @@ from trainer.algorithms.policy_losses import LOSSES
 from trainer.algorithms.presets import PRESETS
 from trainer.config import TrainerConfig
 from trainer.config_keys import Key, keys_of
-from trainer.config_reference import reference
+from trainer.config_reference import REPEATED, reference
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 USERS = ("tests/**/*.py", "examples/**/*", "benchmarks/**/*", "agentic_trainer.yaml")
-ALL_KEYS = [*keys_of(TrainerConfig), *keys_of(ProxyConfig)]
+# An agent of several has the fields that `remote_agent` and `data` have.
+RUN_KEYS = [key for key in keys_of(TrainerConfig) if not REPEATED.match(key.path)]
+ALL_KEYS = [*RUN_KEYS, *keys_of(ProxyConfig)]
 KEYS = [key for key in ALL_KEYS if "." in key.path or not key.sections]
 
 

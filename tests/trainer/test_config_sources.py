@@ -289,3 +289,31 @@ def test_contradictions_between_sections_are_reported_at_once_each_with_its_keys
         load([file], [*overrides, "rollout.group_size=1"])
     keys = [problem.partition(":")[0] for problem in caught.value.problems]
     assert keys == ["engine.sleep", "rollout.top_p=0.9, rollout.top_k=-1", "rollout.group_size=1"]
+
+
+AGENT = "agents.shop.command.argv=[agent]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["remote_agent.timeout_s=5"], "remote_agent: the run has `agents`; move the keys"),
+        (["agents.shell.weight=2"], r"agents\.shell: no agent: set command\.argv"),
+        (["agents.a/b.command.argv=[agent]"], r"agents\.'a/b': a name has at least one"),
+        (["swarm={}"], "agents: a swarm's clients run the agents"),
+        (["agents.shop.wieght=2"], r"did you mean agents\.shop\.weight\?"),
+        (["agents.shop.weight=0"], "greater than 0"),
+    ],
+)
+def test_agents_that_contradict_other_sections_are_refused(
+    overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load([], ["model.path=/m", AGENT, *overrides])
+
+
+def test_single_agent_and_several_agents_have_one_form() -> None:
+    several = load([], ["model.path=/m", AGENT, "agents.shell.http.url=http://h"])
+    assert list(several.agent_sections) == ["shop", "shell"]
+    single = load([], ["model.path=/m", "remote_agent.command.argv=[agent]"])
+    assert single.agent_sections == {"": single.remote_agent}

@@ -18,6 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from agent_loop.agents import Agents
 from agent_loop.evaluator import EvalReport, Score
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
@@ -107,7 +108,7 @@ class ScriptedTrials:
 def config_of(checkpoint: Path, **sections: Any) -> TrainerConfig:
     settings: dict[str, Any] = {
         "model": {"path": checkpoint},
-        "remote_agent": {"command": {"argv": ["true"]}},
+        **({} if "agents" in sections else {"remote_agent": {"command": {"argv": ["true"]}}}),
         "engine": {"verify": False, "verify_tolerance": 1e-3},
         "optimizer": {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2},
         "algorithm": {"mini_batches": 2},
@@ -125,6 +126,7 @@ async def run_once(
     url: str,
     cut_at: int | None = None,
     evaluator: Evaluates | None = None,
+    stream: TaskStream | None = None,
     **script: Any,
 ) -> str:
     """Does the same as `start` with scripted trials: continues from the last checkpoint, if there
@@ -144,7 +146,7 @@ async def run_once(
         async with local_trainer(config, folder, control, ()) as rank_zero:
             producer = SyncProducer(
                 ScriptedTrials(scored_on(rank_zero), cut_at, **script),
-                TaskStream([Source("s", tasks)], seed=1),
+                stream or TaskStream([Source("s", tasks)], seed=1),
                 RolloutConfig(groups_per_step=2, group_size=3),
                 seed=config.trainer.seed,
             )
@@ -209,6 +211,33 @@ def test_run_that_is_interrupted_three_times_equals_an_uninterrupted_run(
     ]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_interrupted_run_of_two_agents_continues_with_the_same_agents(
+    checkpoint: Path, engine: str, new_folder: Any, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    named = {"task_id": "named", "agent": "shell"}
+    tasks.write_text("".join(json.dumps(t) + "\n" for t in (named, {"task_id": "any"})))
+    command = {"command": {"argv": ["agent"]}}
+    data = {"train_files": [str(tasks)]}
+    own = command | {"data": data, "weight": 2}
+    sections = {"agents": {"shop": command, "shell": command, "own": own}, "data": data}
+    config = config_of(checkpoint, **sections)
+
+    def stream() -> TaskStream:
+        return Agents(config.agents, config.data).training_tasks()
+
+    whole, cut = new_folder("whole"), new_folder("cut")
+    assert asyncio.run(run_once(config, whole, engine, stream=stream())) == "done"
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(run_once(config, cut, engine, 9, stream=stream()))
+    assert asyncio.run(run_once(config, cut, engine, stream=stream())) == "done"
+    assert lines(cut) == lines(whole)
+    agents = [[line["agent"] for line in read_jsonl(f.trials_log)] for f in (whole, cut)]
+    assert agents[0] == agents[1]
+    assert set(agents[0]) == {"shop", "shell", "own"}
+    assert sum(line.get("agent/own/trials", 0) for line in lines(whole)) == agents[0].count("own")
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:

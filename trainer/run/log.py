@@ -110,6 +110,9 @@ class RunLog:
         overall = report.overall
         scores = {"eval/success": overall.success, "eval/reward": overall.mean_reward}
         scores |= {f"eval/pass_at_{k}": share for k, share in overall.pass_at_k.items() if k > 1}
+        for agent, score in report.per_agent.items():
+            scores[f"eval/agent/{agent}/success"] = score.success
+            scores[f"eval/agent/{agent}/reward"] = score.mean_reward
         taken = [name.removeprefix("eval/") for name in scores]
         own = own_metrics(self._own, report.rollouts, taken)
         own_scores = {f"eval/{name}": value for name, value in own.items()}
@@ -143,6 +146,7 @@ class RunLog:
                 "trial_id": rollout.trial_id,
                 "task_id": rollout.task.task_id,
                 "source": rollout.task.source,
+                **({"agent": rollout.task.agent} if rollout.task.agent else {}),
                 "status": rollout.status.value,
                 "reward": rollout.reward,
                 "turns": rollout.num_turns,

@@ -37,7 +37,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
     }
     if usable:
         metrics |= _rewards(usable, success_at) | _sizes(usable)
-    return metrics
+    return metrics | _per_agent(rollouts, success_at)
 
 
 def staleness_metrics(batch: Batch, version: int) -> Metrics:
@@ -93,6 +93,21 @@ def _rewards(usable: Sequence[Rollout], success_at: float) -> Metrics:
     for part in parts[:MAX_PARTS]:
         values = [r.reward_parts[part] for r in usable if part in r.reward_parts]
         metrics[f"reward/part/{part}"] = _mean(values)
+    return metrics
+
+
+def _per_agent(rollouts: Sequence[Rollout], success_at: float) -> Metrics:
+    """Metrics of each agent, in a run with several."""
+    metrics: Metrics = {}
+    for agent in sorted({rollout.task.agent for rollout in rollouts} - {""}):
+        own = [rollout for rollout in rollouts if rollout.task.agent == agent]
+        failed = [rollout.status is RolloutStatus.FAILED for rollout in own]
+        metrics[f"agent/{agent}/trials"] = float(len(own))
+        metrics[f"agent/{agent}/failed"] = _mean([float(each) for each in failed])
+        if rewards := [r.reward for r in own if r.trainable and r.reward is not None]:
+            metrics[f"agent/{agent}/reward"] = _mean(rewards)
+            successes = [float(reward >= success_at) for reward in rewards]
+            metrics[f"agent/{agent}/success"] = _mean(successes)
     return metrics
 
 
