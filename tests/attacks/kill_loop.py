@@ -30,7 +30,7 @@ import yaml
 from proxy.client import ProxyClient, SessionHandle
 from proxy.conversation.messages import load_answer
 from proxy.records import TurnStatus
-from tests.attacks.server import line_of
+from tests.attacks.server import effort, family, line_of, patiently
 from tests.attacks.victim import ADMIN_KEY
 from tests.postgres_server import PostgresServer, binaries, postgres_process
 from tests.proxy.checkpoint import write_checkpoint
@@ -66,11 +66,14 @@ class Program:
         self.up.set()
 
     async def kill(self) -> None:
+        """Its worker processes end by themselves, and then the port is free."""
         assert self.process is not None
         self.up.clear()
+        workers = family(self.process.pid)[1:]
         with suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
+        await patiently(lambda: effort(workers), _ended(workers))
 
     def kill_child(self, rng: random.Random) -> None:
         """One of its worker processes; it starts another itself."""
@@ -79,6 +82,18 @@ class Program:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         with suppress(ProcessLookupError, IndexError):
             os.kill(int(rng.choice(children)), signal.SIGKILL)
+
+
+async def _ended(pids: Sequence[int]) -> None:
+    while any(_runs(pid) for pid in pids):
+        await asyncio.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 class Agent:

@@ -8,6 +8,7 @@ a recorded path, or forks with the cause that is known for this agent.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,10 +110,12 @@ async def trial(
     programs: Path = AGENTS / "bin",
     sampling: SamplingConfig | None = None,
     timeout_s: float = 120,
+    check: Sequence[str] = ("grep", "-qx", "hi", "out.txt"),
 ) -> Rollout:
+    """`check`: the verifier's command."""
     path = f"{programs}:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
-    verifier = VerifierConfig(argv=("grep", "-qx", "hi", "out.txt"))
+    verifier = VerifierConfig(argv=tuple(check))
     loop = RemoteAgentLoop(
         proxy if isinstance(proxy, ProxyClient) else proxy.control,
         CommandLauncher(CommandConfig(argv=("env", *command.argv), env=env)),

@@ -36,8 +36,9 @@ pytestmark = [
     needs(None if (AGENTS / ".ready").exists() else f"no {AGENTS}: make agents"),
 ]
 CONTEXT_TOKENS = 32_768
-"""Room for the prompt of Claude Code in the checkpoint's small vocabulary."""
-GREEDY = SamplingConfig(temperature=1e-3, max_tokens=64)
+"""Room for the agent's prompt in the checkpoint's small vocabulary."""
+GREEDY = SamplingConfig(temperature=0.01, max_tokens=64)
+"""As far as vLLM allows for a session of kind `train`."""
 START_S = 900.0
 """On a busy machine. The proxy waits this time for its engine."""
 EVENTS = 8
@@ -144,9 +145,15 @@ async def test_answer_of_a_killed_vllm_is_continued_by_the_next_one(
 
 
 async def _answers(control: ProxyClient, folder: Path) -> list[Turn]:
-    """The turns of Claude Code in a trial of its own."""
+    """The turns of pi in a trial of its own: it takes an answer of 64 tokens as it is."""
     rollout = await trial(
-        control, example("claude_code"), folder, "Say it.", sampling=GREEDY, timeout_s=2 * START_S
+        control,
+        example("pi"),
+        folder,
+        "Say it.",
+        sampling=GREEDY,
+        timeout_s=2 * START_S,
+        check=["true"],
     )
     log = (Path(rollout.logs or os.devnull) / "agent.log").read_text(errors="replace")[-3000:]
     assert rollout.status is RolloutStatus.DONE, f"{rollout.error}\n{log}"
