@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -73,7 +74,8 @@ class Program:
         with suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
-        await patiently(lambda: effort(workers), _ended(workers))
+        for pid in workers:
+            await patiently(partial(effort, workers), _end_of(pid))
 
     def kill_child(self, rng: random.Random) -> None:
         """One of its worker processes; it starts another itself."""
@@ -84,16 +86,19 @@ class Program:
             os.kill(int(rng.choice(children)), signal.SIGKILL)
 
 
-async def _ended(pids: Sequence[int]) -> None:
-    while any(_runs(pid) for pid in pids):
-        await asyncio.sleep(0.01)
-
-
-def _runs(pid: int) -> bool:
+async def _end_of(pid: int) -> None:
+    """Returns when a process has ended that is not a child of this one."""
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except OSError:
-        return False
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(watched, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)
 
 
 class Agent:
