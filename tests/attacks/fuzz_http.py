@@ -69,6 +69,7 @@ class Report:
             f"{self.plane}, seed {self.seed}: {codes}; health {self.healthy}; "
             f"unanswered {len(self.unanswered)}"
         ]
+        lines += [f"unanswered: {name}" for name in self.unanswered[:20]]
         kinds = Counter(line.partition(": ")[0] for line in self.broken)
         for kind, count in kinds.most_common(20):
             first = next(line for line in self.broken if line.startswith(kind))
