@@ -126,7 +126,7 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _submit(request: web.Request) -> web.StreamResponse:
     runs = request.app[_RUNS]
-    run_id, key = new_run_id(), request.headers.get("Idempotency-Key")
+    run_id, key = new_run_id(), request.headers.get("Idempotency-Key") or None
     upload = request.app[_CONFIG].state_dir / "uploads" / run_id
     try:
         metadata, has_archive, fingerprint = await _read_form(request, upload)

@@ -104,6 +104,19 @@ async def test_same_idempotency_key_never_starts_a_second_run(
     assert caught.value.code == "conflict"
 
 
+async def test_empty_idempotency_key_is_none(url: str) -> None:
+    metadata = wanted(task_name="org/name").model_dump_json()
+    found = set()
+    async with aiohttp.ClientSession(headers=BEARER | {"Idempotency-Key": ""}) as session:
+        for _ in range(2):
+            with aiohttp.MultipartWriter("form-data") as form:
+                form.append(metadata).set_content_disposition("form-data", name="metadata")
+            async with session.post(f"{url}api/v1/runs?wait_s=0", data=form) as response:
+                assert response.status in (200, 202)
+                found.add((await response.json())["run_id"])
+    assert len(found) == 2
+
+
 async def test_older_client_gets_result_in_the_answer(url: str) -> None:
     metadata = (
         '{"job_id": "j", "task_id": "t", "task_path": "/data/one", "agent": {"name": "oracle", '
