@@ -49,7 +49,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from proxy.commands.sessions import replay_session
+    from proxy.commands.replay import replay_session
 
     return asyncio.run(replay_session(arguments))
 

@@ -11,12 +11,17 @@ with the same parameters.
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from proxy.commands.sessions import named_store, one_session
+from proxy.engines.vllm_scoring import VllmScorer
+from proxy.errors import EngineError, RequestError
 from proxy.records import Ids, Logprobs, Turn, TurnStatus
 from proxy.token_tree.paths import path
 
@@ -49,6 +54,38 @@ class ComparedTurn:
     mean: float
     versions: tuple[int, ...]
     """Versions of the weights that sampled the turn."""
+
+
+async def replay_session(arguments: Namespace) -> int:
+    """Scores a session's turns again and prints the differences.
+
+    Returns 1 if a difference exceeds the tolerance.
+    """
+    async with named_store(arguments) as (store, _):
+        _, turns = await one_session(store, arguments.trial_id)
+    scorer = VllmScorer(arguments.engine)
+    try:
+        compared, skipped = await replay(turns, scorer)
+    except RequestError as error:
+        raise EngineError(error.message) from error
+    finally:
+        await scorer.close()
+    for entry in compared:
+        print(
+            f"turn {entry.turn}: {entry.tokens} tokens of version "
+            f"{', '.join(map(str, entry.versions))}: largest difference {entry.largest:.2e}, "
+            f"mean {entry.mean:.2e}"
+        )
+    for why in skipped:
+        print(why)
+    largest = max((entry.largest for entry in compared), default=0.0)
+    print(f"{len(compared)} of {len(turns)} turns compared, largest difference {largest:.2e}")
+    failed = arguments.tolerance is not None and largest > arguments.tolerance
+    if failed:
+        print(
+            f"the largest difference exceeds --tolerance {arguments.tolerance:g}", file=sys.stderr
+        )
+    return 1 if failed else 0
 
 
 async def replay(turns: list[Turn], scorer: Scorer) -> tuple[list[ComparedTurn], list[str]]:

@@ -1,11 +1,10 @@
-"""`agentic-proxy sessions list|show` and `replay`: read the record from the store.
+"""`agentic-proxy sessions list|show`: reads the record from the store.
 
-They need no running proxy, but one may be running. Invariant: they never create a store.
+It needs no running proxy, but one may be running. Invariant: it never creates a store.
 """
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -15,11 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from proxy.commands.replay import replay
 from proxy.config import ProxyConfig, load_config
 from proxy.conversation.messages import load_answer
-from proxy.engines.vllm_scoring import VllmScorer
-from proxy.errors import ConfigurationError, EngineError, RequestError
+from proxy.errors import ConfigurationError
 from proxy.records import Session, SessionKind, SessionStatus, Turn
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store import open_store
@@ -53,7 +50,7 @@ async def list_sessions(arguments: Namespace) -> int:
 async def show_session(arguments: Namespace) -> int:
     """Prints a session's turns: the prompt, the answer, and the cause of each fork."""
     async with named_store(arguments) as (store, config):
-        session, turns = await _one(store, arguments.trial_id)
+        session, turns = await one_session(store, arguments.trial_id)
     model = arguments.model or config.model
     if arguments.tokens and model is None:
         raise ConfigurationError(
@@ -72,38 +69,6 @@ async def show_session(arguments: Namespace) -> int:
     for turn in turns:
         console.print(_turn_text(turn, tokenizer, with_tokens=arguments.tokens))
     return 0
-
-
-async def replay_session(arguments: Namespace) -> int:
-    """Scores a session's turns again and prints the differences.
-
-    Returns 1 if a difference exceeds the tolerance.
-    """
-    async with named_store(arguments) as (store, _):
-        _, turns = await _one(store, arguments.trial_id)
-    scorer = VllmScorer(arguments.engine)
-    try:
-        compared, skipped = await replay(turns, scorer)
-    except RequestError as error:
-        raise EngineError(error.message) from error
-    finally:
-        await scorer.close()
-    for entry in compared:
-        print(
-            f"turn {entry.turn}: {entry.tokens} tokens of version "
-            f"{', '.join(map(str, entry.versions))}: largest difference {entry.largest:.2e}, "
-            f"mean {entry.mean:.2e}"
-        )
-    for why in skipped:
-        print(why)
-    largest = max((entry.largest for entry in compared), default=0.0)
-    print(f"{len(compared)} of {len(turns)} turns compared, largest difference {largest:.2e}")
-    failed = arguments.tolerance is not None and largest > arguments.tolerance
-    if failed:
-        print(
-            f"the largest difference exceeds --tolerance {arguments.tolerance:g}", file=sys.stderr
-        )
-    return 1 if failed else 0
 
 
 def _turn_text(turn: Turn, tokenizer: Tokenizer | None, *, with_tokens: bool) -> Text:
@@ -156,7 +121,7 @@ async def _records(
         after = page[-1].session_id
 
 
-async def _one(store: Store, trial_id: str) -> tuple[Session, list[Turn]]:
+async def one_session(store: Store, trial_id: str) -> tuple[Session, list[Turn]]:
     session = await store.get_session(trial_id)
     if session is None:
         raise ConfigurationError(
