@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from proxy.records import Ids, Logprobs, Session, Turn
 from proxy.wall import Wall
+
+if TYPE_CHECKING:
+    from proxy.client import ProxyClient
 
 Mask = npt.NDArray[np.bool_]
 
@@ -141,6 +144,8 @@ class FinishedTrial:
     agent: AgentResult
     session: Session
     turns: Sequence[Turn]
+    proxy: ProxyClient | None = None
+    """The control plane of the proxy that recorded it; None: no proxy of the policy did."""
 
 
 @dataclass(frozen=True, slots=True)

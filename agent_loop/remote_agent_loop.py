@@ -226,7 +226,7 @@ class _TrialRun:
         proxy = self._loop.proxy
         await self._patiently(lambda: proxy.complete(trial.trial_id))
         session, self._turns = await self._patiently(lambda: proxy.get_turns(trial.trial_id))
-        return FinishedTrial(trial, agent, session, self._turns)
+        return FinishedTrial(trial, agent, session, self._turns, proxy)
 
     async def _grade(self, finished: FinishedTrial) -> Rollout:
         self.state = TrialState.GRADING

@@ -71,6 +71,12 @@ def _parts(run: TrialRun) -> RunParts:
     else:
         needs_prompt = config.remote_agent.needs_prompt
         tasks = held_out_tasks(data, needs_prompt=needs_prompt)[: run.limit]
+    for section in config.agent_sections.values():
+        if run.endpoint is not None and section.judge is not None and section.judge.policy:
+            raise ConfigError(
+                f"judge.policy: agents call {run.endpoint.model} at {run.endpoint.url} themselves, "
+                "and no policy runs; give the judge a base_url or a checkpoint"
+            )
     if not tasks:
         raise ConfigError(f"data.{run.tasks}_files: no tasks; give at least one file of tasks")
     agents = build_agents(config.agent_sections, config.data)

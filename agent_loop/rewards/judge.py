@@ -1,4 +1,4 @@
-"""Reward from a language model behind an OpenAI-compatible endpoint.
+"""Reward from a language model: an endpoint, a checkpoint that the run serves, or the policy.
 
 The judge is asked to end its answer with `Reward: <number>`. Invariant: an answer without a
 number within the bounds, or a judge that cannot be reached, is a `RewardError`, never 0.
@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
 import aiohttp
 import orjson
-from pydantic import Field
+from pydantic import Field, model_validator
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from agent_loop.api_key import json_headers
 from agent_loop.errors import RewardError
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.reward_values import number
 from agent_loop.rewards.grader import answers
+from agent_loop.rewards.judge_models import (
+    EndpointJudge,
+    JudgeAccess,
+    JudgeModel,
+    PolicyJudge,
+    ServedJudge,
+)
 from agent_loop.rewards.protocol import RewardConfig
+from proxy.engines.vllm_server import VllmConfig
 from proxy.records import Turn
 
+MAX_WAIT_S = 10.0
+"""Longest wait before the judge is asked again."""
 PROMPT = """An agent was given this task:
 
 {task}
@@ -39,12 +50,20 @@ _REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]+(?:e[-+]?\d+)?)", re.IG
 class JudgeConfig(RewardConfig):
     """Example: JudgeConfig(base_url="https://…/v1", model="judge", api_key_env="JUDGE_KEY")"""
 
-    base_url: str
-    """URL of an OpenAI-compatible endpoint, with `/v1`."""
-    model: str
-    """Name of the model at this endpoint."""
+    base_url: str | None = None
+    """URL of an OpenAI-compatible endpoint, with `/v1`. Exactly one of `base_url`, `checkpoint` and
+    `policy` is set."""
+    checkpoint: Path | None = None
+    """Checkpoint that the run serves with a vLLM of its own, from the first trial on."""
+    policy: bool = False
+    """The policy itself is the judge, in a session of kind `eval`, which is never trained."""
+    model: str | None = None
+    """Name of the model at `base_url`."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the endpoint's API key."""
+    """Name of the environment variable that holds the API key of `base_url`."""
+    engine: VllmConfig = VllmConfig()
+    """The vLLM server of `checkpoint`, with the keys of the section `engine` that describe a
+    server. It runs on the trainer's machine; give it a GPU by `env`."""
     criteria: str = "Judge whether the task was done, and done well."
     """What the judge is asked to judge."""
     low: float = 0.0
@@ -62,20 +81,44 @@ class JudgeConfig(RewardConfig):
     """Maximum number of requests per trial; a request is repeated if the judge is busy or does not
     answer in the requested form."""
 
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        given = [self.base_url is not None, self.checkpoint is not None, self.policy]
+        if sum(given) != 1:
+            raise ValueError(
+                "a judge is exactly one of base_url (an endpoint), checkpoint (served by the run) "
+                "and policy: true"
+            )
+        if (self.base_url is None) != (self.model is None):
+            raise ValueError("model names the model at base_url; set both or neither")
+        if self.api_key_env is not None and self.base_url is None:
+            raise ValueError("api_key_env is the key of base_url; remove it")
+        return self
+
     def build(self) -> Judge:
         return Judge(self)
+
+    def build_model(self) -> JudgeModel:
+        """Raises ConfigurationError: the key's variable is not set, or there is no checkpoint."""
+        if self.base_url is not None and self.model is not None:
+            return EndpointJudge(self.base_url, self.model, self.api_key_env)
+        if self.checkpoint is not None:
+            return ServedJudge(self.checkpoint, self.engine)
+        return PolicyJudge(ttl_s=(self.timeout_s + MAX_WAIT_S) * self.attempts)
 
 
 class Judge:
     """Asks the model once per trial, and again if the answer cannot be used."""
 
-    def __init__(self, settings: JudgeConfig) -> None:
-        """Raises ConfigurationError: the key's variable is not set."""
+    def __init__(self, settings: JudgeConfig, model: JudgeModel | None = None) -> None:
+        """`model` replaces the model of the settings.
+
+        Raises:
+            ConfigurationError: as `JudgeConfig.build_model`.
+        """
         self._settings = settings
+        self._model = model or settings.build_model()
         self._http: aiohttp.ClientSession | None = None
-        self._headers = json_headers(
-            "judge.api_key_env", settings.api_key_env, "the judge's API key"
-        )
 
     async def grade(self, finished: FinishedTrial) -> Graded:
         settings = self._settings
@@ -86,35 +129,39 @@ class Judge:
             low=settings.low,
             high=settings.high,
         )
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(RewardError),
-            stop=stop_after_attempt(settings.attempts),
-            wait=wait_exponential(multiplier=0.5, max=10.0),
-            reraise=True,
-        ):
-            with attempt:
-                value = self._parse(await self._ask(prompt))
+        async with self._model.access(finished) as access:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(RewardError),
+                stop=stop_after_attempt(settings.attempts),
+                wait=wait_exponential(multiplier=0.5, max=MAX_WAIT_S),
+                reraise=True,
+            ):
+                with attempt:
+                    value = self._parse(await self._ask(access, prompt))
         return Graded(value)
 
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
             self._http = None
+        await self._model.close()
 
-    async def _ask(self, prompt: str) -> str:
+    async def _ask(self, access: JudgeAccess, prompt: str) -> str:
         settings = self._settings
         if self._http is None:
-            self._http = aiohttp.ClientSession(headers=self._headers)
+            self._http = aiohttp.ClientSession()
         body = {
-            "model": settings.model,
+            "model": access.model,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": settings.max_tokens,
             "temperature": 0,
         }
-        url = f"{settings.base_url.rstrip('/')}/chat/completions"
+        url = f"{access.base_url}/chat/completions"
         timeout = aiohttp.ClientTimeout(total=settings.timeout_s)
         try:
-            async with self._http.post(url, data=orjson.dumps(body), timeout=timeout) as response:
+            async with self._http.post(
+                url, data=orjson.dumps(body), headers=access.headers, timeout=timeout
+            ) as response:
                 raw = await response.read()
                 if response.status != 200:
                     raise RewardError(f"judge: {url} answered {response.status}: {raw[:200]!r}")

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from pydantic import ValidationError
 
 from agent_loop.errors import RewardError
-from agent_loop.records import Graded
+from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.records import Graded, Task
+from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.judge import Judge, JudgeConfig
-from proxy.errors import ConfigurationError
+from agent_loop.rewards.judge_models import ServedJudge
+from agent_loop.trial_config import TrialConfig
+from proxy.engines.vllm_server import VllmConfig, VllmServer
+from proxy.errors import ConfigurationError, EngineError
+from proxy.records import SessionKind, SessionStatus
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.recorded import finished
+from tests.proxy.conftest import RunningProxy
 
 SILENCE = "silence"
 
@@ -126,3 +137,130 @@ async def test_judge_that_does_not_answer_in_time_is_a_failure(
     endpoint.replies = [SILENCE]
     with pytest.raises(RewardError, match="judge"):
         await grade(endpoint, make_trial(), timeout_s=0.2, attempts=1)
+
+
+async def test_policy_as_judge_is_asked_in_a_session_of_kind_eval(
+    proxy: RunningProxy, make_trial: MakeTrial
+) -> None:
+    proxy.answers("The work is done. Reward: 0.5")
+    judge = Judge(JudgeConfig(policy=True))
+    trial = replace(finished(make_trial(), answers=["All done."]), proxy=proxy.control)
+    assert await judge.grade(trial) == Graded(0.5)
+    await judge.close()
+    (session,) = await proxy.control.list_sessions()
+    assert session["kind"] == "eval"
+    recorded, (asked,) = await proxy.control.get_turns(session["trial_id"])
+    assert recorded.kind is SessionKind.EVAL
+    assert recorded.metadata == {"judges": trial.trial.trial_id}
+    assert recorded.status is SessionStatus.COMPLETED
+    assert asked.sampled
+
+
+async def test_answers_of_the_policy_as_judge_are_no_part_of_the_rollout(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    proxy.answers("Hello. Reward: 1")
+    agent = (sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "small_agent.py"))
+    loop = RemoteAgentLoop(
+        proxy.control,
+        CommandLauncher(CommandConfig(argv=agent)),
+        Judge(JudgeConfig(policy=True)),
+        tmp_path / "trials",
+        trial=TrialConfig(max_retries=0, sandbox="off"),
+    )
+    rollout = await loop.run(Task("greet", {"prompt": "Say hello."}), kind=SessionKind.TRAIN)
+    await loop.close()
+    assert (rollout.reward, rollout.num_turns, rollout.error) == (1.0, 1, None)
+    sessions = {each["trial_id"]: each["kind"] for each in await proxy.control.list_sessions()}
+    assert sessions.pop(rollout.trial_id) == "train"
+    assert list(sessions.values()) == ["eval"]
+
+
+async def test_policy_as_judge_needs_a_proxy(make_trial: MakeTrial) -> None:
+    judge = Judge(JudgeConfig(policy=True))
+    with pytest.raises(RewardError, match=r"judge\.policy: this trial was not recorded"):
+        await judge.grade(finished(make_trial()))
+
+
+async def test_checkpoint_is_served_once_for_all_trials_and_ended_at_the_close(
+    endpoint: Endpoint, make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    """A scripted server in place of vLLM."""
+    started: list[dict[str, Any]] = []
+    stopped: list[str] = []
+
+    class ScriptedServer(VllmServer):
+        def __init__(self, config: VllmConfig, model: Path, **more: Any) -> None:
+            self.log = more["log"]
+            started.append({"config": config, "model": model, **more})
+
+        url = endpoint.url.replace("://", "://:sk-served@")
+        running = True
+
+        async def start(self) -> None:
+            await asyncio.sleep(0)
+
+        async def stop(self) -> None:
+            stopped.append(self.url)
+
+    (tmp_path / "config.json").touch()
+    config = JudgeConfig.model_validate(
+        {"checkpoint": str(tmp_path), "engine": {"max_context_tokens": 512}}
+    )
+    judge = Judge(config, ServedJudge(tmp_path, config.engine, ScriptedServer))
+    endpoint.replies = ["Reward: 1", "Reward: 0"]
+    trial = finished(make_trial(), answers=["Done."])
+    graded = await asyncio.gather(judge.grade(trial), judge.grade(trial))
+    assert sorted(each.value for each in graded) == [0, 1]
+    assert len(started) == 1
+    assert started[0]["model"] == tmp_path
+    assert started[0]["config"].max_context_tokens == 512
+    assert [asked["model"] for asked in endpoint.asked] == ["judge", "judge"]
+    assert endpoint.keys == ["Bearer sk-served"] * 2
+    await judge.close()
+    assert len(stopped) == 1
+
+
+async def test_checkpoint_that_cannot_be_served_fails_the_trials(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    starts: list[Path] = []
+
+    class Broken(VllmServer):
+        def __init__(self, config: VllmConfig, model: Path, **more: Any) -> None:
+            starts.append(model)
+
+        async def start(self) -> None:
+            raise EngineError("vLLM did not start (exit code 1)")
+
+    (tmp_path / "config.json").touch()
+    config = JudgeConfig(checkpoint=tmp_path)
+    judge = Judge(config, ServedJudge(tmp_path, config.engine, Broken))
+    trial = finished(make_trial())
+    for _ in range(2):
+        with pytest.raises(RewardError, match="is not served: vLLM did not start"):
+            await judge.grade(trial)
+    await judge.close()
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "exactly one of base_url"),
+        ({"policy": True, "checkpoint": "/models/judge"}, "exactly one of base_url"),
+        ({"base_url": "http://h/v1"}, "set both or neither"),
+        ({"policy": True, "model": "judge"}, "set both or neither"),
+        ({"policy": True, "api_key_env": "KEY"}, "api_key_env is the key of base_url"),
+    ],
+)
+def test_judge_that_is_not_exactly_one_model_is_refused(
+    settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        JudgeConfig.model_validate(settings)
+
+
+def test_checkpoint_that_does_not_exist_is_refused_before_the_run_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"judge\.checkpoint: .* has no config\.json"):
+        JudgeConfig(checkpoint=tmp_path).build()
