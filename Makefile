@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -62,6 +62,17 @@ $(EXPORTS)/.ready: $(VENV)/.ready
 	$(EXPORTS)/bin/python -m pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/uv pip install -q --python $(EXPORTS)/bin/python tinker==0.38.0
 	$(BIN)/uv pip install -q --python $(EXPORTS)/bin/python --no-deps skyrl==0.3.0
+	touch $@
+
+verifiers: .cache/verifiers/.ready ## install verifiers, whose environments a run can use, in .cache/verifiers/
+openenv: .cache/openenv/.ready ## install OpenEnv, with whose servers tests run, in .cache/openenv/
+
+# Each has dependencies that conflict with ours. verifiers' harnesses run scripts with uv.
+.cache/verifiers/.ready: PACKAGES := verifiers==0.4.0 uv
+.cache/openenv/.ready: PACKAGES := openenv==0.10.0
+.cache/verifiers/.ready .cache/openenv/.ready: $(VENV)/.ready
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(BIN)/uv pip install -q --compile-bytecode --python $(@D)/bin/python $(PACKAGES)
 	touch $@
 
 starter: setup ## make the examples' small models, which the repository contains, from their recipes
@@ -136,7 +147,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm)
 test-fast: setup ## tests that start no other programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not programs and not slow" $(ARGS)
 
-test-long: setup reference export-packages $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
+test-long: setup reference export-packages verifiers openenv $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) fuzz SECONDS=600
 	$(MAKE) test-python PYTHON=python3.12

@@ -19,10 +19,10 @@ from agent_loop.endpoint_loop import EndpointLoop
 from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.task_sources.listed import ListedTasks
 from agent_loop.task_sources.protocol import TaskSource
 from agent_loop.tasks import (
     DataConfig,
-    ListedTasks,
     Source,
     TaskStream,
     held_out_tasks,

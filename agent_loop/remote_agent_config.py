@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agent_loop.launchers.registry import AgentConfig
+from agent_loop.launchers.verifiers import FIELD
 from agent_loop.processes.functions import source_file
 from agent_loop.rewards.registry import RewardsConfig
 from agent_loop.trial_config import TrialConfig
@@ -25,6 +26,8 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
 
     @property
     def fields_hidden(self) -> frozenset[str]:
+        if self.hidden_fields is None and self.verifiers is not None:
+            return frozenset({FIELD})
         graded = self.verifier or self.grader or self.judge or self.reward
         if self.hidden_fields is None and graded:
             return ANSWER_FIELDS
@@ -49,6 +52,8 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
         Python of this run."""
         python = {Path(sys.prefix), Path(sys.base_prefix)}
         files = self._agent_files
+        if self.verifiers is not None:
+            python |= {self.verifiers.python.absolute().parents[1], *self.verifiers.path}
         # A module may import its neighbours.
         return [*python, *([file.parent for file in files] if self.python is not None else files)]
 
@@ -103,7 +108,8 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     @property
     def _is_local(self) -> bool:
         """Whether agents are processes of this machine."""
-        return self.command is not None or self.python is not None
+        local = (self.command, self.python, self.verifiers, self.openenv)
+        return any(section is not None for section in local)
 
 
 def _files(argv: Sequence[str]) -> Iterator[Path]:

@@ -10,21 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from agent_loop.errors import TaskFileError
 from agent_loop.harbor_tasks import HarborDataConfig, read_harbor_dir
 from agent_loop.records import Task
 from agent_loop.task_sources.files import read_tasks
-from agent_loop.task_sources.protocol import TaskSource
+from agent_loop.task_sources.listed import ListedTasks
+from agent_loop.task_sources.protocol import (
+    Position,
+    PositionedSource,
+    PositionedTasks,
+    TaskSource,
+)
 from agent_loop.task_sources.registry import AnyTaskSource
 from proxy.errors import ConfigurationError
-
-Order = npt.NDArray[np.int64]
 
 MAX_HELD_OUT = 100_000
 """Maximum number of held-out tasks of a source, which all are evaluated: a source with more is
@@ -213,22 +215,6 @@ class Cursor:
         return sum(self.taken.values())
 
 
-class ListedTasks:
-    """Tasks in memory, in another order in each epoch, or in the order of the list."""
-
-    def __init__(self, name: str, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
-        self._name = name
-        self._tasks = tasks
-        self._seed = seed
-        self._shuffle = shuffle
-
-    def epoch(self, number: int) -> Iterator[Task]:
-        order: Order = np.arange(len(self._tasks))
-        if self._shuffle:
-            np.random.default_rng([self._seed, *self._name.encode(), number]).shuffle(order)
-        return (self._tasks[int(place)] for place in order)
-
-
 def read_lazily(source: Source, *, seed: int, shuffle: bool) -> TaskSource:
     """The tasks of the source; `seed` and `shuffle` are for tasks in memory alone."""
     if isinstance(source.tasks, Sequence):
@@ -285,11 +271,25 @@ class TaskStream:
             refuse_without_prompt([task])
         return task
 
-    def restore(self, taken: Mapping[str, int]) -> None:
-        """Continues after the draws in `taken`. A source that is missing in `taken` starts at the
-        number of draws that its weight would have given it; otherwise it alone would be drawn
-        until it had caught up.
+    def state(self) -> dict[str, Any]:
+        """The number of draws of each source, with the source's position if it knows one: JSON
+        values from which `restore` continues."""
+        positions = {name: draws.position for name, draws in self._draws.items()}
+        return {
+            name: count if (at := positions[name]) is None else {"taken": count, "position": at}
+            for name, count in self.cursor.taken.items()
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues after a `state`. A source that is missing in it starts at the number of draws
+        that its weight would have given it; otherwise it alone would be drawn until it had caught
+        up.
         """
+        taken: dict[str, int] = {}
+        for name, saved in state.items():
+            taken[name] = saved["taken"] if isinstance(saved, Mapping) else saved
+            if isinstance(saved, Mapping) and name in self._draws:
+                self._draws[name].seek(saved["position"])
         known = {name: count for name, count in taken.items() if name in self._sources}
         weight = sum(self._sources[name].weight for name in known)
         share = sum(known.values()) / weight if weight else 0.0
@@ -318,6 +318,19 @@ class _Draws:
         self._name = name
         self._source = source
         self._restart()
+
+    @property
+    def position(self) -> Position | None:
+        """Where the next draw is, as JSON values; None if the source has no positions."""
+        if not isinstance(self._tasks, PositionedTasks):
+            return None
+        return {"read": self._read, "epoch": self._epoch, "tasks": self._tasks.position}
+
+    def seek(self, position: Position) -> None:
+        """Continues at a position, without reading what is before it."""
+        if isinstance(self._source, PositionedSource):
+            self._read, self._epoch = position["read"], position["epoch"]
+            self._tasks = self._source.continued(self._epoch - 1, position["tasks"])
 
     def task(self, number: int) -> Task:
         if number < self._read:

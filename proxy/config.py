@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from proxy.errors import ConfigurationError
+from proxy.hub import hub_name, model_folder
 from proxy.logs import LogKind, LogLevel
 from proxy.profiles import AgentProfile
 from proxy.section import Section
@@ -176,9 +177,11 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """Import paths of your own dialects, `package.module:Class`, which are added to the built-in
     ones."""
     model: Path | None = None
-    """The checkpoint's folder, with `tokenizer.json`, `config.json` and the chat template."""
+    """The checkpoint's folder, with `tokenizer.json`, `config.json` and the chat template; or
+    `hf://owner/name` on the Hugging Face hub, also with `@revision`, which is downloaded."""
     served_model_name: str | None = None
-    """The name in `/v1/models`. Default: the folder's name. Requests may use any name."""
+    """The name in `/v1/models`. Default: the name of the folder, or on the hub. Requests may
+    use any name."""
     engines: list[EngineConfig] = Field(default_factory=list)
     """The engines that sample. Without one, and without a relay, a vLLM is started."""
     store: str = "sqlite:///agentic-proxy.db"
@@ -256,9 +259,14 @@ def load_config(path: Path | None = None, **overrides: Any) -> ProxyConfig:
             return (named["init_settings"], named["env_settings"], file)
 
     try:
-        return Loaded(**overrides)
+        config = Loaded(**overrides)
     except (ValidationError, SettingsError) as error:
         raise ConfigurationError(_one_line(error)) from error
+    if config.model is None or (name := hub_name(config.model)) is None:
+        return config
+    served = config.served_model_name or name.partition("@")[0]
+    update = {"model": model_folder(config.model), "served_model_name": served}
+    return config.model_copy(update=update)
 
 
 def _one_line(error: ValidationError | SettingsError) -> str:

@@ -17,6 +17,7 @@ from agent_loop.agents import AgentLoops, Agents, OneOfAgents
 from agent_loop.endpoint_loop import Endpoint, EndpointLoop
 from agent_loop.evaluator import Evaluator
 from agent_loop.launchers.protocol import Launcher
+from agent_loop.own_tasks import with_own_tasks
 from agent_loop.producers.groups import RunsTrials
 from agent_loop.producers.protocol import Producer
 from agent_loop.records import Rollout, Task
@@ -179,8 +180,9 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         several = Agents(config.agents, config.data)
         held_out = several.held_out_tasks(config.eval.limit)
     else:
+        data = with_own_tasks(config.data, config.remote_agent)
         needs_prompt = config.remote_agent.needs_prompt
-        held_out = held_out_tasks(config.data, needs_prompt=needs_prompt)[: config.eval.limit]
+        held_out = held_out_tasks(data, needs_prompt=needs_prompt)[: config.eval.limit]
     text = _text(held_out[0]) if held_out else ""
     if in_swarm:
         probe = probe_ids(config.model.path, text or _SWARM_PROBE)
@@ -188,7 +190,7 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
     tasks = (
         several.training_tasks()
         if config.agents
-        else training_tasks(config.data, needs_prompt=needs_prompt)
+        else training_tasks(data, needs_prompt=needs_prompt)
     )
     probe = probe_ids(config.model.path, text or _text(tasks.draw()))
     tasks.restore({})

@@ -20,6 +20,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from proxy.errors import ConfigurationError
+from proxy.hub import model_folder
 from trainer.config import TrainerConfig
 from trainer.config_keys import keys_of
 from trainer.config_successors import successor
@@ -59,10 +61,10 @@ def load(
     environment: Mapping[str, str] | None = None,
 ) -> TrainerConfig:
     """The configuration from the YAML files, the environment and the command line. Later files
-    override earlier ones.
+    override earlier ones. A model of the hub is downloaded; its path is that of its folder.
 
     Raises:
-        ConfigError: names all wrong keys.
+        ConfigError: names all wrong keys, or says why the model cannot be downloaded.
     """
     sources = [(f"{path}", _from_yaml(path)) for path in paths]
     sources.append(("the environment", _from_environment(environment or {})))
@@ -72,11 +74,17 @@ def load(
     for name, values in sources:
         _merge(merged, values, "", name, origin)
     try:
-        return TrainerConfig.model_validate(merged)
+        config = TrainerConfig.model_validate(merged)
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = (problem for each in details for problem in _problems(each, merged, origin))
         raise ConfigError(*problems) from error
+    try:
+        folder = model_folder(config.model.path)
+    except ConfigurationError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    model = config.model.model_copy(update={"path": folder})
+    return config.model_copy(update={"model": model})
 
 
 def dump(config: TrainerConfig) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from agent_loop.agents import Agents
 from agent_loop.endpoint_loop import Endpoint
+from agent_loop.own_tasks import with_own_tasks
 from agent_loop.producers.groups import RunsTrials
 from agent_loop.tasks import held_out_tasks
 from agent_loop.trial_list import TrialLine, TrialList
@@ -63,7 +64,8 @@ def run_trials(run: TrialRun) -> tuple[list[TrialLine], int]:
 
 def _parts(run: TrialRun) -> RunParts:
     config = run.config
-    several, data = Agents(config.agents, config.data), config.data
+    several = Agents(config.agents, config.data)
+    data = with_own_tasks(config.data, config.remote_agent)
     if run.tasks == "train":
         several, data = several.training_as_held_out(), data.training_as_held_out()
     if config.agents:

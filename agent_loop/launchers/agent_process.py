@@ -1,46 +1,52 @@
 """Starts an agent as a process: its environment variables, its working directory and its limits.
 
-The `command` and the `python` launcher start their agents here. Invariant: an agent gets the key of
-its own session and no other key.
+The launchers whose agents are processes of this machine start them here. Invariant: an agent gets
+the key of its own session and no other key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from pydantic import Field
 
 from agent_loop.launchers.workspace import make_workspace
 from agent_loop.processes.environment import expand, inherited_environment
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
+from proxy.section import Section
 
 PROMPT_BYTES = 128_000
 """Maximum size of TASK_PROMPT, because Linux allows 131,072 bytes per environment string; a longer
 prompt is in TASK_FILE only."""
 
 
-class AgentProcessSettings(Protocol):
-    """What the sections `command` and `python` have in common."""
+class ProcessSettings(Section):
+    """What the sections of launchers that start processes have in common."""
 
-    @property
-    def env(self) -> Mapping[str, str]: ...
-    @property
-    def pass_env(self) -> Sequence[str]: ...
-    @property
-    def template(self) -> str | None: ...
-    @property
-    def grace_s(self) -> float: ...
-    @property
-    def log_bytes(self) -> int: ...
-    @property
-    def limits(self) -> Limits: ...
+    env: Mapping[str, str] = Field(default_factory=dict)
+    """Additional environment variables; they replace those that every agent gets. Placeholders are
+    replaced."""
+    pass_env: tuple[str, ...] = ()
+    """Names of variables of the trainer's own environment that the agent gets, too. By default it
+    gets a fixed list of variables (PATH, HOME, language, certificates, …) and no secret. With
+    `python` they are also set while the function's module is imported."""
+    template: str | None = None
+    """Each trial's working directory is a copy of this folder, or a checkout of
+    `git+REPOSITORY#REVISION`; may hold `{task.FIELD}`. None: an empty directory."""
+    grace_s: float = Field(5.0, ge=0)
+    """Seconds between SIGTERM and SIGKILL at the deadline or a cancellation."""
+    log_bytes: int = Field(1 << 20, ge=1024)
+    """Bytes of the agent's output to keep: its first and its last half."""
+    limits: Limits = Limits()
 
 
 async def run_agent(
     host: ProcessHost,
     trial: Trial,
-    settings: AgentProcessSettings,
+    settings: ProcessSettings,
     *,
     argv: Sequence[str] = (),
     call: Mapping[str, Any] | None = None,
@@ -68,6 +74,20 @@ async def run_agent(
         visible=(*trial.visible, *visible),
     )
     return await host.run(job)
+
+
+async def call_agent(
+    host: ProcessHost, trial: Trial, settings: ProcessSettings, argument: Mapping[str, Any]
+) -> tuple[Ended, Path]:
+    """Runs the function of a `function_host` with `argument`; returns also the file of its result.
+
+    Raises:
+        LaunchError: as `run_agent`.
+    """
+    result = trial.directory / "returned.json"
+    result.touch()  # it is visible as itself, so the agent cannot replace it by a link
+    call = {"argument": argument, "result": str(result.absolute())}
+    return await run_agent(host, trial, settings, call=call, visible=(result,)), result
 
 
 def agent_environment(

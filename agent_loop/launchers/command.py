@@ -8,39 +8,24 @@ output is in `agent.log`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field
 
-from agent_loop.launchers.agent_process import agent_result, run_agent
+from agent_loop.launchers.agent_process import ProcessSettings, agent_result, run_agent
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import GIT
-from agent_loop.processes.host import Limits, ProcessHost
+from agent_loop.processes.host import ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 
 
-class CommandConfig(LauncherConfig):
+class CommandConfig(ProcessSettings, LauncherConfig):
     """Example: CommandConfig(argv=("python", "agent.py", "--task", "{task_file}"))"""
 
     argv: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments. Placeholders such as `{task_file}`, `{prompt}` and
     `{task.FIELD}` are replaced."""
-    env: Mapping[str, str] = Field(default_factory=dict)
-    """Additional environment variables; they replace those that every agent gets. Placeholders are
-    replaced."""
-    pass_env: tuple[str, ...] = ()
-    """Names of variables of the trainer's own environment that the agent gets, too. By default it
-    gets a fixed list of variables (PATH, HOME, language, certificates, …) and no secret."""
-    template: str | None = None
-    """Each trial's working directory is a copy of this folder, or a checkout of
-    `git+REPOSITORY#REVISION`; may hold `{task.FIELD}`. None: an empty directory."""
-    grace_s: float = Field(5.0, ge=0)
-    """Seconds between SIGTERM and SIGKILL at the deadline or a cancellation."""
-    log_bytes: int = Field(1 << 20, ge=1024)
-    """Bytes of the agent's output to keep: its first and its last half."""
-    limits: Limits = Limits()
 
     @property
     def needs_prompt(self) -> bool:

@@ -10,9 +10,8 @@ from typing import Any
 
 from pydantic import Field
 
-from agent_loop.launchers.agent_process import agent_result, run_agent
+from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
 from agent_loop.launchers.openenv_agent import INSTRUCTIONS, EpisodeCall
-from agent_loop.launchers.process_settings import ProcessSettings
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.processes.functions import function_host, returned
 from agent_loop.records import AgentResult, Trial
@@ -61,10 +60,7 @@ class OpenEnvLauncher:
             "model": trial.model,
             "seed": trial.seed,
         }
-        result = trial.directory / "returned.json"
-        result.touch()  # it is visible as itself, so the agent cannot replace it by a link
-        call = {"argument": argument, "result": str(result.absolute())}
-        ended = await run_agent(self._host, trial, settings, call=call, visible=(result,))
+        ended, result = await call_agent(self._host, trial, settings, argument)
         return agent_result(ended, returned(ended, result, "openenv", "reward"))
 
     async def close(self) -> None:

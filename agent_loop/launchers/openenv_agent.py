@@ -1,8 +1,8 @@
 """An agent that acts in an environment of an OpenEnv server, in a process of its own.
 
-Each observation is a message to the model, and each answer of the model is an action. Invariant: the
-reward is the sum of what the server reported; an answer that is not an action is told to the model,
-and a server that fails ends the agent without a reward.
+Each observation is a message to the model, and each answer of the model is an action. Invariant:
+the reward is the sum of what the server reported. After an answer that is not an action, the next
+message to the model says so; a server that fails ends the agent without a reward.
 """
 
 from __future__ import annotations

@@ -7,37 +7,23 @@ return value is the launcher's reward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pydantic import Field
 
-from agent_loop.launchers.agent_process import agent_result, run_agent
+from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
 from agent_loop.launchers.calls import AgentCall
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.outside_parts import FUNCTION_PATTERN
 from agent_loop.processes.functions import function_host, returned
-from agent_loop.processes.host import Limits
 from agent_loop.records import AgentResult, Trial
 
 
-class PythonConfig(LauncherConfig):
+class PythonConfig(ProcessSettings, LauncherConfig):
     """Example: PythonConfig(target="my_agents.shop:run")"""
 
     target: str = Field(pattern=FUNCTION_PATTERN)
     """`module:function` or `path/to/file.py:function`, called with a `calls.AgentCall`."""
     key: str = "reward"
     """Which entry is used for training if the function returns a dictionary."""
-    env: Mapping[str, str] = Field(default_factory=dict)
-    """As for `command`."""
-    pass_env: tuple[str, ...] = ()
-    """As for `command`. The variables are also set while the function's module is imported."""
-    template: str | None = None
-    """As for `command`."""
-    grace_s: float = Field(5.0, ge=0)
-    """As for `command`."""
-    log_bytes: int = Field(1 << 20, ge=1024)
-    """As for `command`."""
-    limits: Limits = Limits()
 
     def build(self) -> PythonLauncher:
         return PythonLauncher(self)
@@ -65,10 +51,7 @@ class PythonLauncher:
             "trial_id": trial.trial_id,
             "seed": trial.seed,
         }
-        result = trial.directory / "returned.json"
-        result.touch()  # it is visible as itself, so the agent cannot replace it by a link
-        call = {"argument": argument, "result": str(result.absolute())}
-        ended = await run_agent(self._host, trial, settings, call=call, visible=(result,))
+        ended, result = await call_agent(self._host, trial, settings, argument)
         return agent_result(ended, returned(ended, result, settings.target, settings.key))
 
     async def close(self) -> None:

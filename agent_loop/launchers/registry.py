@@ -15,8 +15,10 @@ from pydantic import model_validator
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.launchers.harbor import HarborConfig, HarborLauncher
 from agent_loop.launchers.http import HttpConfig
+from agent_loop.launchers.openenv import OpenEnvConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
 from agent_loop.launchers.python import PythonConfig
+from agent_loop.launchers.verifiers import VerifiersConfig
 from agent_loop.outside_parts import OutsidePart
 from proxy.errors import ConfigurationError
 
@@ -41,6 +43,10 @@ class AgentConfig(HarborConfig):
     """A Python function, `python.target`, in a process of its own."""
     http: HttpConfig | None = None
     """A service that runs agents, at `http.url`."""
+    verifiers: VerifiersConfig | None = None
+    """An environment of the package `verifiers`: `verifiers.env`. It brings tasks and rewards."""
+    openenv: OpenEnvConfig | None = None
+    """An environment of an OpenEnv server, at `openenv.url`. It gives the rewards."""
     launcher: OutsideLauncher | None = None
     """A launcher of your own: `launcher.target` names the class of its section."""
 

@@ -20,11 +20,11 @@ from pydantic import Field
 
 import agent_loop
 from agent_loop.errors import LaunchError, TaskFileError
-from agent_loop.launchers.agent_process import agent_result, run_agent
+from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.functions import RETURNED_BYTES, returned
-from agent_loop.processes.host import Ended, Limits, ProcessHost
+from agent_loop.processes.host import Ended, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 from proxy.section import Section
@@ -112,15 +112,8 @@ class VerifiersConfig(VerifiersEnvironment, LauncherConfig):
     held_out: int = Field(0, ge=0)
     """Number of tasks, the first ones, that are held out for evaluation, if the section `data`
     names no tasks."""
-    pass_env: tuple[str, ...] = ()
-    """As for `command`."""
-    env_vars: Mapping[str, str] = Field(default_factory=dict)
-    """Additional environment variables of the episodes."""
-    grace_s: float = Field(5.0, ge=0)
-    """As for `command`."""
-    log_bytes: int = Field(1 << 20, ge=1024)
-    """As for `command`."""
-    limits: Limits = Limits()
+    process: ProcessSettings = ProcessSettings()
+    """The process of an episode, with the keys of `command`."""
 
     def build(self) -> VerifiersLauncher:
         return VerifiersLauncher(self)
@@ -139,7 +132,9 @@ class VerifiersLauncher:
                 "give the Python of the environment in which verifiers is installed"
             )
         self._settings = settings
-        self._process = AgentProcess(settings)
+        own = {name: settings.inherited[name] for name in ("PATH", "PYTHONPATH")}
+        env = {**own, **settings.process.env}
+        self._process = settings.process.model_copy(update={"env": env})
         self._host = ProcessHost(
             settings.argv("agent_loop.processes.function_server:main"),
             (f"{PROGRAM}:EpisodeCall", f"{PROGRAM}:play"),
@@ -161,33 +156,13 @@ class VerifiersLauncher:
             "model": trial.model,
             "seed": trial.seed,
         }
-        result = trial.directory / "returned.json"
-        result.touch()  # it is visible as itself, so the agent cannot replace it by a link
-        call = {"argument": argument, "result": str(result.absolute())}
-        ended = await run_agent(self._host, trial, self._process, call=call, visible=(result,))
+        ended, result = await call_agent(self._host, trial, self._process, argument)
         if error := _error(ended, result):
             raise LaunchError(f"verifiers environment {settings.env!r}: {error}")
         return agent_result(ended, returned(ended, result, settings.env, "reward"))
 
     async def close(self) -> None:
         await self._host.close()
-
-
-class AgentProcess:
-    """The settings of an episode's process, as `run_agent` takes them."""
-
-    template = None
-
-    def __init__(self, settings: VerifiersConfig) -> None:
-        self.env = {
-            "PATH": settings.inherited["PATH"],
-            "PYTHONPATH": settings.inherited["PYTHONPATH"],
-            **settings.env_vars,
-        }
-        self.pass_env = settings.pass_env
-        self.grace_s = settings.grace_s
-        self.log_bytes = settings.log_bytes
-        self.limits = settings.limits
 
 
 def _error(ended: Ended, result: Path) -> str | None:

@@ -151,7 +151,7 @@ class AsyncProducer:
         """The state to store in a checkpoint that contains the effect of every batch so far."""
         return {
             "batches": self._batches,
-            "cursor": dict(self._tasks.cursor.taken),
+            "cursor": self._tasks.state(),
             "intake": self._intake.state(),
         }
 
@@ -200,7 +200,7 @@ class AsyncProducer:
                 self._start_group(drawn, None)
             else:
                 drawn = Drawn(self._tasks.cursor.draws, self._tasks.draw())
-                self._start_group(drawn, self._buffer.draw(drawn, self._tasks.cursor.taken))
+                self._start_group(drawn, self._buffer.draw(drawn, self._tasks.state()))
 
     def _release_tail(self) -> None:
         for drawn in self._tail:

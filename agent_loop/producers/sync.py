@@ -51,7 +51,7 @@ class SyncProducer:
 
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint that contains every batch so far."""
-        return {"cursor": dict(self._tasks.cursor.taken), "intake": self._intake.state()}
+        return {"cursor": self._tasks.state(), "intake": self._intake.state()}
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """Starts production. `state` comes from the checkpoint that the trainer resumes from."""

@@ -5,8 +5,8 @@ Invariant: a dataset is never read as a whole. An epoch holds one window of rows
 one continues with exactly the same tasks. Parquet continues at the position's row group; of another
 format, the file is read up to the position, but its rows are not converted.
 
-An epoch visits the files, the row groups of each file, and the rows of each window of `shuffle_rows`
-in an order that the seed determines.
+The seed determines the order of the files in an epoch, of the row groups of each file, and of the
+rows of each window of `shuffle_rows`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from agent_loop.records import Task
 from agent_loop.task_sources.files import task_of
 from agent_loop.task_sources.protocol import Position, TaskSourceConfig
 from proxy.errors import ConfigurationError
+from proxy.hub import HUB, download
 
-HUB = "hf://"
 BATCH_ROWS = 1000
 """Rows of a Parquet row group that are converted at once; a group can have a million."""
 SAVED = frozenset({"state.json", "dataset_dict.json"})
 """Files of a folder that `Dataset.save_to_disk` wrote."""
-HUB_TIMEOUT_S = 10.0
-"""Seconds until the hub counts as unreachable."""
 
 Row = Mapping[str, Any]
 
@@ -103,9 +101,7 @@ def _entry(row: Row, column: str) -> Any:
 class DatasetTasks:
     """The tasks of a dataset, epoch by epoch."""
 
-    def __init__(
-        self, name: str, config: DatasetTasksConfig, *, seed: int, shuffle: bool
-    ) -> None:
+    def __init__(self, name: str, config: DatasetTasksConfig, *, seed: int, shuffle: bool) -> None:
         """Raises ConfigurationError: as `DatasetTasksConfig.build`."""
         self.name = name
         self.config = config
@@ -113,8 +109,10 @@ class DatasetTasks:
         self._seed = (seed, *name.encode())
         self._shuffle = shuffle
 
-    def epoch(self, number: int, position: Position | None = None) -> DatasetEpoch:
-        """The tasks of an epoch, from its start or from the `position` of another iterator."""
+    def epoch(self, number: int) -> DatasetEpoch:
+        return self.continued(number, {"windows": 0, "taken": 0, "start": None})
+
+    def continued(self, number: int, position: Position) -> DatasetEpoch:
         return DatasetEpoch(self, number, position)
 
     def order(self, count: int, *what: int) -> list[int]:
@@ -128,10 +126,9 @@ class DatasetTasks:
 class DatasetEpoch:
     """An iterator over the tasks of an epoch: window after window, each in an order of its own."""
 
-    def __init__(self, tasks: DatasetTasks, number: int, position: Position | None) -> None:
+    def __init__(self, tasks: DatasetTasks, number: int, position: Position) -> None:
         self._tasks = tasks
         self._number = number
-        position = position or {"windows": 0, "taken": 0, "start": None}
         self._windows: int = position["windows"]
         self._rows = _Rows(tasks, number, position["start"])
         self._read_window()
@@ -253,7 +250,9 @@ def open_dataset(config: DatasetTasksConfig) -> Any:
     datasets.disable_progress_bars()
     local = config.local_path
     if local is None:
-        _check_hub(config)
+        # `datasets` would repeat its request for half a minute.
+        with tempfile.TemporaryDirectory() as folder:
+            download(config.path.removeprefix(HUB), "dataset", ["README.md"], Path(folder))
     elif not local.exists():
         raise ConfigurationError(
             f"{config.path}: no such file or folder; a dataset of the hub is hf://owner/name"
@@ -304,29 +303,3 @@ def _streamed(config: DatasetTasksConfig, local: Path | None) -> Any:
     if hasattr(builder.config, "batch_size"):  # of Parquet; else a whole row group is converted
         builder.config.batch_size = BATCH_ROWS
     return builder.as_streaming_dataset(split=config.split)
-
-
-def _check_hub(config: DatasetTasksConfig) -> None:
-    """Asks the hub once: `datasets` would repeat its request for half a minute."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    path, _, revision = config.path.removeprefix(HUB).partition("@")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            huggingface_hub.snapshot_download(
-                path,
-                repo_type="dataset",
-                revision=revision or None,
-                allow_patterns="README.md",
-                cache_dir=folder,
-                etag_timeout=HUB_TIMEOUT_S,
-            )
-    except LocalEntryNotFoundError as error:
-        raise ConfigurationError(
-            f"{config.path}: the Hugging Face hub cannot be reached; download the dataset where "
-            "it can, and give its folder"
-        ) from error
-    except (HfHubHTTPError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigurationError(f"{config.path}: the hub refuses it: {reason}") from error

@@ -6,12 +6,15 @@ number, so that a resumed run continues with the tasks that it would have drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agent_loop.records import Task
 from proxy.section import Section
+
+Position = Mapping[str, Any]
+"""Where an iterator of tasks is, as JSON values."""
 
 
 class TaskSource(Protocol):
@@ -20,6 +23,32 @@ class TaskSource(Protocol):
     def epoch(self, number: int) -> Iterator[Task]:
         """The tasks of the epoch with that number, from 0, in the order in which they are drawn.
         They are read one by one, and may be endless. The caller may stop early."""
+        ...
+
+
+@runtime_checkable
+class PositionedTasks(Protocol):
+    """An iterator over the tasks of an epoch that knows its position."""
+
+    @property
+    def position(self) -> Position:
+        """Where the next task is."""
+        ...
+
+    def __iter__(self) -> Iterator[Task]: ...
+
+    def __next__(self) -> Task: ...
+
+
+@runtime_checkable
+class PositionedSource(Protocol):
+    """A source that continues at a position. A resumed run reads other sources from the start of
+    the first epoch to the position."""
+
+    def epoch(self, number: int) -> PositionedTasks: ...
+
+    def continued(self, number: int, position: Position) -> PositionedTasks:
+        """The tasks of an epoch from the position that another iterator over it had."""
         ...
 
 

@@ -14,6 +14,9 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from agent_loop.records import Task
+from agent_loop.task_sources.dataset import DatasetTasksConfig
+from agent_loop.task_sources.documents import DocumentTasks
+from agent_loop.task_sources.environments import ResetTasks, VerifiersTasks
 from agent_loop.task_sources.function import FunctionTasks
 from agent_loop.task_sources.protocol import TaskSource, TaskSourceConfig
 
@@ -25,6 +28,14 @@ class AnyTaskSource(TaskSourceConfig):
     """Number of tasks of an epoch, the first ones; None: all."""
     function: FunctionTasks | None = None
     """A Python function that yields tasks."""
+    dataset: DatasetTasksConfig | None = None
+    """A Hugging Face dataset, of the hub or of a local folder."""
+    documents: DocumentTasks | None = None
+    """A folder of documents, of which each part is a task."""
+    verifiers: VerifiersTasks | None = None
+    """The tasks of an environment of the package `verifiers`."""
+    resets: ResetTasks | None = None
+    """Resets of an OpenEnv environment with seeds."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

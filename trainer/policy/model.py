@@ -45,7 +45,8 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: Path
-    """Folder of a Hugging Face checkpoint of a causal language model."""
+    """Folder of a Hugging Face checkpoint of a causal language model, or `hf://owner/name` on the
+    hub, also with `@revision`, which is downloaded."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products. The trained weights are always float32."""
     max_micro_batch_tokens: int = Field(8192, ge=1)
