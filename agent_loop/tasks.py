@@ -317,6 +317,7 @@ class _Draws:
     def __init__(self, name: str, source: TaskSource) -> None:
         self._name = name
         self._source = source
+        self._tasks: Iterator[Task] = iter(())
         self._restart()
 
     @property
@@ -342,7 +343,7 @@ class _Draws:
 
     def _restart(self) -> None:
         self._read = self._epoch = 0
-        self._tasks: Iterator[Task] = iter(())
+        self._tasks = iter(())
 
     def _next(self) -> Task:
         task = next(self._tasks, None)

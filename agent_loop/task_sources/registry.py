@@ -18,6 +18,7 @@ from agent_loop.task_sources.dataset import DatasetTasksConfig
 from agent_loop.task_sources.documents import DocumentTasks
 from agent_loop.task_sources.environments import ResetTasks, VerifiersTasks
 from agent_loop.task_sources.function import FunctionTasks
+from agent_loop.task_sources.harbor import HarborTasks
 from agent_loop.task_sources.protocol import TaskSource, TaskSourceConfig
 
 
@@ -34,6 +35,8 @@ class AnyTaskSource(TaskSourceConfig):
     """A folder of documents, of which each part is a task."""
     verifiers: VerifiersTasks | None = None
     """The tasks of an environment of the package `verifiers`."""
+    harbor: HarborTasks | None = None
+    """A dataset of a Harbor registry."""
     resets: ResetTasks | None = None
     """Resets of an OpenEnv environment with seeds."""
 
