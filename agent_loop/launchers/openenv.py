@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
-from agent_loop.launchers.openenv_agent import INSTRUCTIONS, EpisodeCall
+from agent_loop.launchers.openenv_agent import INSTRUCTIONS, OpenEnvCall
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.processes.functions import function_host, returned
 from agent_loop.records import AgentResult, Trial
@@ -46,7 +46,7 @@ class OpenEnvLauncher:
 
     def __init__(self, settings: OpenEnvConfig) -> None:
         self._settings = settings
-        self._host = function_host(EpisodeCall, TARGET)
+        self._host = function_host(OpenEnvCall, TARGET)
 
     async def run(self, trial: Trial) -> AgentResult:
         settings = self._settings

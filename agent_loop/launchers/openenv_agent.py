@@ -37,7 +37,7 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeCall:
+class OpenEnvCall:
     """An episode to play: `reset` has the arguments of the environment's reset."""
 
     url: str
@@ -50,9 +50,9 @@ class EpisodeCall:
     seed: int
 
 
-def play(call: EpisodeCall) -> dict[str, float]:
+def play(call: OpenEnvCall) -> dict[str, float]:
     """The sum of the rewards, and the number of steps."""
-    with Episode.opened(call.url) as episode, httpx.Client(timeout=CALL_TIMEOUT_S) as http:
+    with OpenEnvSession.opened(call.url) as episode, httpx.Client(timeout=CALL_TIMEOUT_S) as http:
         schema = http.get(f"{call.url}/schema").raise_for_status().json()["action"]
         text = call.instructions.replace("{schema}", json.dumps(schema))
         messages = [{"role": "system", "content": text}]
@@ -72,7 +72,7 @@ def play(call: EpisodeCall) -> dict[str, float]:
 
 
 def _answer(
-    http: httpx.Client, call: EpisodeCall, messages: list[dict[str, Any]]
+    http: httpx.Client, call: OpenEnvCall, messages: list[dict[str, Any]]
 ) -> dict[str, Any]:
     response = http.post(
         f"{call.base_url}/chat/completions",
@@ -116,7 +116,7 @@ class Observed:
     done: bool
 
 
-class Episode:
+class OpenEnvSession:
     """A connection to the server, which has an environment of its own."""
 
     def __init__(self, connection: ClientConnection) -> None:
@@ -124,7 +124,7 @@ class Episode:
 
     @classmethod
     @contextmanager
-    def opened(cls, url: str) -> Iterator[Episode]:
+    def opened(cls, url: str) -> Iterator[OpenEnvSession]:
         address = "ws" + url.removeprefix("http") + "/ws"
         with connect(address, max_size=MESSAGE_BYTES, proxy=None) as connection:
             yield cls(connection)

@@ -18,7 +18,6 @@ from typing import Any
 
 from pydantic import Field
 
-import agent_loop
 from agent_loop.errors import LaunchError, TaskFileError
 from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
@@ -36,7 +35,7 @@ FIELD = "verifiers"
 _PACKAGE = (
     "import sys, types\n"
     "package = sys.modules['agent_loop'] = types.ModuleType('agent_loop')\n"
-    f"package.__path__ = [{str(Path(agent_loop.__file__).parent)!r}]\n"
+    f"package.__path__ = [{str(Path(__file__).parents[1])!r}]\n"
     "from importlib import import_module\n"
 )
 """Makes this package importable in another Python, without the packages that are installed here."""
@@ -137,7 +136,7 @@ class VerifiersLauncher:
         self._process = settings.process.model_copy(update={"env": env})
         self._host = ProcessHost(
             settings.argv("agent_loop.processes.function_server:main"),
-            (f"{PROGRAM}:EpisodeCall", f"{PROGRAM}:play"),
+            (f"{PROGRAM}:VerifiersCall", f"{PROGRAM}:play"),
             settings.inherited,
         )
 

@@ -24,7 +24,7 @@ KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeCall:
+class VerifiersCall:
     """An episode to play. `env` has the settings of the environment, `data` a task's wire data."""
 
     env: Mapping[str, Any]
@@ -44,7 +44,7 @@ def environment(settings: Mapping[str, Any], harness: str | None = None) -> Any:
     return load_environment(resolve_env_config(merged))
 
 
-async def play(call: EpisodeCall) -> dict[str, Any]:
+async def play(call: VerifiersCall) -> dict[str, Any]:
     """The rewards and metrics of the policy's runs, by name, with their sum as `reward`; or
     `error`, if the environment failed."""
     env = environment(call.env, call.harness)
