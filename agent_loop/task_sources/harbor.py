@@ -19,7 +19,7 @@ class HarborTasks(TaskSourceConfig):
     Example: HarborTasks(dataset="terminal-bench@2.0", program=".harbor/bin/harbor")
     """
 
-    dataset: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?(@[\w.-]+)?$")
+    dataset: str = Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?$")
     """`name@version`, or `name` for the newest version at the time of the download."""
     registry: str | None = None
     """A `registry.json`, or its URL. None: Harbor's own registry."""
