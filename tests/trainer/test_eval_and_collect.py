@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agent_loop.endpoint_loop import Endpoint
 from agent_loop.trial_list import read_lines
 from proxy.engines.scripted import ScriptedEngine, text_script
+from proxy.records import SessionKind
 from proxy.rendering.rendering import Rendering
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
+from trainer.config_sources import load
+from trainer.errors import ConfigError
+from trainer.sample_trials import TrialRun, run_trials
 
 __all__ = ["checkpoint", "rendering", "start_proxy"]
 
@@ -77,6 +82,16 @@ def says(rendering: Rendering, text: str) -> ScriptedEngine:
     return ScriptedEngine(
         text_script(lambda _: text, decode=tokenizer.decode, encode=tokenizer.encode, end_ids=[end])
     )
+
+
+def test_policy_as_judge_of_an_endpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, checkpoint, "http://127.0.0.1:1")
+    config = load([Path(path)], ["remote_agent.judge.policy=true"])
+    endpoint = Endpoint("http://127.0.0.1:2", "sk-any", "some-model")
+    run = TrialRun(config, tmp_path / "out", "val", 1, SessionKind.EVAL, endpoint)
+    with pytest.raises(ConfigError, match=r"judge\.policy: agents call some-model .* themselves"):
+        run_trials(run)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.long
