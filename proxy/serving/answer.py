@@ -19,7 +19,7 @@ from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.generation import Generation, Seam
-from proxy.records import FinishReason, Turn, TurnStatus
+from proxy.records import FinishReason, Ids, Turn, TurnStatus
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
@@ -45,19 +45,21 @@ class LiveAnswer:
         call: LiveCall,
         choice: int,
         intent: Turn,
+        prompt: Ids,
         sampling: Sampling,
         asked: Asked,
         continued: Outcome | None = None,
     ) -> None:
-        """`choice` is the answer's index in the call; `intent` is its turn before sampling, which
-        is in the tree; `continued` is the recorded answer that this one continues with a call."""
+        """`choice` is the answer's index in the call; `intent` is its turn before sampling, and
+        `prompt` that turn's whole prompt; `continued` is the recorded answer that this one
+        continues with a call."""
         self._call = call
         self._choice = choice
         self._intent = intent
         self._sampling = sampling
         self._asked = asked
         self._continued = continued
-        self._prompt = call.live.tree.prompt(intent.parent, intent.shared_tokens, intent.prompt_ids)
+        self._prompt = prompt
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._tokens: list[SampledToken] = []

@@ -265,7 +265,7 @@ class LiveCall:
         sampling = resolve(
             live.session,
             asked.request.options,
-            prompt_tokens=placement.shared_tokens + len(placement.prompt_ids),
+            prompt_tokens=len(placement.prompt),
             context_tokens=backend.room,
             stop_token_ids=backend.rendering.stop_token_ids,
             sibling=choice,
@@ -285,7 +285,7 @@ class LiveCall:
             request=live.tree.new_messages(asked.request.conversation, asked.keys),
         )
         await self._record_intent(turn, asked.request_key)
-        return LiveAnswer(self, choice, turn, sampling, asked, said)
+        return LiveAnswer(self, choice, turn, placement.prompt, sampling, asked, said)
 
     async def _place(self) -> Placement:
         tree, rendering, asked = self.live.tree, self.backend.rendering, self.asked
@@ -303,8 +303,11 @@ class LiveCall:
         else:
             placement = tree.place(conversation, asked.keys, rendering)
         if len(asked.opening):
-            ids = np.concatenate([placement.prompt_ids, asked.opening])
-            return replace(placement, prompt_ids=ids)
+            ids, prompt = (
+                np.concatenate([before, asked.opening])
+                for before in (placement.prompt_ids, placement.prompt)
+            )
+            return replace(placement, prompt_ids=ids, prompt=prompt)
         return placement
 
     async def _record_intent(self, turn: Turn, key: Key) -> None:

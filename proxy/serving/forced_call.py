@@ -50,7 +50,8 @@ def place_call(
         opening=opening,
     )
     parent = tree.owner(node.index, shared)
-    return continued, Placement(parent, shared, opening[kept:], ForkCause.CALL_REQUIRED)
+    prompt = tree.prompt(parent, shared, opening[kept:])
+    return continued, Placement(parent, shared, opening[kept:], prompt, ForkCause.CALL_REQUIRED)
 
 
 def joined(said: Outcome, called: Outcome) -> Outcome:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import shortuuid
 
 from proxy.config import SessionsConfig
-from proxy.conversation.known_keys import KnownKeys
+from proxy.conversation.message_keys import KnownKeys
 from proxy.errors import RequestError, SessionError, StoreError
 from proxy.profiles import AgentProfile, Profiles
 from proxy.records import Session, SessionKind, SessionStatus, Turn, TurnStatus

@@ -26,9 +26,6 @@ class OwnTokens(Protocol):
     def sampled_ids(self) -> Ids: ...
 
     @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
     def path_tokens(self) -> int: ...
 
 
@@ -37,19 +34,21 @@ def path(turns: Sequence[OwnTokens], index: int) -> Ids:
     return prefix(turns, index, turns[index].path_tokens)
 
 
-def prefix(turns: Sequence[OwnTokens], index: int | None, length: int) -> Ids:
-    """The first `length` tokens of a turn's path, `[length]`."""
-    spans: list[Ids] = []
+def prefix(turns: Sequence[OwnTokens], index: int | None, length: int, new: Ids = EMPTY_IDS) -> Ids:
+    """The first `length` tokens of a turn's path, followed by `new`, `[length + len(new)]`."""
+    spans: list[Ids] = [new]
     while index is not None and length > 0:
         turn = turns[index]
-        if length > turn.prompt_tokens:
-            spans.append(turn.sampled_ids[: length - turn.prompt_tokens])
-            length = turn.prompt_tokens
-        if length > turn.shared_tokens:
-            spans.append(turn.prompt_ids[: length - turn.shared_tokens])
-            length = turn.shared_tokens
+        prompt_from = turn.shared_tokens
+        sampled_from = prompt_from + len(turn.prompt_ids)
+        if length > sampled_from:
+            spans.append(turn.sampled_ids[: length - sampled_from])
+            length = sampled_from
+        if length > prompt_from:
+            spans.append(turn.prompt_ids[: length - prompt_from])
+            length = prompt_from
         index = turn.parent
-    return np.concatenate(spans[::-1]) if spans else EMPTY_IDS
+    return np.concatenate(spans[::-1])
 
 
 def common_prefix(left: Ids, right: Ids) -> int:

@@ -79,6 +79,8 @@ class Placement:
     parent: int | None
     shared_tokens: int
     prompt_ids: Ids
+    prompt: Ids
+    """The whole prompt, `[shared_tokens + len(prompt_ids)]`."""
     cause: ForkCause | None
 
 
@@ -190,7 +192,7 @@ class TokenTree:
 
     def prompt(self, parent: int | None, shared_tokens: int, prompt_ids: Ids) -> Ids:
         """The whole prompt of a turn or placement, `[T]`."""
-        return np.concatenate([prefix(self.nodes, parent, shared_tokens), prompt_ids])
+        return prefix(self.nodes, parent, shared_tokens, prompt_ids)
 
     def path(self, index: int) -> Ids:
         """A turn's whole path including its answer, `[T]`."""
@@ -237,7 +239,9 @@ class TokenTree:
     def sibling(self, node: Node) -> Placement:
         """The placement of another answer to the prompt of `node`."""
         shared = node.prompt_tokens
-        return Placement(self.owner(node.index, shared), shared, EMPTY_IDS, ForkCause.SIBLING)
+        parent = self.owner(node.index, shared)
+        prompt = prefix(self.nodes, parent, shared)
+        return Placement(parent, shared, EMPTY_IDS, prompt, ForkCause.SIBLING)
 
     def _extend(
         self, conversation: Conversation, match: Match, rendering: Rendering
@@ -259,7 +263,8 @@ class TokenTree:
         cause = ForkCause.FOREIGN_ASSISTANT if foreign else None
         if cause is None and node.children:
             cause = ForkCause.ROLLED_BACK
-        return Placement(node.index, node.path_tokens, suffix, cause)
+        prompt = prefix(self.nodes, node.index, node.path_tokens, suffix)
+        return Placement(node.index, node.path_tokens, suffix, prompt, cause)
 
     def _place_raw(self, raw: str | list[int], rendering: Rendering) -> Placement:
         """Places a prompt without messages: it continues the longest recorded text that it begins
@@ -275,7 +280,8 @@ class TokenTree:
                     suffix = np.array(rendering.tokenizer.encode(raw[length:]), np.int32)
                     shared = node.prompt_tokens + len(spoken)
                     cause = None if shared == node.path_tokens else ForkCause.EDITED
-                    return Placement(index, shared, suffix, cause)
+                    prompt = prefix(self.nodes, index, shared, suffix)
+                    return Placement(index, shared, suffix, prompt, cause)
             ids = rendering.tokenizer.encode(raw, add_special_tokens=True)
         else:
             ids = raw
@@ -283,7 +289,7 @@ class TokenTree:
         parent, shared = self._deepest_common_point(prompt, Match(-1, None), [])
         whole = parent is not None and shared == self.nodes[parent].path_tokens
         cause = None if whole or not self.nodes else ForkCause.NEW_CONVERSATION
-        return Placement(parent, shared, prompt[shared:], cause)
+        return Placement(parent, shared, prompt[shared:].copy(), prompt, cause)
 
     def _fork(
         self, conversation: Conversation, keys: Sequence[Key], match: Match, rendering: Rendering
@@ -296,10 +302,10 @@ class TokenTree:
             )
         prompt = rendering.full(conversation)
         if not self.nodes:
-            return Placement(None, 0, prompt, None)
+            return Placement(None, 0, prompt, prompt, None)
         cause = fork_cause(self, conversation.messages, keys, match)
         parent, shared = self._deepest_common_point(prompt, match, keys)
-        return Placement(parent, shared, prompt[shared:], cause)
+        return Placement(parent, shared, prompt[shared:].copy(), prompt, cause)
 
     def _deepest_common_point(
         self, prompt: Ids, match: Match, keys: Sequence[Key]

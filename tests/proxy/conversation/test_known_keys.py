@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.conversation import message_keys as keys_module
-from proxy.conversation.known_keys import (
+from proxy.conversation.message_keys import (
     CONVERSATIONS,
     LIMIT_BYTES,
     MESSAGE_BYTES,
     MIN_MESSAGES,
     KnownKeys,
+    conversation_keys,
+    message_digest,
 )
-from proxy.conversation.message_keys import conversation_keys, message_digest
 from proxy.conversation.messages import Conversation, Message, ToolCall
 
 texts = st.sampled_from(["", " ", "a", "a ", "b", "<think>a</think>b"])

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from proxy.client import ProxyClient, ProxyClientError
-from proxy.conversation.known_keys import KnownKeys
+from proxy.conversation.message_keys import KnownKeys
 from proxy.records import Reward, SessionKind
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 

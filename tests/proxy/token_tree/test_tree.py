@@ -58,6 +58,7 @@ class Recorder:
         tokenizer = self.rendering.tokenizer
         ids = tokenizer.encode(answer + ("<|im_end|>" if close else ""))
         prompt = self.tree.prompt(placed.parent, placed.shared_tokens, placed.prompt_ids)
+        assert np.array_equal(placed.prompt, prompt)
         message = self.rendering.parse(ids, prompt, conversation.tools, calls=True)
         turn = Turn(
             session_id="s",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.conversation.known_keys import KnownKeys
+from proxy.conversation.message_keys import KnownKeys
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.token_tree import TokenTree
