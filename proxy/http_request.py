@@ -170,17 +170,19 @@ def forget_body(request: web.Request) -> int:
 async def _read(request: web.Request, bodies: BodiesInFlight | None) -> bytes:
     if (request.content_length or 0) > request.client_max_size:
         raise _too_large(request.client_max_size)
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     try:
-        while chunk := await request.content.readany():
-            body += chunk
-            if len(body) > request.client_max_size:
+        while part := await request.content.readany():
+            parts.append(part)
+            size += len(part)
+            if size > request.client_max_size:
                 raise _too_large(request.client_max_size)
             if bodies is not None:
-                bodies.add(request, len(chunk))
+                bodies.add(request, len(part))
     except RequestPayloadError as error:
         raise RequestError("the body's chunked encoding is invalid; send it again") from error
-    return bytes(body)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _unpack(packed: bytes, encoding: str, limit: int) -> bytes:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import resources
 from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from proxy.conversation import Conversation
 from proxy.errors import RequestError
 
 
@@ -36,25 +34,11 @@ class AgentProfile(BaseModel):
     def follows(self) -> bool:
         return self.history == "follow"
 
-    def scrubbed(self, conversation: Conversation) -> Conversation:
-        """Removes what `scrub` matches, and system messages that are empty without it."""
-        kept = []
-        for message in conversation.messages:
-            if message.role == "system" and message.text:
-                text = message.text
-                for pattern in self.scrub:
-                    text = pattern.sub("", text)
-                if not text:
-                    continue
-                if text != message.text:
-                    message = replace(message, text=text)
-            kept.append(message)
-        if conversation.messages and not kept:
-            raise RequestError(
-                "messages: expected at least one message with text", param="messages"
-            )
-        conversation.messages = kept
-        return conversation
+    def scrubbed(self, text: str) -> str:
+        """A system message's text without what `scrub` matches."""
+        for pattern in self.scrub:
+            text = pattern.sub("", text)
+        return text
 
 
 class Profiles:

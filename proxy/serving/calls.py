@@ -25,6 +25,7 @@ from proxy.serving.asked import Asked, Caller, required_tool
 from proxy.serving.call import Backend, LiveCall
 from proxy.serving.prompt_bounds import refuse_too_many_chars
 from proxy.serving.sessions import LiveSession, Sessions
+from proxy.wire.body import scrub
 from proxy.wire.dialect import Call
 
 MAX_PREFILL_CHARS = 500_000
@@ -104,7 +105,7 @@ class Calls:
         session_id = live.session.session_id
         turns = await self._backend.store.get_turns(session_id, since=min(referring.turns))
         referring.resolve({turn.index: load_answer(turn.answer) for turn in turns if turn.answer})
-        live.profile.scrubbed(referring.conversation)
+        scrub(referring.conversation, live.profile)
 
     async def _continued(
         self, live: LiveSession, conversation: Conversation, index: int

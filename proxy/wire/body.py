@@ -8,11 +8,13 @@ Any other body is refused before it is decoded, or by one pass over its levels.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import orjson
 
+from proxy.conversation import Conversation
 from proxy.conversation.json_values import is_deeper
 from proxy.errors import RequestError
 from proxy.profiles import AgentProfile
@@ -24,11 +26,12 @@ MAX_NESTING = 128
 add levels of their own around parts of the body."""
 MAX_CONTAINERS = 200_000
 """Objects and lists in a body; decoding this number takes about 50 ms. 20,000 messages have
-60,000."""
+60,000. One takes 2 bytes or more: `[]`."""
 MAX_VALUES = 2_000_000
 """Commas outside strings. A prompt of a million token ids has a million."""
 MAX_KEYS = 200_000
-"""Fields of all objects in a body; decoding and freeing this number takes about 100 ms."""
+"""Fields of all objects in a body; decoding and freeing this number takes about 100 ms. One takes
+5 bytes or more: `"":0,`."""
 SMALL_BYTES = 6000
 """A smaller body is a prompt of fewer than 50,000 characters: a character takes a byte or more, and
 a number that is written again, as 1e15, takes less than eight times its bytes."""
@@ -38,6 +41,8 @@ LARGE_CONTAINERS = 2000
 
 _SHORT_BYTES = 10_000
 """`bytes.count` is faster for shorter bodies, NumPy for longer ones: five times at 400 kB."""
+_PART_BYTES = 2**16
+"""NumPy counts a body in parts of this size, so that no intermediate result needs new pages."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _TOKEN = re.compile(rb'(?P<string>"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z))|[\[\]{},]', re.DOTALL)
@@ -53,7 +58,7 @@ class Body:
     @cached_property
     def brackets(self) -> int:
         """Number of `{` and `[`, those within strings included: at least the objects and lists."""
-        return _count(self.data, b"{") + _count(self.data, b"[")
+        return _count(self.data, b"{[")
 
     @property
     def is_large(self) -> bool:
@@ -65,11 +70,30 @@ def parse_call(dialect: Dialect, body: Body, headers: Headers, profile: AgentPro
     """The call as the model is to see it. Raises RequestError for a body that the dialect cannot
     honour."""
     call = dialect.parse(parse_body(body), headers)
-    call.conversation = profile.scrubbed(call.conversation)
+    scrub(call.conversation, profile)
     refers = call.referring is not None or call.conversation.continues is not None
     call.is_small = len(body.data) <= SMALL_BYTES and not refers
     call.is_large = body.is_large
     return call
+
+
+def scrub(conversation: Conversation, profile: AgentProfile) -> None:
+    """Removes what the profile scrubs, and system messages that are empty without it.
+
+    Raises RequestError if no message is left.
+    """
+    kept = []
+    for message in conversation.messages:
+        if message.role == "system" and message.text:
+            text = profile.scrubbed(message.text)
+            if not text:
+                continue
+            if text != message.text:
+                message = replace(message, text=text)
+        kept.append(message)
+    if conversation.messages and not kept:
+        raise RequestError("messages: expected at least one message with text", param="messages")
+    conversation.messages = kept
 
 
 def parse_body(body: Body) -> Fields:
@@ -88,12 +112,11 @@ def parse_body(body: Body) -> Fields:
 
 
 def _refuse_size(body: Body) -> None:
-    if len(body.data) <= MAX_KEYS:
-        return
+    size = len(body.data)
     if (
-        body.brackets <= MAX_CONTAINERS
-        and (len(body.data) <= MAX_VALUES or _count(body.data, b",") <= MAX_VALUES)
-        and _count(body.data, b":") <= MAX_KEYS
+        (size <= 2 * MAX_CONTAINERS or body.brackets <= MAX_CONTAINERS)
+        and (size <= MAX_VALUES or _count(body.data, b",") <= MAX_VALUES)
+        and (size <= 5 * MAX_KEYS or _count(body.data, b":") <= MAX_KEYS)
     ):
         return
     without_strings = _STRING.sub(b"", body.data)
@@ -118,10 +141,15 @@ def _refuse_size(body: Body) -> None:
         )
 
 
-def _count(data: bytes, mark: bytes) -> int:
+def _count(data: bytes, marks: bytes) -> int:
+    """Number of bytes that are one of `marks`."""
     if len(data) < _SHORT_BYTES:
-        return data.count(mark)
-    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == mark[0]))
+        return sum(data.count(mark) for mark in marks)
+    codes, found = np.frombuffer(data, np.uint8), 0
+    for at in range(0, len(codes), _PART_BYTES):
+        part = codes[at : at + _PART_BYTES]
+        found += sum(int(np.count_nonzero(part == mark)) for mark in marks)
+    return found
 
 
 def _refuse_depth(body: bytes) -> None:

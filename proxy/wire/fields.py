@@ -43,21 +43,17 @@ not pass to the engine, each with its neutral values. Null is neutral, too."""
 
 
 class Fields:
-    """One JSON object of a request. Example: Fields(body).integer("max_tokens", 1, 2**31)"""
+    """One JSON object of a request. Example: Fields(body).integer("max_tokens", 1, 2**31)
+
+    `parent`, `name` and `index` are the object's place in the request, for the message of an error.
+    The constructor raises RequestError for data that is not an object.
+    """
 
     __slots__ = ("_index", "_name", "_parent", "data")
 
     def __init__(
-        self,
-        data: Any,
-        parent: Fields | None = None,
-        name: str = "",
-        index: int | None = None,
+        self, data: Any, parent: Fields | None = None, name: str = "", index: int | None = None
     ) -> None:
-        """`parent`, `name` and `index` give the object's place in the request.
-
-        Raises RequestError for data that is not an object.
-        """
         self._parent, self._name, self._index = parent, name, index
         if not isinstance(data, dict):
             raise refusal(self._own_path() or "body", data, "an object")
