@@ -33,10 +33,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
-
-import numpy as np
 
 from proxy.conversation import Key
 from proxy.errors import EngineError, ProxyError, StoreError
@@ -302,13 +300,7 @@ class LiveCall:
             placement = await asyncio.to_thread(tree.place, conversation, asked.keys, rendering)
         else:
             placement = tree.place(conversation, asked.keys, rendering)
-        if len(asked.opening):
-            ids, prompt = (
-                np.concatenate([before, asked.opening])
-                for before in (placement.prompt_ids, placement.prompt)
-            )
-            return replace(placement, prompt_ids=ids, prompt=prompt)
-        return placement
+        return placement.followed_by(asked.opening)
 
     async def _record_intent(self, turn: Turn, key: Key) -> None:
         """If it fails in any other way than by a conflict, the intent may have been recorded."""

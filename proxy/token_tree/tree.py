@@ -83,6 +83,13 @@ class Placement:
     """The whole prompt, `[shared_tokens + len(prompt_ids)]`."""
     cause: ForkCause | None
 
+    def followed_by(self, ids: Ids) -> Placement:
+        """The placement of the same request with `ids` at the end of its prompt."""
+        if not len(ids):
+            return self
+        own, prompt = (np.concatenate([before, ids]) for before in (self.prompt_ids, self.prompt))
+        return replace(self, prompt_ids=own, prompt=prompt)
+
 
 class TokenTree:
     """The turns of one session. Not thread-safe: one task at a time places and records."""
