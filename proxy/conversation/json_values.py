@@ -9,6 +9,8 @@ double.
 from __future__ import annotations
 
 import re
+from itertools import chain, compress, repeat
+from operator import is_
 from typing import Any
 
 import orjson
@@ -60,17 +62,21 @@ def canonical_arguments(text: str) -> bytes:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether what was read from JSON has more than `levels` levels of objects and lists."""
-    level = [value] if isinstance(value, dict | list) else []
-    while level and levels:
+    """Whether what was read from JSON has more than `levels` levels of objects and lists.
+
+    Goes through the values of a level in C, because this reads the history of every request.
+    """
+    level = [value]
+    while True:
+        kinds = [*map(type, level)]
+        dicts = compress(level, map(is_, kinds, repeat(dict)))
+        lists = compress(level, map(is_, kinds, repeat(list)))
+        if dict not in kinds and list not in kinds:
+            return False
+        if not levels:
+            return True
         levels -= 1
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if type(each) is dict else each)
-            if type(inner) is dict or type(inner) is list
-        ]
-    return bool(level)
+        level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
 
 
 _SPELT_NUMBER = re.compile(r"[0-9][.eE]|-0|[0-9]{16}")

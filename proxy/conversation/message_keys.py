@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
 from itertools import compress, count
-from operator import ne
+from operator import attrgetter, ne
 from typing import NamedTuple
 
 import orjson
@@ -205,15 +205,16 @@ class KnownKeys:
 
 def _fingerprints(conversation: Conversation, with_reasoning: bool) -> array[int]:
     tools = orjson.dumps(conversation.tools, option=orjson.OPT_SORT_KEYS)
-    own = [hash((with_reasoning, tools))]
-    for message in conversation.messages:
-        said = (message.role, message.text, message.reasoning, message.tool_call_id)
-        if message.tool_calls:
-            calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-            own.append(hash((*said, *calls)))
-        else:
-            own.append(hash(said))
-    return array("q", own)
+    messages = conversation.messages
+    said: list[tuple[object, ...]] = [*map(_SAID, messages)]
+    for at in compress(count(), map(_CALLS, messages)):
+        calls = [(call.id, call.name, call.arguments) for call in messages[at].tool_calls]
+        said[at] = (*said[at], *calls)
+    return array("q", [hash((with_reasoning, tools)), *map(hash, said)])
+
+
+_SAID = attrgetter("role", "text", "reasoning", "tool_call_id")
+_CALLS = attrgetter("tool_calls")
 
 
 def continued(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from proxy.conversation.json_values import parsed_arguments
@@ -20,8 +21,7 @@ from proxy.conversation.json_values import parsed_arguments
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-@dataclass(slots=True)
-class ToolCall:
+class ToolCall(msgspec.Struct, gc=False):
     """Example: ToolCall(id="call_3f…", name="shell", arguments='{"cmd": "ls"}')"""
 
     id: str
@@ -31,14 +31,16 @@ class ToolCall:
     parsed value."""
 
 
-@dataclass(slots=True)
-class Message:
-    """Example: Message("tool", "3 files", tool_call_id="call_3f…")"""
+class Message(msgspec.Struct, gc=False):
+    """Example: Message("tool", "3 files", tool_call_id="call_3f…")
+
+    A struct, which is made in C, because each request brings the whole history again.
+    """
 
     role: Role
     text: str = ""
     reasoning: str | None = None
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
     """For a tool result: the id of its call."""
 
@@ -84,8 +86,7 @@ def normalised(messages: Sequence[Message]) -> list[Message]:
     """
     out: list[Message] = []
     for message in messages:
-        before = _same_answer(out, message) if message.role == "assistant" else None
-        if before is None:
+        if message.role != "assistant" or (before := _same_answer(out, message)) is None:
             out.append(message)
         else:
             out[before] = _joined(out[before], message)
@@ -156,7 +157,7 @@ _CALL_ID = re.compile(rf"(?P<group>call_[0-9a-f]{{{_GROUP_DIGITS}}})[0-9a-f]{{4}
 def _same_answer(messages: list[Message], message: Message) -> int | None:
     """Index of the message that `message` continues as part of the same answer."""
     last = len(messages) - 1
-    if last >= 0 and messages[last].role == "assistant":
+    if messages and messages[-1].role == "assistant":
         return last
     if not message.tool_calls or message.text or message.reasoning:
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
+from msgspec import structs
 from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
 from proxy.config import RenderingConfig
@@ -124,7 +125,7 @@ class Rendering:
             whole = self._render(messages, tools, generate=True)
             asked = self._render(known[:-1], tools, generate=False) if answered else []
             one, other = (
-                self._render([*known, replace(following, text=text)], tools, generate=False)
+                self._render([*known, structs.replace(following, text=text)], tools, generate=False)
                 for text in _OTHER_TEXTS
             )
         except RequestError:

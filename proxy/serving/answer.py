@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
@@ -100,7 +101,7 @@ class LiveAnswer:
         """The turn to record: DONE, or CUT with what was sampled. Call it once."""
         rest, message = self._parser.finish()
         if self._continued is not None:
-            message = replace(self._continued.message, tool_calls=message.tool_calls)
+            message = structs.replace(self._continued.message, tool_calls=message.tool_calls)
         cut, size = self._finish is FinishReason.CUT, len(self._ids)
         if self._finish is FinishReason.STOP and message.tool_calls:
             self._finish = FinishReason.TOOL_CALLS
@@ -188,7 +189,7 @@ class LiveAnswer:
     def _without_prefill(self, message: Message) -> Message:
         """The message as the agent gets it, without the agent's own prefill."""
         begun = self._begun_chars
-        return replace(message, text=message.text[begun:]) if begun else message
+        return structs.replace(message, text=message.text[begun:]) if begun else message
 
     def _visible(self, deltas: list[Delta]) -> list[Delta]:
         """Leaves out the agent's own prefill, and what the answer before this one said."""

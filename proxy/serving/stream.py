@@ -22,12 +22,13 @@ class AnswerStream:
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._waiting: list[asyncio.Future[bool]] = []
-        self._result: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()
+        self._ends: list[asyncio.Future[Sequence[Outcome]]] = []
+        self._result: Sequence[Outcome] | BaseException | None = None
 
     @property
     def ended(self) -> bool:
         """Whether `finish` or `fail` was called."""
-        return self._result.done()
+        return self._result is not None
 
     def push(self, piece: Piece) -> None:
         """Adds a piece for all watchers."""
@@ -36,18 +37,20 @@ class AnswerStream:
 
     def finish(self, outcomes: Sequence[Outcome]) -> None:
         """Ends the stream with the recorded answers."""
-        self._result.set_result(outcomes)
+        self._result = outcomes
         self._wake()
 
     def fail(self, error: BaseException) -> None:
         """Ends the stream with `error`, which every watcher raises."""
-        self._result.set_exception(error)
-        self._result.exception()  # marks it as retrieved, because there may be no watcher
+        self._result = error
         self._wake()
 
     def outcomes(self) -> asyncio.Future[Sequence[Outcome]]:
         """The recorded answers, or the error that ended the call. Await it."""
-        return asyncio.shield(self._result)
+        end: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()
+        self._ends.append(end)
+        self._wake()
+        return end
 
     async def pieces(self, keep_alive_s: float) -> AsyncGenerator[Piece | None, None]:
         """Yields every piece, and None after each `keep_alive_s` seconds without a piece."""
@@ -73,6 +76,16 @@ class AnswerStream:
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             _wake_one(future, True)
+        if self._result is None:
+            return
+        ends, self._ends = self._ends, []
+        for end in ends:
+            if end.done():
+                continue
+            if isinstance(self._result, BaseException):
+                end.set_exception(self._result)
+            else:
+                end.set_result(self._result)
 
 
 class Watcher:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 
 from proxy.conversation.message_keys import ConversationKey, Key, RawKey, key_from_stored, raw_key
 from proxy.conversation.messages import Conversation, Message, load_answer
@@ -179,7 +180,7 @@ class TokenTree:
         if self.follows or not answer.tool_calls or not answer.text or isinstance(asked, RawKey):
             return
         if asked.answered(answer) == node.answer_key:
-            chain = asked.answered(replace(answer, text="", reasoning=None)).chain
+            chain = asked.answered(structs.replace(answer, text="", reasoning=None)).chain
             other = self._by_calls.get(chain, node.index)
             same = other is not None and self.nodes[other].answer_key == node.answer_key
             self._by_calls[chain] = node.index if same else None

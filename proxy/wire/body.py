@@ -8,11 +8,11 @@ Any other body is refused before it is decoded, or by one pass over its levels.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import orjson
+from msgspec.structs import replace
 
 from proxy.conversation import Conversation
 from proxy.conversation.json_values import is_deeper
@@ -82,18 +82,16 @@ def scrub(conversation: Conversation, profile: AgentProfile) -> None:
 
     Raises RequestError if no message is left.
     """
-    kept = []
-    for message in conversation.messages:
-        if message.role == "system" and message.text:
-            text = profile.scrubbed(message.text)
-            if not text:
-                continue
-            if text != message.text:
-                message = replace(message, text=text)
-        kept.append(message)
-    if conversation.messages and not kept:
+    messages = conversation.messages
+    systems = [at for at, message in enumerate(messages) if message.role == "system"]
+    for at in reversed(systems):
+        text = profile.scrubbed(messages[at].text)
+        if messages[at].text and not text:
+            del messages[at]
+        elif text != messages[at].text:
+            messages[at] = replace(messages[at], text=text)
+    if systems and not messages:
         raise RequestError("messages: expected at least one message with text", param="messages")
-    conversation.messages = kept
 
 
 def parse_body(body: Body) -> Fields:

@@ -145,9 +145,9 @@ def parse_messages(fields: Fields) -> list[Message]:
     history with every call."""
     messages = []
     for index, item in enumerate(fields.items("messages")):
-        if isinstance(item, dict) and len(item) == 2:
+        if type(item) is dict and len(item) == 2:
             name, content = item.get("role"), item.get("content")
-            if isinstance(name, str) and isinstance(content, str) and name in _ROLES:
+            if type(content) is str and type(name) is str and name in _ROLES:
                 messages.append(Message(_ROLES[name], content))
                 continue
         messages.append(parse_message(Fields(item, fields, "messages", index)))
