@@ -9,6 +9,7 @@ double.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import chain, compress, repeat
 from operator import is_
 from typing import Any
@@ -68,15 +69,22 @@ def is_deeper(value: Any, levels: int) -> bool:
     """
     level = [value]
     while True:
-        kinds = [*map(type, level)]
-        dicts = compress(level, map(is_, kinds, repeat(dict)))
-        lists = compress(level, map(is_, kinds, repeat(list)))
+        kinds = {*map(type, level)}
         if dict not in kinds and list not in kinds:
             return False
         if not levels:
             return True
         levels -= 1
-        level = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
+        inner: list[Any] = []
+        if dict in kinds:
+            inner += chain.from_iterable(map(dict.values, _only(dict, level)))
+        if list in kinds:
+            inner += chain.from_iterable(_only(list, level))
+        level = inner
+
+
+def _only(kind: type, values: list[Any]) -> Iterator[Any]:
+    return compress(values, map(is_, map(type, values), repeat(kind)))
 
 
 _SPELT_NUMBER = re.compile(r"[0-9][.eE]|-0|[0-9]{16}")

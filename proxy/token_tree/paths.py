@@ -39,14 +39,13 @@ def prefix(turns: Sequence[OwnTokens], index: int | None, length: int, new: Ids 
     spans: list[Ids] = [new]
     while index is not None and length > 0:
         turn = turns[index]
-        prompt_from = turn.shared_tokens
-        sampled_from = prompt_from + len(turn.prompt_ids)
-        if length > sampled_from:
-            spans.append(turn.sampled_ids[: length - sampled_from])
-            length = sampled_from
-        if length > prompt_from:
-            spans.append(turn.prompt_ids[: length - prompt_from])
-            length = prompt_from
+        own, prompt = length - turn.shared_tokens, turn.prompt_ids
+        if own > len(prompt):
+            spans += (turn.sampled_ids[: own - len(prompt)], prompt)
+        elif own > 0:
+            spans.append(prompt[:own])
+        if own > 0:
+            length = turn.shared_tokens
         index = turn.parent
     return np.concatenate(spans[::-1])
 

@@ -143,14 +143,16 @@ class ChatWriter:
 def parse_messages(fields: Fields) -> list[Message]:
     """Parses `messages`. The most frequent form takes a short path, because agents send the whole
     history with every call."""
-    messages = []
-    for index, item in enumerate(fields.items("messages")):
-        if type(item) is dict and len(item) == 2:
-            name, content = item.get("role"), item.get("content")
-            if type(content) is str and type(name) is str and name in _ROLES:
-                messages.append(Message(_ROLES[name], content))
-                continue
-        messages.append(parse_message(Fields(item, fields, "messages", index)))
+    messages: list[Message] = []
+    for item in fields.items("messages"):
+        try:
+            role, content = _ROLES[item["role"]], item["content"]
+        except (KeyError, TypeError):
+            content = None
+        if type(content) is str and len(item) == 2:
+            messages.append(Message(role, content))
+        else:
+            messages.append(parse_message(Fields(item, fields, "messages", len(messages))))
     return messages
 
 
