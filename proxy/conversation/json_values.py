@@ -9,9 +9,6 @@ double.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import chain, compress, repeat
-from operator import is_
 from typing import Any
 
 import orjson
@@ -63,28 +60,17 @@ def canonical_arguments(text: str) -> bytes:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether what was read from JSON has more than `levels` levels of objects and lists.
-
-    Goes through the values of a level in C, because this reads the history of every request.
-    """
-    level = [value]
-    while True:
-        kinds = {*map(type, level)}
-        if dict not in kinds and list not in kinds:
-            return False
-        if not levels:
-            return True
+    """Whether what was read from JSON has more than `levels` levels of objects and lists."""
+    level = [value] if isinstance(value, dict | list) else []
+    while level and levels:
         levels -= 1
-        inner: list[Any] = []
-        if dict in kinds:
-            inner += chain.from_iterable(map(dict.values, _only(dict, level)))
-        if list in kinds:
-            inner += chain.from_iterable(_only(list, level))
-        level = inner
-
-
-def _only(kind: type, values: list[Any]) -> Iterator[Any]:
-    return compress(values, map(is_, map(type, values), repeat(kind)))
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if type(each) is dict else each)
+            if type(inner) is dict or type(inner) is list
+        ]
+    return bool(level)
 
 
 _SPELT_NUMBER = re.compile(r"[0-9][.eE]|-0|[0-9]{16}")

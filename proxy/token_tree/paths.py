@@ -40,11 +40,10 @@ def prefix(turns: Sequence[OwnTokens], index: int | None, length: int, new: Ids 
     while index is not None and length > 0:
         turn = turns[index]
         own, prompt = length - turn.shared_tokens, turn.prompt_ids
-        if own > len(prompt):
-            spans += (turn.sampled_ids[: own - len(prompt)], prompt)
-        elif own > 0:
-            spans.append(prompt[:own])
         if own > 0:
+            if own > len(prompt):
+                spans.append(turn.sampled_ids[: own - len(prompt)])
+            spans.append(prompt[:own])
             length = turn.shared_tokens
         index = turn.parent
     return np.concatenate(spans[::-1])
