@@ -38,18 +38,19 @@ class AnswerStream:
     def finish(self, outcomes: Sequence[Outcome]) -> None:
         """Ends the stream with the recorded answers."""
         self._result = outcomes
-        self._wake()
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """Ends the stream with `error`, which every watcher raises."""
         self._result = error
-        self._wake()
+        self._end()
 
     def outcomes(self) -> asyncio.Future[Sequence[Outcome]]:
         """The recorded answers, or the error that ended the call. Await it."""
         end: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()
         self._ends.append(end)
-        self._wake()
+        if self.ended:
+            self._end()
         return end
 
     async def pieces(self, keep_alive_s: float) -> AsyncGenerator[Piece | None, None]:
@@ -76,15 +77,16 @@ class AnswerStream:
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             _wake_one(future, True)
-        if self._result is None:
-            return
+
+    def _end(self) -> None:
+        self._wake()
         ends, self._ends = self._ends, []
         for end in ends:
-            if end.done():
+            if end.done():  # its watcher has left
                 continue
             if isinstance(self._result, BaseException):
                 end.set_exception(self._result)
-            else:
+            elif self._result is not None:
                 end.set_result(self._result)
 
 
