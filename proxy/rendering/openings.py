@@ -8,10 +8,10 @@ policy's own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
+from msgspec.structs import replace
 
 from proxy.conversation import Conversation, Message, ToolCall
 from proxy.errors import RequestError
