@@ -130,8 +130,9 @@ async def tap(model: Path, tmp_path: Path) -> AsyncIterator[Tap]:
         await server.stop()
 
 
+@pytest.mark.parametrize("name", ["pi", "claude_code"])
 async def test_answer_of_a_killed_vllm_is_continued_by_the_next_one(
-    tap: Tap, model: Path, tmp_path: Path, unused_tcp_port: int
+    name: str, tap: Tap, model: Path, tmp_path: Path, unused_tcp_port: int
 ) -> None:
     app = web.Application(client_max_size=2**26)
     app.router.add_route("*", "/{path:.*}", tap.forward)
@@ -146,27 +147,32 @@ async def test_answer_of_a_killed_vllm_is_continued_by_the_next_one(
     await proxy.start()
     try:
         async with ProxyClient(proxy.url, ADMIN_KEY) as control:
-            playing = asyncio.create_task(_answers(control, tmp_path / "trial"))
+            playing = asyncio.create_task(_answers(control, name, tmp_path / "trial"))
             killed = asyncio.create_task(tap.killed.wait())
             await asyncio.wait([playing, killed], return_when=asyncio.FIRST_COMPLETED)
             assert tap.killed.is_set()
             await tap.server.start()
-            (turn,) = await playing
+            turns = await playing
     finally:
         await proxy.stop()
         await runner.cleanup()
-    first, second = tap.generations
-    assert 0 < len(first.sent) < len(turn.sampled_ids)
+    first, second, *others = tap.generations
+    answer = first.sent + second.sent
+    assert 0 < len(first.sent) < len(answer)
     assert second.prompt == first.prompt + first.sent
-    assert turn.sampled_ids.tolist() == first.sent + second.sent
-    assert turn.status is TurnStatus.DONE
+    assert [turn.status for turn in turns] == [TurnStatus.DONE] * len(turns)
+    found = [turn.sampled_ids.tolist() for turn in turns]
+    assert found == [answer, *(other.sent for other in others)]
 
 
-async def _answers(control: ProxyClient, folder: Path) -> list[Turn]:
-    """The turns of pi in a trial of its own: it takes an answer of 64 tokens as it is."""
+async def _answers(control: ProxyClient, name: str, folder: Path) -> list[Turn]:
+    """The turns of an agent in a trial of its own.
+
+    Pi takes an answer that reaches the limit of 64 tokens; Claude Code requests it again.
+    """
     rollout = await trial(
         control,
-        example("pi"),
+        example(name),
         folder,
         "Say it.",
         sampling=LONG,
@@ -176,5 +182,4 @@ async def _answers(control: ProxyClient, folder: Path) -> list[Turn]:
     log = (Path(rollout.logs or os.devnull) / "agent.log").read_text(errors="replace")[-3000:]
     assert rollout.status is RolloutStatus.TRUNCATED, f"{rollout.error}\n{log}"
     _, turns = await control.get_turns(rollout.trial_id)
-    assert turns, log
     return turns
