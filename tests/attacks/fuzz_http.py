@@ -58,6 +58,9 @@ class Report:
     seed: int
     answers: Counter[int] = field(default_factory=Counter)
     unanswered: list[str] = field(default_factory=list)
+    """Requests after which the server ended the connection without an answer."""
+    resets: int = 0
+    """Number of connections that were reset."""
     healthy: int = 0
     """Number of answers of the health route."""
     broken: list[str] = field(default_factory=list)
@@ -67,7 +70,7 @@ class Report:
         codes = " ".join(f"{status}:{n}" for status, n in sorted(self.answers.items()))
         lines = [
             f"{self.plane}, seed {self.seed}: {codes}; health {self.healthy}; "
-            f"unanswered {len(self.unanswered)}"
+            f"unanswered {len(self.unanswered)}; reset {self.resets}"
         ]
         lines += [f"unanswered: {name}" for name in self.unanswered[:20]]
         kinds = Counter(line.partition(": ")[0] for line in self.broken)
@@ -120,8 +123,9 @@ async def _attack(fuzzer: Fuzzer, rng: random.Random, report: Report) -> None:
     manner = rng.choices(MANNERS, MANNER_WEIGHTS)[0]
     try:
         answer = await patiently(fuzzer.server.effort, _send(fuzzer.server, attack, manner))
-    except OSError:  # the server has closed the connection
-        answer = b""
+    except OSError:  # refused before all of it was sent: a reset can overtake the answer
+        report.resets += 1
+        return
     except Hang as hang:
         report.broken.append(f"{attack.name}: {hang} to {attack.data[:2000]!r}")
         return
