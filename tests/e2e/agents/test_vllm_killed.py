@@ -43,7 +43,7 @@ LONG = SamplingConfig(temperature=0.01, max_tokens=64)
 """The quickstart's model then uses all 64 tokens for this prompt, which it was not trained for."""
 START_S = 900.0
 """On a busy machine. The proxy waits this time for its engine."""
-EVENTS = 8
+EVENTS = 2
 """vLLM is killed when it has sent this number of events of an answer."""
 
 
@@ -100,6 +100,7 @@ class Tap:
             await response.write(line)
             if events == EVENTS and not self.killed.is_set():
                 self._kill()
+                raise aiohttp.ClientConnectionError("what it sent since does not arrive")
 
     def _kill(self) -> None:
         assert self.server._process is not None
