@@ -128,11 +128,11 @@ def test_brackets_and_commas_inside_strings_do_not_count() -> None:
 
 
 def test_unclosed_strings_are_refused_in_linear_time() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for text in (b'{"a": "' + b'\\"[' * 2_000_000, b'"' * 3_000_001 + b"[" * MAX_CONTAINERS * 2):
         with pytest.raises(RequestError):
             parse_body(Body(text))
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 def test_body_that_is_not_an_object_is_refused() -> None:
