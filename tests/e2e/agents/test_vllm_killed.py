@@ -90,14 +90,16 @@ class Tap:
     async def _generate(
         self, prompt: list[int], answer: aiohttp.ClientResponse, response: web.StreamResponse
     ) -> None:
-        generation, events = Generation(prompt), 0
+        generation, events, data = Generation(prompt), 0, b""
         self.generations.append(generation)
         async for line in answer.content:
-            if line.startswith(b"data: {"):
-                events += 1
-                (choice,) = json.loads(line[6:])["choices"]
-                generation.sent += choice["token_ids"] or []
             await response.write(line)
+            if line.startswith(b"data: {"):
+                data = line[6:]
+            elif data and not line.strip():  # the event ends
+                (choice,) = json.loads(data)["choices"]
+                generation.sent += choice["token_ids"] or []
+                events, data = events + 1, b""
             if events == EVENTS and not self.killed.is_set():
                 self._kill()
                 raise aiohttp.ClientConnectionError("what it sent since does not arrive")
