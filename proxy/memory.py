@@ -16,11 +16,11 @@ TRIM_DELAY_S = 1.0
 """Delay of a trim, so that a busy process trims once per second. A trim takes some milliseconds."""
 _M_ARENA_MAX, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -8, -3, -1
 """Names of `mallopt`'s settings."""
-_SETTINGS = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**24}
+_SETTINGS = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**22}
 """One arena, because each keeps free memory of its own. Blocks of more than 1 MiB are mapped one by
 one and unmapped when they are free; by default this size grows to 32 MiB. Smaller ones are reused:
 the body and the prompt of a long conversation would otherwise need a hundred new pages each, which
-cost a tenth of its call. The heap keeps 16 MiB of free memory at its end until the next trim."""
+cost a tenth of its call. The heap keeps 4 MiB of free memory at its end until the next trim."""
 
 
 class Trimmer:
