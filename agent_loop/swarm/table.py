@@ -128,7 +128,8 @@ class EpisodeTable:
 
     async def tasks(self, limit: int) -> list[TaskCounts]:
         """What became of the newest episodes by task, the task with the newest claim first; at
-        most `limit` tasks. Read beside the table's thread, so that no claim or end waits for it."""
+        most `limit` tasks. Read in another thread than the table's, so that no claim or end
+        waits for it."""
         try:
             return await asyncio.to_thread(_tasks, self._path, limit)
         except sqlite3.Error as error:

@@ -17,10 +17,10 @@ MAX_ARGUMENT_DEPTH = 100
 """Levels of objects and lists in a call's arguments; deeper ones are text. It leaves room, in every
 dialect's answer and in the engine's request, below the 254 levels that can be written."""
 MAX_ARGUMENT_VALUES = 50_000
-"""Commas, objects and lists in a call's arguments; arguments with more are text. To read and write
-so many takes about 20 ms, and a history has many calls, which are each read with every request."""
+"""Commas, objects and lists in a call's arguments; arguments with more are text. Reading and
+writing 50,000 takes about 20 ms, and every request repeats the history's calls."""
 MAX_ARGUMENT_CHARS = 1_000_000
-"""Characters of a call's arguments; longer ones are text. Comparing so many takes about 20 ms."""
+"""Characters of a call's arguments; longer ones are text. Comparing a million takes about 20 ms."""
 MAX_SAFE_INTEGER = 2**53
 """Above this a double cannot represent every integer."""
 

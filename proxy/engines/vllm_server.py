@@ -219,8 +219,9 @@ class VllmServer:
 
 
 def socket_folder() -> Path:
-    """The folder of the Unix sockets by which the processes of our vLLM servers talk. Whoever can
-    connect to them can send tokens in an engine's name, so agents must not see the folder."""
+    """The folder of the Unix sockets by which the processes of our vLLM servers talk. A process
+    that can connect to them can send tokens in an engine's name, so agents must not see the
+    folder."""
     return Path(tempfile.gettempdir(), f"agentic-engines-{os.getuid()}")
 
 

@@ -29,7 +29,8 @@ def a_sample(turns: list[Turn]) -> Sample:
 
 @st.composite
 def recorded_trees(draw: st.DrawFn) -> list[Turn]:
-    """Trees in which each request continues any earlier answer, repeats one, or begins anew."""
+    """Trees in which each request continues any earlier answer, repeats one, or begins a new
+    conversation."""
     turns: list[Turn] = []
     for turn in draw(token_trees()):
         earlier = [t.index for t in turns if t.answer]

@@ -173,7 +173,7 @@ def test_calls_with_foreign_ids_are_not_joined_across_results() -> None:
 
 
 async def dropped_text(proxy: RunningProxy, session: Any, *, samples: int = 1) -> None:
-    """Three turns of an agent that leaves out the text beside the calls."""
+    """Three turns of an agent that leaves out the text next to the calls."""
     messages: list[Any] = [ASKED]
     for _ in range(3):
         for number in range(samples):

@@ -1,4 +1,4 @@
-"""Semantic Kernel's ChatCompletionAgent: it leaves out the text beside a tool call."""
+"""Semantic Kernel's ChatCompletionAgent: it leaves out the text next to a tool call."""
 
 import asyncio
 import os
