@@ -1,11 +1,14 @@
 """One of several processes on one port (`python -m proxy.processes.worker`, see `workers.py`).
 
-Invariant: it prints `listening` once it listens, and ends when its standard input closes.
+Invariant: it prints `listening` once it listens, and ends when its standard input closes: the
+process that started it has ended. If that one was killed while this one starts, nothing is logged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import pickle
 import signal
 import sys
@@ -21,7 +24,10 @@ from proxy.secrecy import hide_memory
 
 def main() -> int:
     hide_memory()
-    part: WorkerPart = pickle.load(sys.stdin.buffer)
+    try:
+        part: WorkerPart = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        return 0
     logs.set_up(part.config.log, part.config.log_level)
     try:
         uvloop.run(_serve(part))
@@ -38,8 +44,8 @@ async def _serve(part: WorkerPart) -> None:
         loop.add_signal_handler(number, stop.set)
     loop.add_reader(sys.stdin.fileno(), stop.set)
     async with listen(part.config, own_socket=part.own_socket, siblings=part.siblings) as (app, _):
-        sys.stdout.write("listening\n")
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(sys.stdout.fileno(), b"listening\n")
         await stop.wait()
         await withdraw(app, part.config)
 

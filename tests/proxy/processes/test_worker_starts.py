@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,3 +71,23 @@ async def test_invalid_configuration_ends_the_proxy_at_the_first_start(
     with pytest.raises(ConfigurationError, match="see its message above"):
         await serve(monkeypatch, tmp_path, failures=99, how="2")
     assert (tmp_path / "starts").read_text() == "x"
+
+
+@pytest.mark.parametrize("when", ["before it gets its part", "before it listens"])
+def test_worker_whose_parent_was_killed_ends_without_a_traceback(
+    when: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    store = f"sqlite:///{tmp_path}/sessions.db"
+    config = ProxyConfig(model=checkpoint, port=0, store=store, admin_key="key")
+    part = workers.WorkerPart(config, tmp_path / "own.socket", ())
+    sent = b"" if when == "before it gets its part" else pickle.dumps(part)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            workers.WORKER, input=sent, stdout=write_end, stderr=subprocess.PIPE, timeout=60
+        )
+    finally:
+        os.close(write_end)
+    assert done.returncode == 0
+    assert b"Traceback" not in done.stderr, done.stderr
