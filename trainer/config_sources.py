@@ -216,11 +216,11 @@ def suggestion(key: str) -> str:
     known = list(dict.fromkeys(each.dotted for each in keys_of(TrainerConfig)))
     known.sort(key=lambda each: each.count("."))
     section, _, name = key.rpartition(".")
-    generic = _NAMED.sub(r"\1.NAME", section)
-    inside = [_last(each) for each in known if each.rpartition(".")[0] == generic]
+    while not (inside := _inside(section, known)):  # a wrong section: its own name is compared
+        section, _, name = section.rpartition(".")
     close = difflib.get_close_matches(name, inside, n=1, cutoff=0.7)
     close = close or [each for each in inside if len(name) > 2 and name in each]
-    elsewhere = [each for each in known if _last(each) == name]
+    elsewhere = [each for each in known if _last(each) == _last(key)]
     nearest = [each for each in elsewhere if each.count(".") == elsewhere[0].count(".")]
     prefix = f"{section}." if section else ""
     if meant := [f"{prefix}{each}" for each in close] or nearest:
@@ -228,6 +228,12 @@ def suggestion(key: str) -> str:
     if section and inside:
         return f"; {section} has: {', '.join(inside)}"
     return f"; the sections are: {', '.join(TrainerConfig.model_fields)}"
+
+
+def _inside(section: str, known: Sequence[str]) -> list[str]:
+    """The names of the keys in a section; of the sections, if `section` is empty."""
+    generic = _NAMED.sub(r"\1.NAME", section)
+    return [_last(each) for each in known if each.rpartition(".")[0] == generic]
 
 
 def _last(key: str) -> str:

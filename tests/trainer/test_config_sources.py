@@ -132,6 +132,7 @@ def test_all_wrong_keys_are_named_at_once(file: Path) -> None:
         ("lr=1e-6", "did you mean optimizer.lr?"),
         ("seed=1", "did you mean trainer.seed or data.seed"),
         ("trainer.lr=1e-6", "did you mean optimizer.lr?"),
+        ("optimiser.lr=1e-6", "did you mean optimizer?"),
         ("rollout.size=1", "did you mean rollout.group_size"),
         ("algorithm.loss={name: ppo, clip_hig: 1}", "did you mean algorithm.loss.clip_high?"),
         ("remote_agent.proxy_server_url=http://h:1", "here it is proxy_server.url"),
@@ -302,6 +303,7 @@ AGENT = "agents.shop.command.argv=[agent]"
         (["agents.a/b.command.argv=[agent]"], r"agents\.'a/b': a name has at least one"),
         (["swarm={}"], "agents: a swarm's clients run the agents"),
         (["agents.shop.wieght=2"], r"did you mean agents\.shop\.weight\?"),
+        (["agents.shop.comand.argv=[x]"], r"did you mean agents\.shop\.command\?"),
         (["agents.shop.weight=0"], "greater than 0"),
     ],
 )
