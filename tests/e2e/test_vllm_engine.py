@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,11 +53,23 @@ async def test_check_learns_model_and_context(engine: VllmEngine) -> None:
     assert engine.info.max_context_tokens == TINY_CONTEXT_TOKENS
 
 
-async def test_streamed_and_whole_answers_are_the_same_sample(engine: VllmEngine) -> None:
+async def test_streamed_and_whole_answers_are_the_same_sample(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+    decode = engine._decode
+
+    def counted(payload: bytes) -> Any:
+        decoded.append(payload)
+        return decode(payload)
+
+    monkeypatch.setattr(engine, "_decode", counted)
     sampling = Sampling(max_tokens=24, temperature=0.8, seed=7)
     streamed = await sample(engine, sampling)
+    events = len(decoded)
+    assert events > 1  # they may have arrived together, on a busy machine
     (whole,) = await sample(engine, sampling, stream=False)
-    assert len(streamed) > 1
+    assert len(decoded) == events + 1
     assert ids(streamed) == whole.ids
     np.testing.assert_allclose(logprobs(streamed), whole.logprobs, atol=1e-4)
     assert streamed[-1].finish_reason is whole.finish_reason is FinishReason.LENGTH

@@ -39,9 +39,11 @@ class BreakingEngine(VllmEngine):
             prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt, stream=stream
         )
         async for chunk in whole:
-            left -= len(chunk.ids)
-            if left < 0:
+            if left < len(chunk.ids):
+                if left:  # any number of tokens may arrive together
+                    yield Chunk(chunk.ids[:left], chunk.logprobs[:left])
                 raise EngineError("the connection broke")
+            left -= len(chunk.ids)
             yield chunk
 
 
