@@ -145,7 +145,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm)
 # One thread of torch for each of the two workers; more would wait for each other's core. Each worker
 # takes one half of the list, so that a module's fixtures are made once.
 test-fast: setup ## tests that start no other programs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not programs and not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not programs and not slow" $(ARGS)
 
 test-long: setup reference export-packages verifiers openenv $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)

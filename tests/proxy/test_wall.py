@@ -49,8 +49,10 @@ def place(tmp_path: Path) -> Place:
     (other / "agent.log").write_text("another agent")
     (tasks / "answers.jsonl").write_text("42")
     (tasks / "agent.py").write_text("pass")
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's folders are closed to other users
-        folder.chmod(0o711)
+    for folder in (tmp_path, *tmp_path.parents):  # pytest's folders are closed to other users
+        folder.chmod(folder.stat().st_mode | 0o111)
+        if folder.name.startswith("pytest-of-"):
+            break
     trial.chmod(0o777)
     return Place(run, trial, tasks / "answers.jsonl", trial / "output")
 
