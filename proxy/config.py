@@ -262,10 +262,10 @@ def load_config(path: Path | None = None, **overrides: Any) -> ProxyConfig:
         config = Loaded(**overrides)
     except (ValidationError, SettingsError) as error:
         raise ConfigurationError(_one_line(error)) from error
-    if config.model is None or (name := hub_name(config.model)) is None:
+    if config.model is None or (folder := model_folder(config.model)) == config.model:
         return config
-    served = config.served_model_name or name.partition("@")[0]
-    update = {"model": model_folder(config.model), "served_model_name": served}
+    name = (hub_name(config.model) or config.model.name).partition("@")[0]
+    update = {"model": folder, "served_model_name": config.served_model_name or name}
     return config.model_copy(update=update)
 
 

@@ -20,13 +20,17 @@ CHECKPOINT = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tikto
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of a checkpoint. One of the hub is downloaded, unless the hub's cache has it.
+    """The folder of a checkpoint. One of the hub is downloaded, unless the hub's cache has it. Of a
+    checkpoint that a run has saved, it is the folder `model` in it.
 
     Raises:
         ConfigurationError: the hub cannot be reached, or refuses the checkpoint.
     """
-    name = hub_name(path)
-    return path if name is None else download(name, "model", CHECKPOINT)
+    if (name := hub_name(path)) is not None:
+        return download(name, "model", CHECKPOINT)
+    saved = path / "model"
+    is_run = not (path / "config.json").exists() and (saved / "config.json").is_file()
+    return saved if is_run else path
 
 
 def hub_name(path: Path) -> str | None:

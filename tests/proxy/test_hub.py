@@ -60,3 +60,14 @@ def test_hub_that_cannot_be_reached_is_reported_in_one_line(
 def test_folder_is_not_a_name_on_the_hub(path: str) -> None:
     assert hub_name(Path(path)) is None
     assert model_folder(Path(path)) == Path(path)
+
+
+def test_checkpoint_of_a_run_is_served_by_the_name_of_its_step(tmp_path: Path) -> None:
+    step = tmp_path / "step-000036"
+    (step / "model").mkdir(parents=True)
+    assert model_folder(step) == step  # nothing in it is a model
+    (step / "model" / "config.json").write_text("{}")
+    config = load_config(None, model=step)
+    assert (config.model, config.served_model_name) == (step / "model", "step-000036")
+    (step / "config.json").write_text("{}")
+    assert model_folder(step) == step
