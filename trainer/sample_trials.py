@@ -55,7 +55,7 @@ def run_trials(run: TrialRun) -> tuple[list[TrialLine], int]:
         ConfigError, proxy.errors.ConfigurationError: the configuration, or a folder of another one.
     """
     parts = _parts(run)
-    folder = _folder(run)
+    folder = open_folder(run)
     try:
         return asyncio.run(_under_signals(run, parts, folder))
     finally:
@@ -85,8 +85,13 @@ def _parts(run: TrialRun) -> RunParts:
     return RunParts(config, tasks, agents, EMPTY_IDS)
 
 
-def _folder(run: TrialRun) -> RunFolder:
-    """The folder, new or of an interrupted run with the same settings; locked."""
+def open_folder(run: TrialRun) -> RunFolder:
+    """The folder, locked: new, without a trial, or of an interrupted run with the same settings.
+
+    Raises:
+        ConfigError: the folder has trials of other settings, is not one of this command, or is in
+            use.
+    """
     settings = dump(run.config)
     if run.endpoint is not None:
         settings += f"# endpoint: {run.endpoint.model} at {run.endpoint.base_url}\n"
@@ -97,11 +102,13 @@ def _folder(run: TrialRun) -> RunFolder:
         replace_file(folder.config, settings)
         return folder
     folder = RunFolder.open(run.folder)
-    if folder.config.read_text() != settings:
-        raise ConfigError(
-            f"{run.folder}: has trials of another configuration or model; choose another --out"
-        )
     folder.lock()
+    if folder.config.read_text() != settings:
+        if folder.trials_log.exists():
+            raise ConfigError(
+                f"{run.folder}: has trials of another configuration or model; choose another --out"
+            )
+        replace_file(folder.config, settings)
     return folder
 
 

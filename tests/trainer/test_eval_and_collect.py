@@ -19,9 +19,10 @@ from proxy.rendering.rendering import Rendering
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
-from trainer.config_sources import load
+from trainer.config_sources import dump, load
 from trainer.errors import ConfigError
-from trainer.sample_trials import TrialRun, run_trials
+from trainer.run.folder import RunFolder
+from trainer.sample_trials import TrialRun, open_folder, run_trials
 
 __all__ = ["checkpoint", "rendering", "start_proxy"]
 
@@ -92,6 +93,22 @@ def test_policy_as_judge_of_an_endpoint_is_refused(checkpoint: Path, tmp_path: P
     with pytest.raises(ConfigError, match=r"judge\.policy: agents call some-model .* themselves"):
         run_trials(run)
     assert not (tmp_path / "out").exists()
+
+
+def test_folder_without_a_trial_takes_another_configuration(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, checkpoint, "http://127.0.0.1:1")
+    run = TrialRun(load([Path(path)], []), tmp_path / "out", "val", 1, SessionKind.EVAL, None)
+    failed = RunFolder.create(run.folder)
+    failed.config.write_text("of a start that failed")
+    failed.unlock()
+    open_folder(run).unlock()
+    assert failed.config.read_text() == dump(run.config)
+    failed.config.write_text("of a run with trials")
+    failed.trials_log.touch()
+    with pytest.raises(ConfigError, match="has trials of another configuration"):
+        open_folder(run)
 
 
 @pytest.mark.long
