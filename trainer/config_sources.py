@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from proxy.errors import ConfigurationError
 from proxy.hub import model_folder
+from proxy.section import Section
 from trainer.config import TrainerConfig
 from trainer.config_keys import keys_of
 from trainer.config_successors import successor
@@ -87,8 +88,8 @@ def load(
     return config.model_copy(update={"model": model})
 
 
-def dump(config: TrainerConfig) -> str:
-    """The resolved configuration with all keys, as YAML; `load` reads an equal configuration."""
+def dump(config: Section) -> str:
+    """A configuration with all keys, as YAML, from which `load` reads an equal configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

@@ -22,9 +22,9 @@ from trainer.assembly import SwarmParts, TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Saved
 from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
-from trainer.config import TrainerConfig
 from trainer.config_sources import dump, load
 from trainer.fit import Ended
+from trainer.learner import RanksConfig
 from trainer.report import write_report
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder, replace_file, truncate_jsonl
@@ -121,7 +121,7 @@ def _continue(parts: Parts, folder: RunFolder) -> int:
     return _run(parts, folder, saved)
 
 
-def _follows(config: TrainerConfig, environment: Mapping[str, str]) -> bool:
+def _follows(config: RanksConfig, environment: Mapping[str, str]) -> bool:
     """If torchrun started this process as another rank than 0, trains with rank 0 until it has
     finished and returns True."""
     seat = torchrun_seat(environment)
