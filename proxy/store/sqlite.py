@@ -24,6 +24,7 @@ import orjson
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
 from proxy.store import migrations, rows
+from proxy.store.folder_lock import alone_in
 from proxy.store.liveness import Liveness
 from proxy.store.protocol import (
     DeliveryMark,
@@ -128,7 +129,8 @@ class SqliteStore:
         """
         self.path = path
         try:
-            writing = _connect(path, durability, busy_timeout_s)
+            with alone_in(path.parent):
+                writing = _connect(path, durability, busy_timeout_s)
             _migrate(writing, path)
             at_once = _never_waiting(path) if durability == "process" else None
             for connection in (writing, at_once):

@@ -1,0 +1,24 @@
+"""Opens a store in one process at a time.
+
+Invariant: two processes that open the same new SQLite file wait for each other. Without it, both
+turn the file into WAL mode, and SQLite reports a locked database at once, without its time-out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds the lock of the folder. Raises OSError if the folder cannot be read."""
+    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
