@@ -1,7 +1,7 @@
 """Opens a store in one process at a time.
 
-Invariant: two processes that open the same new SQLite file wait for each other. Without it, both
-turn the file into WAL mode, and SQLite reports a locked database at once, without its time-out.
+Invariant: processes that open the same SQLite file wait for each other. Otherwise one changes the
+layout of a new file while another one opens a connection that never waits for a lock.
 """
 
 from __future__ import annotations

@@ -131,12 +131,12 @@ class SqliteStore:
         try:
             with alone_in(path.parent):
                 writing = _connect(path, durability, busy_timeout_s)
-            _migrate(writing, path)
-            at_once = _never_waiting(path) if durability == "process" else None
-            for connection in (writing, at_once):
-                _limit_size(connection, max_file_bytes)
-            self._owner = _take_ownership(writing, path)
-            self._reading = _connect(path, durability, busy_timeout_s)
+                _migrate(writing, path)
+                at_once = _never_waiting(path) if durability == "process" else None
+                for connection in (writing, at_once):
+                    _limit_size(connection, max_file_bytes)
+                self._owner = _take_ownership(writing, path)
+                self._reading = _connect(path, durability, busy_timeout_s)
         except (sqlite3.Error, OSError) as error:
             raise ConfigurationError(
                 f"store {path}: {error}; use a file in a writable folder"

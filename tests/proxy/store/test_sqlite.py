@@ -121,6 +121,20 @@ def test_unwritable_path_is_refused_by_name(tmp_path: Path) -> None:
         SqliteStore(tmp_path / "nowhere" / "s.sqlite")
 
 
+OPENER = """
+import asyncio, sys
+from pathlib import Path
+from proxy.store.sqlite import SqliteStore
+
+async def main():
+    print("ready", flush=True)
+    for path in sys.stdin:
+        await SqliteStore(Path(path.strip())).close()
+        print("opened", flush=True)
+
+asyncio.run(main())
+"""
+
 WRITER = """
 import asyncio, sys
 from pathlib import Path
@@ -138,6 +152,36 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_processes_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    openers = [
+        subprocess.Popen(
+            [sys.executable, "-c", OPENER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    try:
+        assert [line_of(opener) for opener in openers] == ["ready\n"] * 4
+        for n in range(25):
+            for opener in openers:
+                assert opener.stdin is not None
+                opener.stdin.write(f"{tmp_path}/{n}.sqlite\n")
+                opener.stdin.flush()
+            assert [line_of(opener) for opener in openers] == ["opened\n"] * 4
+    finally:
+        for opener in openers:
+            opener.kill()
+            opener.communicate()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def test_committed_writes_survive_kill_9(tmp_path: Path) -> None:
