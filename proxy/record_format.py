@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 
 from proxy.records import (
+    BranchMode,
     FinishReason,
     ForkCause,
+    Origin,
     Reward,
     Session,
     SessionKind,
@@ -36,7 +38,11 @@ class RecordFormatError(ValueError):
 
 def encode_record(session: Session, turns: list[Turn]) -> bytes:
     return _ENCODER.encode(
-        _Record(FORMAT, _encode_session(session), [_encode_turn(turn) for turn in turns])
+        _Record(
+            FORMAT,
+            _encode_session(session),
+            [_encode_turn(session.session_id, turn) for turn in turns],
+        )
     )
 
 
@@ -64,6 +70,7 @@ class _SessionFields(msgspec.Struct, array_like=True):
     metadata: dict[str, Any]
     rewards: list[tuple[str, float, dict[str, float], int | None, bool]]
     completed_at: float | None
+    origin: tuple[str, int, str, bool, str | None, str | None] | None = None
 
 
 class _TurnFields(msgspec.Struct, array_like=True):
@@ -87,6 +94,8 @@ class _TurnFields(msgspec.Struct, array_like=True):
     first_token_s: float | None
     duration_s: float | None
     request: bytes = b""
+    recorded_by: str | None = None
+    """The session that recorded the turn, if it is another one (`proxy.records.Origin`)."""
 
 
 class _Record(msgspec.Struct):
@@ -112,7 +121,12 @@ def _encode_session(session: Session) -> _SessionFields:
         dict(session.metadata),
         [(r.key, r.value, dict(r.parts), r.turn, r.branch) for r in session.rewards],
         session.completed_at,
+        None if (o := session.origin) is None else _encode_origin(o),
     )
+
+
+def _encode_origin(o: Origin) -> tuple[str, int, str, bool, str | None, str | None]:
+    return (o.session_id, o.turn, o.mode.value, o.salvage, o.system, o.answer)
 
 
 def _decode_session(fields: _SessionFields) -> Session:
@@ -132,10 +146,17 @@ def _decode_session(fields: _SessionFields) -> Session:
             for key, value, parts, turn, branch in fields.rewards
         ],
         completed_at=fields.completed_at,
+        origin=None if fields.origin is None else _decode_origin(*fields.origin),
     )
 
 
-def _encode_turn(turn: Turn) -> _TurnFields:
+def _decode_origin(
+    session_id: str, turn: int, mode: str, salvage: bool, system: str | None, answer: str | None
+) -> Origin:
+    return Origin(session_id, turn, BranchMode(mode), salvage, system, answer)
+
+
+def _encode_turn(session_id: str, turn: Turn) -> _TurnFields:
     return _TurnFields(
         turn.index,
         turn.parent,
@@ -157,12 +178,13 @@ def _encode_turn(turn: Turn) -> _TurnFields:
         turn.first_token_s,
         turn.duration_s,
         turn.request,
+        None if turn.session_id == session_id else turn.session_id,
     )
 
 
 def _decode_turn(session_id: str, fields: _TurnFields) -> Turn:
     return Turn(
-        session_id=session_id,
+        session_id=fields.recorded_by or session_id,
         index=fields.index,
         parent=fields.parent,
         shared_tokens=fields.shared_tokens,

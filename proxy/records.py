@@ -6,7 +6,8 @@ A session's turns form the **token tree**. A turn holds only the tokens that it 
 
 so `path(turn)` without its `sampled_ids` is exactly the prompt that the engine got, and
 `sampled_ids` is exactly what it returned. A turn *extends* its parent if `shared_tokens` covers the
-parent's whole path, and *forks* from it otherwise; every fork has a cause.
+parent's whole path, and *forks* from it otherwise; every fork has a cause. A *branch* is a session
+whose first turns are another session's (`Origin`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class TurnStatus(StrEnum):
     """Interrupted (client disconnected, engine failed, proxy killed): kept, never trained."""
     SUPERSEDED = "superseded"
     """Answered, but the agent did not receive the answer and retried: kept, never trained."""
+    CONTEXT = "context"
+    """Answered, but not trained here: another session's record trains it (see `Origin`), or the
+    answer was given by hand instead of sampled."""
 
 
 class FinishReason(StrEnum):
@@ -107,6 +111,41 @@ class ForkCause(StrEnum):
     """Another sample (`n` > 1, or a retry) of a prompt that was sampled before."""
     CALL_REQUIRED = "call_required"
     """The answer ended without the tool call that the agent requires, and goes on with one."""
+    DIVERGED = "diverged"
+    """In a branch: the agent's request is not the one that was recorded at this point."""
+
+
+class BranchMode(StrEnum):
+    """What happens in a branch to a request that is not the recorded one."""
+
+    STRICT = "strict"
+    """The call is refused with the difference, and the session ends."""
+    LIVE = "live"
+    """The answer is sampled, and the turn forks with the cause `DIVERGED`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a branch begins: its first turns are another session's, by reference.
+
+    The turns of a branch with an index below `turn` are those of the session `session_id`, which
+    has recorded and stored them. They keep that `session_id` and their index, and are CONTEXT in
+    the branch, because the other session trains them.
+
+    Example: Origin("sum-17-9fJq", turn=7), whose turns 0 to 6 are answered from the recording
+    """
+
+    session_id: str
+    turn: int
+    """Number of turns that the branch refers to; turn `turn` is the first one of its own."""
+    mode: BranchMode = BranchMode.STRICT
+    salvage: bool = False
+    """The branch continues a failed trial: it trains the turns to which it refers, and they are
+    CONTEXT in the other session. A session is salvaged at most once."""
+    system: str | None = None
+    """The system message of the calls that are sampled, instead of the agent's own."""
+    answer: str | None = None
+    """The text that answers the first call after the recorded ones, as if it had been sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +174,7 @@ class Turn:
     """
 
     session_id: str
+    """The session that recorded it; in a branch, that of an `Origin` for the first turns."""
     index: int
     """Order of arrival in the session, from 0."""
     parent: int | None
@@ -232,3 +272,10 @@ class Session:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rewards: list[Reward] = field(default_factory=list)
     completed_at: float | None = None
+    origin: Origin | None = None
+    """None, except for a branch."""
+
+    @property
+    def recorded_turns(self) -> int:
+        """Number of turns that a branch refers to; 0 for any other session."""
+        return 0 if self.origin is None else self.origin.turn

@@ -58,13 +58,23 @@ _SET_STATUS = (
     " ON CONFLICT (session_id, idx) DO UPDATE SET status = excluded.status"
 )
 _TURNS = (
-    "SELECT "
-    + ", ".join(f"t.{name.strip()}" for name in rows.INTENT_COLUMNS.split(","))
-    + ", "
-    + ", ".join(f"a.{name}" for name in _ANSWER_NAMES)
-    + ", t.owner FROM turns t LEFT JOIN answers a USING (session_id, idx)"
-    " WHERE t.session_id = $1 AND t.idx >= $2 ORDER BY t.idx"
+    f"{rows.lineage('$1::text', least='least')} SELECT {rows.TURN_COLUMNS} FROM lineage l"
+    f" JOIN turns t ON {rows.IN_LINEAGE}"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " WHERE t.idx >= $2 AND t.idx < coalesce($3::int, t.idx + 1) ORDER BY t.idx"
 )
+_REPLAYED = (
+    "SELECT d.idx FROM deliveries d JOIN sessions s ON s.session_id = d.session_id"
+    " WHERE d.session_id = $1 AND d.idx < s.origin_turn AND d.arrived = 1"
+)
+# A session cannot be removed while it becomes the origin of a branch. What is read in the same
+# transaction after the lock includes what others have written before.
+_LOCKED = "SELECT 1 FROM sessions WHERE session_id = $1 FOR UPDATE"
+_ORIGIN = (
+    "SELECT (SELECT session_id FROM sessions WHERE origin_session = s.session_id"
+    " AND origin_salvages = 1) FROM sessions s WHERE session_id = $1"
+)
+_BRANCHES = "SELECT count(*) FROM sessions WHERE origin_session = $1"
 _HELD_ELSEWHERE = (
     "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
     " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
@@ -80,7 +90,7 @@ _UNDELIVERED = (
 )
 _MARK = (
     "INSERT INTO deliveries (session_id, idx, arrived) SELECT $1::text, $2::int, $3::int"
-    " FROM turns WHERE session_id = $1 AND idx = $2"
+    " FROM sessions WHERE session_id = $1"
     " ON CONFLICT (session_id, idx) DO UPDATE SET arrived = excluded.arrived"
 )
 _CUT_OWN = (
@@ -89,10 +99,16 @@ _CUT_OWN = (
     " WHERE session_id = $1 AND idx = $2 AND owner = $3 ON CONFLICT DO NOTHING"
 )
 _TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events")
+_UNREFERRED = "NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"
 # SKIP LOCKED: proxies that remove sessions at the same time remove different ones.
 _ENDED = (
-    "SELECT session_id FROM sessions WHERE coalesce(completed_at, expires_at) < $1"
+    "SELECT session_id FROM sessions s WHERE coalesce(completed_at, expires_at) < $1"
+    f" AND {_UNREFERRED}"
     " ORDER BY coalesce(completed_at, expires_at) LIMIT $2 FOR UPDATE SKIP LOCKED"
+)
+# Again after the lock, because a branch may have begun between the two.
+_STILL_UNREFERRED = (
+    f"SELECT session_id FROM sessions s WHERE session_id = ANY($1::text[]) AND {_UNREFERRED}"
 )
 _HELD = (
     "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = $1 AND granted"
@@ -143,11 +159,13 @@ class PostgresStore:
     async def create_session(self, session: Session) -> bool:
         row = rows.session_row(session)
         marks = ", ".join(f"${n}" for n in range(1, len(row) + 1))
-        return await self._changed(
-            f"INSERT INTO sessions ({rows.SESSION_COLUMNS}) VALUES ({marks})"
-            " ON CONFLICT DO NOTHING",
-            *row,
-        )
+        sql = f"INSERT INTO sessions ({rows.SESSION_COLUMNS}) VALUES ({marks})"
+        async with self._connection() as connection, connection.transaction():
+            if (origin := session.origin) is not None:
+                await connection.execute(_LOCKED, origin.session_id)
+                rows.check_origin(origin, await connection.fetchrow(_ORIGIN, origin.session_id))
+            done: str = await connection.execute(f"{sql} ON CONFLICT DO NOTHING", *row)
+        return not done.endswith(" 0")
 
     async def get_session(self, session_id: str) -> Session | None:
         return next(iter(await self._sessions("session_id = $1", session_id)), None)
@@ -178,6 +196,8 @@ class PostgresStore:
 
     async def delete_session(self, session_id: str) -> bool:
         async with self._connection() as connection, connection.transaction():
+            await connection.execute(_LOCKED, session_id)
+            rows.check_unreferred(session_id, await connection.fetchval(_BRANCHES, session_id))
             done: str = await connection.execute(
                 "DELETE FROM sessions WHERE session_id = $1", session_id
             )
@@ -188,7 +208,8 @@ class PostgresStore:
     async def remove_ended(self, before: float, limit: int) -> int:
         async with self._connection() as connection, connection.transaction():
             found = await connection.fetch(_ENDED, before, limit)
-            ended = [row[0] for row in found]
+            locked = [row[0] for row in found]
+            ended = [row[0] for row in await connection.fetch(_STILL_UNREFERRED, locked)]
             for table in _TABLES:
                 sql = f"DELETE FROM {table} WHERE session_id = ANY($1::text[])"
                 await connection.execute(sql, ended)
@@ -221,24 +242,25 @@ class PostgresStore:
 
     async def undelivered(self, session_id: str) -> Undelivered:
         found = await self._fetch(_UNDELIVERED, session_id)
+        replayed = [row[0] for row in await self._fetch(_REPLAYED, session_id)]
         alive = await self._alive() if found else set()
         own = await self._owner.number()
-        return rows.undelivered(found, own=own, alive=alive.__contains__)
+        return rows.undelivered(found, replayed, own=own, alive=alive.__contains__)
 
-    async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
-        found = await self._fetch(_TURNS, session_id, since)
-        turns = [rows.turn_from_row(row) for row in found]
-        left_open = [
-            (at, row["owner"])
-            for at, (turn, row) in enumerate(zip(turns, found, strict=True))
-            if turn.status is TurnStatus.OPEN
-        ]
-        if left_open:
-            alive = await self._alive()
-            for at, owner in left_open:
-                if owner not in alive:
-                    turns[at] = replace(turns[at], status=TurnStatus.CUT)
-                    await self.set_turn_status(session_id, turns[at].index, TurnStatus.CUT)
+    async def get_turns(
+        self, session_id: str, since: int = 0, until: int | None = None
+    ) -> list[Turn]:
+        turns, left_open = [], []
+        for row in await self._fetch(_TURNS, session_id, since, until):
+            *fields, owner, trained = row
+            turns.append(rows.read_in_session(rows.turn_from_row(fields), trained=trained))
+            if turns[-1].status is TurnStatus.OPEN:
+                left_open.append((len(turns) - 1, owner))
+        alive = await self._alive() if left_open else set()
+        for at, owner in left_open:
+            if owner not in alive:
+                turns[at] = turn = replace(turns[at], status=TurnStatus.CUT)
+                await self.set_turn_status(turn.session_id, turn.index, TurnStatus.CUT)
         return turns
 
     async def announce(self, address: str | None) -> None:

@@ -46,13 +46,20 @@ class Undelivered:
     """The connection broke, or the process ended before it recorded that the answer arrived."""
     pending: frozenset[int] = frozenset()
     """Another living process may still be sending the answer."""
+    replayed: frozenset[int] = frozenset()
+    """In a branch: the recorded turns whose answers have reached its agent. They are the only
+    ones of these that are known."""
 
 
 class Store(Protocol):
     """Every method raises StoreError when the store fails (disk full, file locked, server gone)."""
 
     async def create_session(self, session: Session) -> bool:
-        """Returns False and changes nothing if the id already exists."""
+        """Returns False and changes nothing if the id already exists.
+
+        Raises SessionError for a branch: 404, the session of its origin does not exist; 409, it is
+        to be salvaged, and has been already.
+        """
         ...
 
     async def get_session(self, session_id: str) -> Session | None: ...
@@ -63,11 +70,14 @@ class Store(Protocol):
 
     async def set_status(self, session_id: str, status: SessionStatus, at: float) -> bool: ...
 
-    async def delete_session(self, session_id: str) -> bool: ...
+    async def delete_session(self, session_id: str) -> bool:
+        """Raises SessionError (409) if a branch refers to the session."""
+        ...
 
     async def remove_ended(self, before: float, limit: int) -> int:
         """Removes up to `limit` sessions that were completed or expired before the Unix time
-        `before`, with all their data. Returns the number of removed sessions.
+        `before`, with all their data, unless a branch refers to them. Returns the number of
+        removed sessions.
 
         A SQLite file then shrinks; in PostgreSQL, autovacuum makes the space reusable.
         """
@@ -104,17 +114,20 @@ class Store(Protocol):
         ...
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
-        """Records whether answers arrived; a later mark replaces an earlier one. Marks of turns
+        """Records whether answers arrived; a later mark replaces an earlier one. Marks of sessions
         that were deleted are ignored."""
         ...
 
     async def undelivered(self, session_id: str) -> Undelivered:
         """The turns that are DONE and not marked as arrived, except those of this process that have
-        no mark yet."""
+        no mark yet; and the replayed turns of a branch."""
         ...
 
-    async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
-        """Turns with an index of at least `since`, in order.
+    async def get_turns(
+        self, session_id: str, since: int = 0, until: int | None = None
+    ) -> list[Turn]:
+        """Turns with an index of at least `since` and below `until`, in order. The first ones of a
+        branch are those of its origin; a DONE turn that another session trains is CONTEXT.
 
         A turn that a dead proxy process left OPEN is marked CUT in the result and in the store.
         """

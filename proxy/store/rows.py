@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import orjson
 
+from proxy.errors import SessionError
 from proxy.records import (
+    BranchMode,
     FinishReason,
     ForkCause,
     Ids,
     Logprobs,
+    Origin,
     Reward,
     Session,
     SessionKind,
@@ -31,7 +34,7 @@ from proxy.store.protocol import Undelivered
 
 SESSION_COLUMNS = (
     "session_id, key_hash, kind, status, created_at, expires_at, completed_at,"
-    " sampling, profile, limits, metadata"
+    " sampling, profile, limits, metadata, origin_session, origin_turn, origin_salvages, origin"
 )
 INTENT_COLUMNS = (
     "session_id, idx, parent, shared_tokens, fork_cause, prompt_ids, request_key, sampling,"
@@ -42,6 +45,34 @@ ANSWER_COLUMNS = (
     " first_token_s, duration_s"
 )
 REWARD_COLUMNS = "reward_key, value, parts, turn, branch"
+TURN_COLUMNS = ", ".join(
+    [f"t.{name.strip()}" for name in INTENT_COLUMNS.split(",")]
+    + [f"a.{name.strip()}" for name in ANSWER_COLUMNS.split(",")]
+    + ["t.owner", "l.trained = 1 AND t.idx >= l.salvaged"]
+)
+"""A turn as `lineage` has it: its row, its owner, and whether the session trains it."""
+IN_LINEAGE = "t.session_id = l.session_id AND t.idx >= l.low AND t.idx < l.high"
+_NO_END = 2**31 - 1
+
+
+def lineage(session_id: str, *, least: str) -> str:
+    """The beginning of a statement that reads a session and those that it branched from.
+
+    `session_id` is the statement's parameter, `least` the database's name of the function. Each
+    row of `lineage` is a session, with the indices `[low, high)` that its own turns have in the
+    session that is read. That session trains the turns of a row if every branch from there on
+    salvages, and only from `salvaged` on, because a branch that salvages it trains those before.
+    """
+    return (
+        "WITH RECURSIVE lineage (session_id, low, high, trained, origin, salvages, salvaged) AS ("
+        f" SELECT session_id, coalesce(origin_turn, 0), {_NO_END}, 1, origin_session,"
+        " origin_salvages, coalesce((SELECT b.origin_turn FROM sessions b"
+        " WHERE b.origin_session = s.session_id AND b.origin_salvages = 1), 0)"
+        f" FROM sessions s WHERE session_id = {session_id}"
+        f" UNION ALL SELECT s.session_id, coalesce(s.origin_turn, 0), {least}(l.low, l.high),"
+        " l.trained * l.salvages, s.origin_session, s.origin_salvages, l.salvaged"
+        " FROM lineage l JOIN sessions s ON s.session_id = l.origin)"
+    )
 
 
 def session_row(s: Session) -> tuple[Any, ...]:
@@ -58,6 +89,7 @@ def session_row(s: Session) -> tuple[Any, ...]:
         s.profile,
         _json(s.limits),
         _json(s.metadata),
+        *_origin_row(s.origin),
     )
 
 
@@ -75,7 +107,24 @@ def session_from_row(row: Sequence[Any], rewards: list[Reward]) -> Session:
         limits=orjson.loads(row[9]),
         metadata=orjson.loads(row[10]),
         rewards=rewards,
+        origin=_origin_from(row[11:15]),
     )
+
+
+def _origin_row(o: Origin | None) -> tuple[Any, ...]:
+    if o is None:
+        return (None, None, 0, None)
+    more = {"mode": o.mode, "system": o.system, "answer": o.answer}
+    return (o.session_id, o.turn, int(o.salvage), orjson.dumps(more))
+
+
+def _origin_from(row: Sequence[Any]) -> Origin | None:
+    session_id, turn, salvages, more = row
+    if session_id is None:
+        return None
+    fields = orjson.loads(more)
+    mode = BranchMode(fields.pop("mode"))
+    return Origin(session_id, turn, mode, salvage=bool(salvages), **fields)
 
 
 def intent_row(t: Turn) -> tuple[Any, ...]:
@@ -143,6 +192,36 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
     )
 
 
+def check_origin(origin: Origin, found: Sequence[Any] | None) -> None:
+    """`found`: the row of the origin's session, with the id of the branch that salvages it. Raises
+    SessionError."""
+    if found is None:
+        raise SessionError(f"from: session {origin.session_id!r} does not exist", status=404)
+    if origin.salvage and found[0] is not None:
+        raise SessionError(
+            f"from: session {origin.session_id!r} is salvaged by {found[0]!r} already; continue "
+            "that one, or branch without salvage",
+            status=409,
+        )
+
+
+def check_unreferred(session_id: str, branches: int) -> None:
+    """Raises SessionError if branches refer to the session."""
+    if branches:
+        raise SessionError(
+            f"session {session_id!r} cannot be deleted: {branches} branches refer to its turns; "
+            "delete them first",
+            status=409,
+        )
+
+
+def read_in_session(turn: Turn, *, trained: bool) -> Turn:
+    """A stored turn as the session has it that is read; `trained`: whether that session trains
+    it, and not another one that shares it (`proxy.records.Origin`)."""
+    shared = turn.status is TurnStatus.DONE and not trained
+    return replace(turn, status=TurnStatus.CONTEXT) if shared else turn
+
+
 def reward_row(r: Reward) -> tuple[Any, ...]:
     """Values of `REWARD_COLUMNS`."""
     return (r.key, r.value, _json(r.parts), r.turn, int(r.branch))
@@ -159,16 +238,21 @@ def reward_from_row(row: Sequence[Any]) -> Reward:
 
 
 def undelivered(
-    found: Iterable[Sequence[Any]], *, own: int, alive: Callable[[int], bool]
+    found: Iterable[Sequence[Any]],
+    replayed: Iterable[int],
+    *,
+    own: int,
+    alive: Callable[[int], bool],
 ) -> Undelivered:
-    """From `(idx, owner, arrived)` of the turns that are done and not marked as arrived."""
+    """From `(idx, owner, arrived)` of the turns that are done and not marked as arrived, and the
+    index of each recorded turn of a branch that is."""
     lost, pending = set(), set()
     for index, owner, arrived in found:
         if arrived is not None or not alive(owner):
             lost.add(index)
         elif owner != own:
             pending.add(index)
-    return Undelivered(frozenset(lost), frozenset(pending))
+    return Undelivered(frozenset(lost), frozenset(pending), frozenset(replayed))
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ import orjson
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
 from proxy.store import migrations, rows
+from proxy.store import sqlite_statements as statements
 from proxy.store.folder_lock import alone_in
 from proxy.store.liveness import Liveness
 from proxy.store.protocol import (
@@ -40,61 +41,6 @@ T = TypeVar("T")
 SHRUNK_PAGES = 4096
 """Pages freed in one transaction (16 MiB), for which other writes wait."""
 CACHE_KIB = 16 * 1024  # per connection, so that the store's memory does not grow with the file
-
-_TURN_COLUMNS = ", ".join(
-    [f"t.{c.strip()}" for c in rows.INTENT_COLUMNS.split(",")]
-    + [f"a.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(",")]
-    + ["t.owner"]
-)
-_TURNS_FROM = (
-    f"SELECT {_TURN_COLUMNS} FROM turns t LEFT JOIN answers a USING (session_id, idx)"
-    " WHERE t.session_id = ? AND t.idx >= ? ORDER BY t.idx"
-)
-_HELD_ELSEWHERE = (
-    "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
-    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
-    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
-    " WHERE t.session_id = ? AND t.owner <> ? AND o.address IS NOT NULL"
-    " AND (a.idx IS NULL OR (a.status = 'done' AND d.idx IS NULL))"
-)
-_UNDELIVERED = (
-    "SELECT t.idx, t.owner, d.arrived FROM turns t"
-    " JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
-    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
-    " WHERE t.session_id = ? AND a.status = 'done' AND coalesce(d.arrived, 0) = 0"
-)
-_MARK = (
-    "INSERT INTO deliveries (arrived, session_id, idx) SELECT ?, session_id, idx FROM turns"
-    " WHERE session_id = ? AND idx = ?"
-    " ON CONFLICT DO UPDATE SET arrived = excluded.arrived"
-)
-_ENDED = (
-    "SELECT session_id FROM sessions WHERE coalesce(completed_at, expires_at) < ?"
-    " ORDER BY coalesce(completed_at, expires_at) LIMIT ?"
-)
-_BEGIN = (
-    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 13)} FROM sessions"
-    " WHERE session_id = ? AND status = 'open'"
-    " ON CONFLICT DO NOTHING"
-)
-_COMMIT = (
-    f"INSERT INTO answers ({rows.ANSWER_COLUMNS}, session_id, idx)"
-    f" SELECT {', '.join('?' * 9)}, session_id, idx FROM turns WHERE session_id = ? AND idx = ?"
-    " ON CONFLICT DO UPDATE SET "
-    + ", ".join(f"{c.strip()} = excluded.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(","))
-)
-_SET_STATUS = (
-    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
-    " answer) SELECT session_id, idx, ?, x'', x'', x'', x'', x'' FROM turns"
-    " WHERE session_id = ? AND idx = ?"
-    " ON CONFLICT DO UPDATE SET status = excluded.status"
-)
-_CUT_OWN = (
-    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
-    " answer) SELECT session_id, idx, 'cut', x'', x'', x'', x'', x'' FROM turns"
-    " WHERE session_id = ? AND idx = ? AND owner = ?"
-    " ON CONFLICT DO NOTHING"
-)
 
 
 async def open_sqlite(url: str, *, durability: Durability, create: bool) -> SqliteStore:
@@ -147,11 +93,14 @@ class SqliteStore:
 
     async def create_session(self, session: Session) -> bool:
         row = rows.session_row(session)
-        sql = (
-            f"INSERT INTO sessions ({rows.SESSION_COLUMNS}) VALUES ({', '.join('?' * len(row))})"
-            " ON CONFLICT DO NOTHING"
-        )
-        return await self._changed(sql, row)
+
+        def create(c: sqlite3.Connection) -> bool:
+            if (origin := session.origin) is not None:
+                found = c.execute(statements.ORIGIN, (origin.session_id,)).fetchone()
+                rows.check_origin(origin, found)
+            return c.execute(statements.CREATE, row).rowcount > 0
+
+        return await self._writer.write(create)
 
     async def get_session(self, session_id: str) -> Session | None:
         return await self._one_session("session_id = ?", session_id)
@@ -183,6 +132,8 @@ class SqliteStore:
 
     async def delete_session(self, session_id: str) -> bool:
         def delete(c: sqlite3.Connection) -> bool:
+            (branches,) = c.execute(statements.BRANCHES, (session_id,)).fetchone()
+            rows.check_unreferred(session_id, branches)
             return _delete(c, [session_id]) > 0
 
         return await self._writer.write(delete)
@@ -192,7 +143,7 @@ class SqliteStore:
         a version without this method (see docs/deployment.md)."""
 
         def remove(c: sqlite3.Connection) -> int:
-            ended = c.execute(_ENDED, (before, limit)).fetchall()
+            ended = c.execute(statements.ENDED, (before, limit)).fetchall()
             return _delete(c, [session_id for (session_id,) in ended])
 
         removed = await self._writer.write(remove, may_block=True)
@@ -213,38 +164,48 @@ class SqliteStore:
         values = (*rows.intent_row(turn), self._owner.number, turn.session_id)
 
         def begin(c: sqlite3.Connection) -> None:
-            if c.execute(_BEGIN, values).rowcount != 1:
+            if c.execute(statements.BEGIN, values).rowcount != 1:
                 _refuse_turn(c, turn)
 
         await self._writer.write(begin)
 
     async def commit_turn(self, turn: Turn) -> None:
         values = (*rows.answer_row(turn), turn.session_id, turn.index)
-        if not await self._changed(_COMMIT, values):
+        if not await self._changed(statements.COMMIT, values):
             raise _unknown_turn(turn.session_id, turn.index)
 
     async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None:
-        if not await self._changed(_SET_STATUS, (status.value, session_id, index)):
+        if not await self._changed(statements.SET_STATUS, (status.value, session_id, index)):
             raise _unknown_turn(session_id, index)
 
     async def cut_own_turn(self, session_id: str, index: int) -> bool:
-        return await self._changed(_CUT_OWN, (session_id, index, self._owner.number))
+        return await self._changed(statements.CUT_OWN, (session_id, index, self._owner.number))
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
-        values = [(int(mark.arrived), mark.session_id, mark.index) for mark in marks]
-        await self._writer.write(lambda c: c.executemany(_MARK, values))
+        values = [(int(mark.arrived), mark.index, mark.session_id) for mark in marks]
+        await self._writer.write(lambda c: c.executemany(statements.MARK, values))
 
     async def undelivered(self, session_id: str) -> Undelivered:
-        found = await self._read(lambda c: c.execute(_UNDELIVERED, (session_id,)).fetchall())
-        return rows.undelivered(found, own=self._owner.number, alive=self._owner.alive)
+        def read(c: sqlite3.Connection) -> tuple[list[Any], list[Any]]:
+            found = c.execute(statements.UNDELIVERED, (session_id,)).fetchall()
+            return found, c.execute(statements.REPLAYED, (session_id,)).fetchall()
 
-    async def get_turns(self, session_id: str, since: int = 0) -> list[Turn]:
-        found = await self._read(lambda c: c.execute(_TURNS_FROM, (session_id, since)).fetchall())
-        turns = [rows.turn_from_row(row) for row in found]
-        for at, (turn, row) in enumerate(zip(turns, found, strict=True)):
-            if turn.status is TurnStatus.OPEN and not self._owner.alive(row[-1]):
-                turns[at] = replace(turn, status=TurnStatus.CUT)
-                await self.set_turn_status(session_id, turn.index, TurnStatus.CUT)
+        found, replayed = await self._read(read)
+        indexes = (index for (index,) in replayed)
+        return rows.undelivered(found, indexes, own=self._owner.number, alive=self._owner.alive)
+
+    async def get_turns(
+        self, session_id: str, since: int = 0, until: int | None = None
+    ) -> list[Turn]:
+        values = {"id": session_id, "since": since, "until": until}
+        found = await self._read(lambda c: c.execute(statements.TURNS, values).fetchall())
+        turns = []
+        for *row, owner, trained in found:
+            turn = rows.read_in_session(rows.turn_from_row(row), trained=bool(trained))
+            if turn.status is TurnStatus.OPEN and not self._owner.alive(owner):
+                turn = replace(turn, status=TurnStatus.CUT)
+                await self.set_turn_status(turn.session_id, turn.index, TurnStatus.CUT)
+            turns.append(turn)
         return turns
 
     async def announce(self, address: str | None) -> None:
@@ -253,7 +214,7 @@ class SqliteStore:
 
     async def holder(self, session_id: str) -> str | None:
         query = (session_id, self._owner.number)
-        found = await self._read(lambda c: c.execute(_HELD_ELSEWHERE, query).fetchall())
+        found = await self._read(lambda c: c.execute(statements.HELD_ELSEWHERE, query).fetchall())
         return next((address for number, address in found if self._owner.alive(number)), None)
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:

@@ -11,8 +11,10 @@ import pytest
 
 from proxy.errors import SessionError
 from proxy.records import (
+    BranchMode,
     FinishReason,
     ForkCause,
+    Origin,
     Reward,
     Session,
     SessionKind,
@@ -318,3 +320,107 @@ async def test_sessions_are_listed_by_filter_and_page(store: Store) -> None:
     assert await ids(status=SessionStatus.COMPLETED) == ["a-2"]
     assert await ids(limit=2) == ["a-1", "a-2"]
     assert await ids(after="a-2", limit=2) == ["a-3", "a-4"]
+
+
+async def a_parent(store: Store, turns: int = 3, session_id: str = "task/7-a") -> None:
+    await store.create_session(a_session(session_id))
+    for index in range(turns):
+        await store.begin_turn(an_intent(session_id, index))
+        await store.commit_turn(answered(an_intent(session_id, index)))
+
+
+async def recorded_by(store: Store, session_id: str) -> list[tuple[str, int, TurnStatus]]:
+    turns = await store.get_turns(session_id)
+    return [(turn.session_id, turn.index, turn.status) for turn in turns]
+
+
+DONE, CONTEXT, CUT = TurnStatus.DONE, TurnStatus.CONTEXT, TurnStatus.CUT
+
+
+async def test_branch_is_read_back_with_its_origin(store: Store) -> None:
+    await a_parent(store)
+    origin = Origin("task/7-a", 2, BranchMode.LIVE, True, system="Be brief.", answer="5")
+    branch = a_session("b", origin=origin)
+    assert await store.create_session(branch)
+    assert await store.get_session("b") == branch
+    assert await store.find_by_key(branch.key_hash) == branch
+
+
+async def test_first_turns_of_a_branch_are_those_of_its_origin(store: Store) -> None:
+    await a_parent(store)
+    await store.create_session(a_session("b", origin=Origin("task/7-a", 2)))
+    await store.begin_turn(an_intent("b", 2))
+    assert await recorded_by(store, "b") == [
+        ("task/7-a", 0, CONTEXT),
+        ("task/7-a", 1, CONTEXT),
+        ("b", 2, TurnStatus.OPEN),
+    ]
+    first = (await store.get_turns("b"))[0]
+    assert_same(replace(first, status=DONE), answered(an_intent()))
+    assert [turn.index for turn in await store.get_turns("b", since=1, until=2)] == [1]
+    assert {status for _, _, status in await recorded_by(store, "task/7-a")} == {DONE}
+
+
+@pytest.mark.parametrize("salvage", [False, True])
+async def test_branch_of_a_branch_has_the_turns_of_both(store: Store, salvage: bool) -> None:
+    await a_parent(store)
+    await store.create_session(a_session("b", origin=Origin("task/7-a", 2, salvage=salvage)))
+    for index in (2, 3):
+        await store.begin_turn(an_intent("b", index))
+        await store.commit_turn(answered(an_intent("b", index)))
+    await store.create_session(a_session("c", origin=Origin("b", 3, salvage=salvage)))
+    await store.create_session(a_session("d", origin=Origin("b", 1)))
+    shared = DONE if salvage else CONTEXT
+    assert await recorded_by(store, "c") == [
+        ("task/7-a", 0, shared),
+        ("task/7-a", 1, shared),
+        ("b", 2, shared),
+    ]
+    assert await recorded_by(store, "d") == [("task/7-a", 0, CONTEXT)]
+    kept = [status for _, _, status in await recorded_by(store, "b")]
+    assert kept == ([CONTEXT] * 3 if salvage else [CONTEXT] * 2 + [DONE]) + [DONE]
+
+
+async def test_a_salvaged_turn_is_trained_in_one_session(store: Store) -> None:
+    await a_parent(store)
+    assert await store.create_session(a_session("b", origin=Origin("task/7-a", 2, salvage=True)))
+    statuses = [status for _, _, status in await recorded_by(store, "task/7-a")]
+    assert statuses == [CONTEXT, CONTEXT, DONE]
+    assert [status for _, _, status in await recorded_by(store, "b")] == [DONE, DONE]
+    with pytest.raises(SessionError, match="is salvaged by 'b' already") as refused:
+        await store.create_session(a_session("c", origin=Origin("task/7-a", 1, salvage=True)))
+    assert refused.value.status == 409
+    assert await store.create_session(a_session("c", origin=Origin("task/7-a", 1)))
+
+
+async def test_branch_of_an_unknown_session_is_refused(store: Store) -> None:
+    with pytest.raises(SessionError, match="'nobody' does not exist") as refused:
+        await store.create_session(a_session("b", origin=Origin("nobody", 1)))
+    assert refused.value.status == 404
+    assert await store.get_session("b") is None
+
+
+async def test_origin_is_kept_while_a_branch_refers_to_it(store: Store) -> None:
+    await a_parent(store)
+    await store.create_session(a_session("b", origin=Origin("task/7-a", 2)))
+    await store.set_status("task/7-a", SessionStatus.COMPLETED, at=5.0)
+    with pytest.raises(SessionError, match="1 branches refer to its turns") as refused:
+        await store.delete_session("task/7-a")
+    assert refused.value.status == 409
+    assert await store.remove_ended(10.0, 10) == 0
+    assert len(await store.get_turns("b")) == 2
+    await store.set_status("b", SessionStatus.COMPLETED, at=6.0)
+    assert await store.remove_ended(10.0, 10) == 1
+    assert await store.remove_ended(10.0, 10) == 1
+    assert await store.get_turns("task/7-a") == []
+
+
+async def test_replayed_turns_of_a_branch_are_remembered(opener: Opener) -> None:
+    store = await opener()
+    await a_parent(store)
+    await store.mark_deliveries([DeliveryMark("task/7-a", 1, arrived=True)])
+    await store.create_session(a_session("b", origin=Origin("task/7-a", 2)))
+    assert await store.undelivered("b") == Undelivered()
+    marks = [DeliveryMark("b", 0, arrived=True), DeliveryMark("b", 1, arrived=False)]
+    await store.mark_deliveries(marks)
+    assert (await (await opener()).undelivered("b")).replayed == {0}

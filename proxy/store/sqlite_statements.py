@@ -1,0 +1,70 @@
+"""The long SQL statements of the SQLite store."""
+
+from __future__ import annotations
+
+from proxy.store import rows
+
+CREATE = (
+    f"INSERT INTO sessions ({rows.SESSION_COLUMNS})"
+    f" VALUES ({', '.join('?' * len(rows.SESSION_COLUMNS.split(',')))}) ON CONFLICT DO NOTHING"
+)
+ORIGIN = (
+    "SELECT (SELECT session_id FROM sessions WHERE origin_session = s.session_id"
+    " AND origin_salvages = 1) FROM sessions s WHERE session_id = ?"
+)
+BRANCHES = "SELECT count(*) FROM sessions WHERE origin_session = ?"
+TURNS = (
+    f"{rows.lineage(':id', least='min')} SELECT {rows.TURN_COLUMNS} FROM lineage l"
+    f" JOIN turns t ON {rows.IN_LINEAGE}"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " WHERE t.idx >= :since AND t.idx < coalesce(:until, t.idx + 1) ORDER BY t.idx"
+)
+REPLAYED = (
+    "SELECT d.idx FROM deliveries d JOIN sessions s ON s.session_id = d.session_id"
+    " WHERE d.session_id = ? AND d.idx < s.origin_turn AND d.arrived = 1"
+)
+HELD_ELSEWHERE = (
+    "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = ? AND t.owner <> ? AND o.address IS NOT NULL"
+    " AND (a.idx IS NULL OR (a.status = 'done' AND d.idx IS NULL))"
+)
+UNDELIVERED = (
+    "SELECT t.idx, t.owner, d.arrived FROM turns t"
+    " JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = ? AND a.status = 'done' AND coalesce(d.arrived, 0) = 0"
+)
+MARK = (
+    "INSERT INTO deliveries (arrived, session_id, idx) SELECT ?, session_id, ? FROM sessions"
+    " WHERE session_id = ? ON CONFLICT DO UPDATE SET arrived = excluded.arrived"
+)
+ENDED = (
+    "SELECT session_id FROM sessions s WHERE coalesce(completed_at, expires_at) < ?"
+    " AND NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"
+    " ORDER BY coalesce(completed_at, expires_at) LIMIT ?"
+)
+BEGIN = (
+    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 13)} FROM sessions"
+    " WHERE session_id = ? AND status = 'open'"
+    " ON CONFLICT DO NOTHING"
+)
+COMMIT = (
+    f"INSERT INTO answers ({rows.ANSWER_COLUMNS}, session_id, idx)"
+    f" SELECT {', '.join('?' * 9)}, session_id, idx FROM turns WHERE session_id = ? AND idx = ?"
+    " ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{c.strip()} = excluded.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(","))
+)
+SET_STATUS = (
+    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
+    " answer) SELECT session_id, idx, ?, x'', x'', x'', x'', x'' FROM turns"
+    " WHERE session_id = ? AND idx = ?"
+    " ON CONFLICT DO UPDATE SET status = excluded.status"
+)
+CUT_OWN = (
+    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
+    " answer) SELECT session_id, idx, 'cut', x'', x'', x'', x'', x'' FROM turns"
+    " WHERE session_id = ? AND idx = ? AND owner = ?"
+    " ON CONFLICT DO NOTHING"
+)
