@@ -19,6 +19,7 @@ import orjson
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
 from proxy.store import migrations, rows
+from proxy.store.postgres_browser import PostgresBrowser
 from proxy.store.postgres_owner import CONNECTION_ERRORS, OWNERS_LOCK, PostgresOwner
 from proxy.store.protocol import (
     DeliveryMark,
@@ -127,6 +128,7 @@ class PostgresStore:
     def __init__(self, pool: asyncpg.Pool, owner: PostgresOwner) -> None:
         self._pool = pool
         self._owner = owner
+        self.browser = PostgresBrowser(self._fetch)
 
     @classmethod
     async def open(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from proxy.records import Reward, Session, SessionKind, SessionStatus, Turn, TurnStatus
+from proxy.store.browser import Browser
 
 Durability = Literal["process", "power"]
 """What a recorded turn survives: `process`: `kill -9` of the proxy; `power`: also a power failure
@@ -53,6 +54,11 @@ class Undelivered:
 
 class Store(Protocol):
     """Every method raises StoreError when the store fails (disk full, file locked, server gone)."""
+
+    @property
+    def browser(self) -> Browser:
+        """Reads the store for people."""
+        ...
 
     async def create_session(self, session: Session) -> bool:
         """Returns False and changes nothing if the id already exists.

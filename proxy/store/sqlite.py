@@ -34,6 +34,7 @@ from proxy.store.protocol import (
     TurnConflict,
     Undelivered,
 )
+from proxy.store.sqlite_browser import SqliteBrowser
 from proxy.store.sqlite_group_commit import GroupWriter
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ class SqliteStore:
                 f"store {path}: {error}; use a file in a writable folder"
             ) from error
         self._writer = GroupWriter(writing, at_once=at_once, max_pending=max_pending_writes)
+        self.browser = SqliteBrowser(path, self._writer)
         self._closed = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
 
@@ -244,6 +246,7 @@ class SqliteStore:
         if self._closed:
             return
         self._closed = True
+        await self.browser.close()
         await self._writer.close()
         await asyncio.to_thread(self._reader.shutdown)
         self._reading.close()

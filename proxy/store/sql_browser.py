@@ -1,0 +1,256 @@
+"""The queries of `browser`, which are the same for SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from proxy.records import FinishReason, ForkCause, Turn, TurnStatus, VersionSpan
+from proxy.store import rows
+from proxy.store.browser import (
+    Grant,
+    GrantKind,
+    Position,
+    Recent,
+    SessionPage,
+    SessionSummary,
+    TurnHead,
+)
+
+_JOINED = "turns t LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+_IN_SESSION = (
+    f"lineage l JOIN turns t ON {rows.IN_LINEAGE}"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+)
+"""The turns of the session that `rows.lineage` selects, with those that a branch refers to."""
+_HEAD_COLUMNS = (
+    "t.session_id, t.idx, t.parent, t.shared_tokens, t.fork_cause, t.dialect, t.agent_id,"
+    " t.started_at, length(t.prompt_ids), substr(t.request, 1, 32), a.status, a.finish_reason,"
+    " a.versions, a.first_token_s, a.duration_s, length(a.sampled_ids)"
+)
+_AFTER = re.compile(rb'\{"(after|same_as)":(\d+)')
+_TOKEN_BYTES = 4
+MAX_MARKS = 500
+"""Parameters of one statement; both databases accept more."""
+
+
+class SqlBrowser:
+    """Implements `Browser` on any database that the two methods of a subclass read and change."""
+
+    SEQUENCE = "seq"
+    """The column of turns and answers in the order of their insertion."""
+    LEAST = "least"
+    """The database's function for the smaller of two numbers."""
+
+    async def _fetch(self, sql: str, *values: Any) -> Sequence[Any]:
+        raise NotImplementedError
+
+    async def _change(self, sql: str, *values: Any) -> Sequence[Any]:
+        """The rows that a statement returns once it is committed."""
+        raise NotImplementedError
+
+    async def sessions(self, page: SessionPage) -> list[SessionSummary]:
+        clauses, values = ["TRUE"], list[Any]()
+        if page.before is not None:
+            clauses.append("(created_at, session_id) < (?, ?)")
+            values += page.before
+        if page.id_prefix:
+            clauses.append("session_id >= ? AND session_id < ?")
+            values += [page.id_prefix, page.id_prefix + "\U0010ffff"]
+        for column, value in (("status", page.status), ("kind", page.kind)):
+            if value is not None:
+                clauses.append(f"{column} = ?")
+                values.append(value.value)
+        order = " ORDER BY created_at DESC, session_id DESC LIMIT ?"
+        return await self._summaries(" AND ".join(clauses) + order, *values, page.limit)
+
+    async def session(self, session_id: str) -> SessionSummary | None:
+        return next(iter(await self._summaries("session_id = ?", session_id)), None)
+
+    async def _summaries(self, clause: str, *values: Any) -> list[SessionSummary]:
+        sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {clause}"
+        found = {
+            row[0]: SessionSummary(rows.session_from_row(row, []))
+            for row in await self._fetch(sql, *values)
+        }
+        if not found:
+            return []
+        marks = _marks(found)
+        for session_id, *reward in await self._fetch(
+            f"SELECT session_id, {rows.REWARD_COLUMNS} FROM rewards WHERE session_id IN ({marks})"
+            f" ORDER BY {self.SEQUENCE}",
+            *found,
+        ):
+            found[session_id].session.rewards.append(rows.reward_from_row(reward))
+        for session_id, cause, *numbers in await self._fetch(
+            "SELECT t.session_id, t.fork_cause, count(*), count(*) - count(a.idx),"
+            " count(CASE WHEN a.status = 'cut' THEN 1 END),"
+            " sum(coalesce(length(a.sampled_ids), 0)),"
+            " max(t.shared_tokens * 4 + length(t.prompt_ids) + coalesce(length(a.sampled_ids), 0)),"
+            f" max(t.started_at + coalesce(a.duration_s, 0)) FROM {_JOINED}"
+            f" WHERE t.session_id IN ({marks}) GROUP BY t.session_id, t.fork_cause",
+            *found,
+        ):
+            _add(found[session_id], cause, *numbers)
+        return list(found.values())
+
+    async def heads(self, session_id: str, since: int, limit: int) -> list[TurnHead]:
+        sql = (
+            f"{rows.lineage('?', least=self.LEAST)} SELECT {_HEAD_COLUMNS} FROM {_IN_SESSION}"
+            " WHERE t.idx >= ? ORDER BY t.idx LIMIT ?"
+        )
+        return [_head(row) for row in await self._fetch(sql, session_id, since, limit)]
+
+    async def turns(self, session_id: str, indexes: Sequence[int]) -> list[Turn]:
+        found = []
+        for at in range(0, len(indexes), MAX_MARKS):
+            batch = indexes[at : at + MAX_MARKS]
+            sql = (
+                f"{rows.lineage('?', least=self.LEAST)} SELECT {rows.TURN_COLUMNS}"
+                f" FROM {_IN_SESSION} WHERE t.idx IN ({_marks(batch)}) ORDER BY t.idx"
+            )
+            for row in await self._fetch(sql, session_id, *batch):
+                turn = rows.turn_from_row(row)
+                found.append(rows.read_in_session(turn, trained=bool(row[-1])))
+        return sorted(found, key=lambda turn: turn.index)
+
+    async def forks(self, cause: ForkCause, before: float, limit: int) -> list[TurnHead]:
+        sql = (
+            f"SELECT {_HEAD_COLUMNS} FROM {_JOINED} WHERE t.fork_cause = ? AND t.started_at < ?"
+            " ORDER BY t.started_at DESC LIMIT ?"
+        )
+        return [_head(row) for row in await self._fetch(sql, cause.value, before, limit)]
+
+    async def recent(self, after: Position | None, limit: int) -> Recent:
+        seq = self.SEQUENCE
+        if after is None:
+            after = await self._back(limit)
+        begun = await self._fetch(
+            f"SELECT {_HEAD_COLUMNS}, t.{seq} FROM {_JOINED} WHERE t.{seq} > ?"
+            f" ORDER BY t.{seq} LIMIT ?",
+            after.begun,
+            limit,
+        )
+        answered = await self._fetch(
+            f"SELECT {_HEAD_COLUMNS}, a.{seq} FROM answers a JOIN turns t"
+            " ON a.session_id = t.session_id AND a.idx = t.idx"
+            f" WHERE a.{seq} > ? ORDER BY a.{seq} LIMIT ?",
+            after.answered,
+            limit,
+        )
+        events = await self._fetch(
+            "SELECT session_id, seq, at, kind, data FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
+            after.events,
+            limit,
+        )
+        position = Position(
+            begun[-1][-1] if begun else after.begun,
+            answered[-1][-1] if answered else after.answered,
+            events[-1][1] if events else after.events,
+        )
+        told = [
+            {**orjson.loads(row[4]), "session_id": row[0], "seq": row[1], "at": row[2]}
+            | {"kind": row[3]}
+            for row in events
+        ]
+        return Recent(position, [_head(row) for row in begun], [_head(r) for r in answered], told)
+
+    async def _back(self, count: int) -> Position:
+        """The position before the last `count` rows of each table."""
+        seq = self.SEQUENCE
+        ends = [
+            (await self._fetch(f"SELECT coalesce(max({name}), 0) FROM {table}"))[0][0]
+            for table, name in (("turns", seq), ("answers", seq), ("events", "seq"))
+        ]
+        return Position(*(max(0, end - count) for end in ends))
+
+    async def add_grant(self, grant: Grant) -> None:
+        await self._change(
+            "INSERT INTO view_grants (digest, kind, name, created_at, expires_at)"
+            " VALUES (?, ?, ?, ?, ?) RETURNING name",
+            grant.digest,
+            grant.kind.value,
+            grant.name,
+            grant.created_at,
+            grant.expires_at,
+        )
+
+    async def find_grant(self, digest: bytes) -> Grant | None:
+        return _grant(await self._fetch(f"{_GRANTS} WHERE digest = ?", digest))
+
+    async def take_grant(self, digest: bytes) -> Grant | None:
+        sql = f"DELETE FROM view_grants WHERE digest = ? RETURNING {_GRANT_COLUMNS}"
+        return _grant(await self._change(sql, digest))
+
+    async def grants(self, kind: GrantKind) -> list[Grant]:
+        found = await self._fetch(f"{_GRANTS} WHERE kind = ? ORDER BY created_at", kind.value)
+        return [grant for row in found if (grant := _grant([row])) is not None]
+
+    async def revoke_grants(self, name: str) -> int:
+        sql = "DELETE FROM view_grants WHERE name = ? RETURNING name"
+        return len(await self._change(sql, name))
+
+
+_GRANT_COLUMNS = "digest, kind, name, created_at, expires_at"
+_GRANTS = f"SELECT {_GRANT_COLUMNS} FROM view_grants"
+
+
+def _grant(found: Sequence[Any]) -> Grant | None:
+    for row in found:
+        return Grant(bytes(row[0]), GrantKind(row[1]), row[2], row[3], row[4])
+    return None
+
+
+def _marks(values: Iterable[Any]) -> str:
+    return ", ".join("?" for _ in values)
+
+
+def _add(
+    summary: SessionSummary,
+    cause: str | None,
+    turns: int,
+    running: int,
+    cut: int,
+    sampled_bytes: int,
+    path_bytes: int,
+    last_at: float,
+) -> None:
+    """Adds the numbers of the session's turns with one fork cause, or with none."""
+    summary.turns += turns
+    summary.running += running
+    summary.cut += cut
+    summary.sampled_tokens += int(sampled_bytes) // _TOKEN_BYTES
+    summary.longest_path = max(summary.longest_path, int(path_bytes) // _TOKEN_BYTES)
+    summary.last_at = max(summary.last_at or 0.0, last_at)
+    if cause is not None:
+        summary.forks[cause] = turns
+
+
+def _head(row: Sequence[Any]) -> TurnHead:
+    found = _AFTER.match(bytes(row[9] or b""))
+    before = None if found is None else int(found[2])
+    repeats = found is not None and found[1] == b"same_as"
+    spans = np.frombuffer(row[12] or b"", "<i4").reshape(-1, 3).tolist()
+    return TurnHead(
+        session_id=row[0],
+        index=row[1],
+        parent=row[2],
+        shared_tokens=row[3],
+        fork_cause=ForkCause(row[4]) if row[4] else None,
+        dialect=row[5],
+        agent_id=row[6],
+        started_at=row[7],
+        new_tokens=row[8] // _TOKEN_BYTES,
+        after=None if repeats else before,
+        same_as=before if repeats else None,
+        status=TurnStatus.OPEN if row[10] is None else TurnStatus(row[10]),
+        finish_reason=FinishReason(row[11]) if row[11] else None,
+        versions=tuple(VersionSpan(*span) for span in spans),
+        first_token_s=row[13],
+        duration_s=row[14],
+        sampled_tokens=(row[15] or 0) // _TOKEN_BYTES,
+    )
