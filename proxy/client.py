@@ -78,12 +78,14 @@ class ProxyClient:
         *,
         kind: SessionKind = SessionKind.TRAIN,
         sampling: Mapping[str, Any] | None = None,
+        policies: Mapping[str, str] | None = None,
         profile: str = "default",
         limits: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         ttl_s: float | None = None,
     ) -> SessionHandle:
-        """Creates a session; the proxy chooses its id if `trial_id` is None.
+        """Creates a session; the proxy chooses its id if `trial_id` is None. `policies` maps the
+        model names that the agent may request to policies; `""` stands for all other names.
 
         Raises:
             ProxyClientError: with status 409 if the id exists.
@@ -91,6 +93,7 @@ class ProxyClient:
         body = {
             "kind": kind.value,
             "sampling": dict(sampling or {}),
+            "policies": dict(policies or {}),
             "profile": profile,
             "limits": dict(limits or {}),
             "metadata": dict(metadata or {}),
@@ -185,6 +188,11 @@ class ProxyClient:
     async def set_policy_version(self, version: int) -> None:
         """Sets the version of the weights, for engines that do not report it themselves."""
         await self._json("PUT", "/policy_version", {"version": version})
+
+    async def publish_policy(self, name: str, version: int, adapter: str) -> None:
+        """Makes an adapter that the engines serve the current version of a policy."""
+        path = f"/policies/{quote(name, safe='')}/version"
+        await self._json("PUT", path, {"version": version, "adapter": adapter})
 
     async def health(self) -> dict[str, Any]:
         return await self._json("GET", "/health")

@@ -28,18 +28,19 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Set
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Protocol
 
 import numpy as np
 
 from proxy.engines.answer_check import AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.errors import EngineError, EngineRefusal, RequestError
+from proxy.policies import BASE
 from proxy.records import FinishReason, Ids, VersionSpan
+from proxy.replicas import Replicas
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
@@ -48,59 +49,6 @@ NO_FINISH = "the engine ended its answer without a finish reason"
 LOOK_AGAIN_S = 1.0
 """Longest wait for news from the router, because a relay worker that reconnects is healthy before
 the router's next check."""
-
-
-class Replicas(Protocol):
-    """The part of the router that a generation uses."""
-
-    @property
-    def patience_s(self) -> float:
-        """How long an answer may stand still after a failure."""
-        ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def choose(
-        self, session_id: str, tried: Set[Engine], *, trained: bool, only_healthy: bool
-    ) -> Engine | None:
-        """A replica that is not in `tried`; None if there is none."""
-        ...
-
-    def serves(self, besides: Set[Engine], *, trained: bool) -> bool:
-        """Whether any replica that is not in `besides` takes such calls, healthy or not."""
-        ...
-
-    def failed(self, engine: Engine, error: EngineError) -> str:
-        """Marks the replica as unhealthy until a check succeeds. Returns the log line's id."""
-        ...
-
-    def refused(self, engine: Engine, refusal: EngineRefusal) -> RequestError:
-        """The error that the agent gets."""
-        ...
-
-    def version_of(self, engine: Engine) -> int:
-        """The version of the replica's weights, as far as it is known."""
-        ...
-
-    def is_removed(self, engine: Engine) -> bool:
-        """Whether the replica was removed while it had calls in flight."""
-        ...
-
-    async def released(self, engine: Engine) -> None:
-        """To be called when a call of a removed replica has ended."""
-        ...
-
-    @property
-    def paused(self) -> bool: ...
-
-    async def until_running(self) -> float:
-        """Waits while engines are paused. Returns the seconds waited."""
-        ...
-
-    async def until_joined(self, timeout_s: float) -> None:
-        """Returns when a replica is added or healthy again, or after `timeout_s`."""
-        ...
 
 
 class GenerationState(Enum):
@@ -116,6 +64,8 @@ class Cause(Enum):
 
     LOST = "lost"
     """The replica failed, or its connection broke."""
+    UPDATED = "updated"
+    """The call was cut because the policy has a new version, which samples the rest."""
     CUT = "cut"
     """The replica ended the answer early and reported it, as after an abort."""
     UNUSABLE = "unusable"
@@ -173,6 +123,8 @@ class Generation:
         self._patience_s = replicas.patience_s
         self._ids: list[int] = []
         self._spans: list[VersionSpan] = []
+        self._served = BASE
+        """The version of the policy that the current call samples from."""
         self._sampler = ""
         """The replica that sampled the last token."""
         self._calls = 0
@@ -204,17 +156,18 @@ class Generation:
             self.state = GenerationState.SAMPLING
             begun, check = len(self._ids), self._check_of(engine)
             try:
-                async with aclosing(self._asked(engine)) as chunks:
-                    async for chunk in chunks:
-                        for seam in self._take(engine, check.take(chunk)):
-                            yield seam
-                        if chunk.finish_reason is FinishReason.CUT:
-                            if chunk.ids:
-                                yield replace(chunk, finish_reason=None)
-                            raise _CutShort("the engine cut this generation short")
-                        if chunk.finish_reason is not None:
-                            self._end(chunk.versions, begun)
-                        yield chunk
+                with self._movable(engine):
+                    async with aclosing(self._asked(engine)) as chunks:
+                        async for chunk in chunks:
+                            for seam in self._take(engine, check.take(chunk)):
+                                yield seam
+                            if chunk.finish_reason is FinishReason.CUT:
+                                if chunk.ids:
+                                    yield replace(chunk, finish_reason=None)
+                                raise _CutShort("the engine cut this generation short")
+                            if chunk.finish_reason is not None:
+                                self._end(chunk.versions, begun)
+                            yield chunk
                 if self.state is GenerationState.SAMPLING:
                     raise EngineError(NO_FINISH, status=502)
             except (EngineError, EngineRefusal) as error:
@@ -240,13 +193,17 @@ class Generation:
                 paused_s = await self._replicas.until_running()
                 if self._deadline is not None:
                     self._deadline += paused_s
-            engine = self._replicas.choose(
-                self._session_id,
-                self._tried | self._unusable,
-                trained=self._sampling.trained,
-                only_healthy=bool(self._breaks),
-            )
-            if engine is not None:
+            served, engine = self._replicas.policies.current(self._sampling.policy), None
+            if served is not None:
+                engine = self._replicas.choose(
+                    self._session_id,
+                    self._tried | self._unusable,
+                    trained=self._sampling.trained,
+                    adapted=served is not BASE,
+                    only_healthy=bool(self._breaks),
+                )
+            if served is not None and engine is not None:
+                self._served = served
                 self._tried.add(engine)
                 self._calls += 1
                 return engine
@@ -255,10 +212,16 @@ class Generation:
 
     def _refuse_if_hopeless(self) -> None:
         """Raises the error that ends the generation if waiting cannot help."""
-        if self._replicas.serves(self._unusable, trained=self._sampling.trained):
+        trained, adapted = self._sampling.trained, bool(self._sampling.policy)
+        if self._replicas.serves(self._unusable, trained=trained, adapted=adapted):
             return
         if self._breaks and self._breaks[-1].cause is Cause.UNUSABLE:
             raise self._failure("try again")
+        if adapted and self._replicas.serves(self._unusable, trained=trained):
+            raise RequestError(
+                f"this session samples from the policy {self._sampling.policy!r}, and no engine "
+                "serves adapters: add a vLLM engine"
+            )
         if self._replicas.serves(self._unusable, trained=False):
             raise RequestError(
                 "this session trains, and every engine is text-only: create the session with kind"
@@ -271,6 +234,11 @@ class Generation:
         if self._deadline is None:
             self._deadline = now + self._patience_s
         left_s = self._deadline - now
+        policy = self._sampling.policy
+        if left_s <= 0 and self._replicas.policies.current(policy) is None:
+            raise self._failure(
+                f"the policy {policy!r} has no version yet (PUT /policies/{policy}/version)"
+            )
         if left_s <= 0:
             raise self._failure(
                 f"no engine continued the answer within {self._patience_s:g} s"
@@ -285,16 +253,29 @@ class Generation:
         self._rounds += 1
 
     def _asked(self, engine: Engine) -> AsyncGenerator[Chunk, None]:
-        prompt, number = self._prompt, self._calls - 1
+        prompt = self._prompt
         if self._ids:
             prompt = np.concatenate([prompt, np.array(self._ids, np.int32)])
-        # The engine may still run the call that broke, so each call has its own id.
-        request_id = f"{self._request_id}.{number}" if number else self._request_id
-        return engine.generate(prompt, self._left, request_id=request_id, stream=self._streamed)
+        return engine.generate(prompt, self._left, request_id=self._call_id, stream=self._streamed)
+
+    @property
+    def _call_id(self) -> str:
+        """The request id of the current call. The engine may still run a call that broke, so each
+        call has its own."""
+        number = self._calls - 1
+        return f"{self._request_id}.{number}" if number else self._request_id
+
+    def _movable(self, engine: Engine) -> AbstractContextManager[None]:
+        """A context in which the call is cut if its policy gets a new version."""
+        if self._served is BASE or not _continuable(self._sampling):
+            return nullcontext()
+        return self._replicas.policies.running(self._served, engine, self._call_id)
 
     @property
     def _left(self) -> Sampling:
         sampling, done = self._sampling, len(self._ids)
+        if self._served is not BASE:
+            sampling = replace(sampling, adapter=self._served.adapter)
         if not done:
             return sampling
         seed = None if sampling.seed is None else seed_after(sampling.seed, done)
@@ -316,13 +297,16 @@ class Generation:
             self._breaks.clear()
         self._tried, self._rounds, self._deadline, self._sampler = {engine}, 0, None, name
         self._ids += chunk.ids
-        self._add_span(VersionSpan(self._replicas.version_of(engine), done, len(self._ids)))
+        adapted = self._served is not BASE
+        version = self._served.version if adapted else self._replicas.version_of(engine)
+        self._add_span(VersionSpan(version, done, len(self._ids)))
         return seams
 
     def _end(self, spans: tuple[VersionSpan, ...], begun: int) -> None:
-        """`spans` are the engine's own for its call, which began after `begun` tokens."""
+        """`spans` are the engine's own for its call, which began after `begun` tokens. They are of
+        the engine's weights, without the adapter."""
         self.state = GenerationState.ENDED
-        if not spans:
+        if not spans or self._served is not BASE:
             return
         known = [s for s in self._spans if s.start < begun]
         self._spans = [replace(s, end=min(s.end, begun)) for s in known]
@@ -352,7 +336,11 @@ class Generation:
     def _broken(self, engine: Engine, error: EngineError | EngineRefusal) -> None:
         """Notes why a call of `engine` ended early. Raises RequestError if it refused the first."""
         if isinstance(error, _CutShort):
-            self._breaks.append(_Break(Cause.CUT, error.message, error.status))
+            cause = Cause.CUT
+            if self._served != self._replicas.policies.current(self._sampling.policy):
+                cause = Cause.UPDATED
+                self._tried.discard(engine)
+            self._breaks.append(_Break(cause, error.message, error.status))
         elif isinstance(error, EngineError):
             self._lose(engine, error)
         elif self._ids:

@@ -216,6 +216,11 @@ class Turn:
     duration_s: float | None = None
 
     @property
+    def policy(self) -> str:
+        """The policy that sampled the answer; empty: the engines' own weights."""
+        return str(self.sampling.get("policy", ""))
+
+    @property
     def prompt_tokens(self) -> int:
         return self.shared_tokens + len(self.prompt_ids)
 
@@ -264,7 +269,8 @@ class Session:
     created_at: float
     expires_at: float
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters that override the agent's own."""
+    """Sampling parameters that override the agent's own. `policies` maps the model names that the
+    agent may request to policies; the name "" stands for every other model name."""
     profile: str = "default"
     """Name of the agent profile (see `proxy/profiles.yaml`)."""
     limits: Mapping[str, Any] = field(default_factory=dict)
@@ -279,3 +285,8 @@ class Session:
     def recorded_turns(self) -> int:
         """Number of turns that a branch refers to; 0 for any other session."""
         return 0 if self.origin is None else self.origin.turn
+
+    def policy_of(self, model: str) -> str:
+        """The policy of calls that request this model name; empty: the engines' own weights."""
+        policies: Mapping[str, str] = self.sampling.get("policies", {})
+        return policies.get(model, policies.get("", ""))

@@ -15,6 +15,7 @@ from secrets import token_hex
 
 from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, RequestError
+from proxy.policies import Policies, ServedPolicy
 
 REMEMBERED_SESSIONS = 100_000
 """With more sessions, the one that was idle longest is forgotten; its next call costs a prefill."""
@@ -40,6 +41,7 @@ class Router:
         `resume` before it is refused. `patience_s`: how long an answer may stand still after its
         replica failed. `on_failure` gets each failed call's engine name and error.
         """
+        self.policies = Policies()
         self._engines = {engine.info.name: engine for engine in engines}
         self._vocab_size = vocab_size
         self._on_failure = on_failure
@@ -86,6 +88,18 @@ class Router:
 
     def set_version(self, version: int) -> None:
         self._version = version
+
+    async def publish(self, served: ServedPolicy) -> None:
+        """Makes this version of a policy the one that is sampled from. Running calls of another
+        version are cut, and continue with this one."""
+        outdated = self.policies.publish(served)
+        self._wake_waiting_calls()
+        cuts = (engine.abort(request_id) for engine, request_id in outdated)
+        for failure in await asyncio.gather(*cuts, return_exceptions=True):
+            if isinstance(failure, EngineError):
+                _log.warning("a call keeps its version of %s: %s", served.name, failure.message)
+            elif failure is not None:
+                raise failure
 
     def pause(self) -> None:
         """Calls that have not begun wait; calls that have begun continue."""
@@ -163,10 +177,16 @@ class Router:
                 await self._joined.wait()
 
     def choose(
-        self, session_id: str, tried: Set[Engine], *, trained: bool, only_healthy: bool
+        self,
+        session_id: str,
+        tried: Set[Engine],
+        *,
+        trained: bool,
+        adapted: bool = False,
+        only_healthy: bool,
     ) -> Engine | None:
         """Implements `Replicas`."""
-        left = [engine for engine in self._serving(trained) if engine not in tried]
+        left = [engine for engine in self._serving(trained, adapted) if engine not in tried]
         healthy = [engine for engine in left if engine.info.healthy]
         # If no replica is healthy, one that failed is tried: it may be back, or only slow.
         usable = healthy if only_healthy else healthy or left
@@ -186,9 +206,9 @@ class Router:
         for engine in (*self._engines.values(), *self._removed):
             engine.forget(session_id)
 
-    def serves(self, besides: Set[Engine], *, trained: bool) -> bool:
+    def serves(self, besides: Set[Engine], *, trained: bool, adapted: bool = False) -> bool:
         """Implements `Replicas`."""
-        return any(engine not in besides for engine in self._serving(trained))
+        return any(engine not in besides for engine in self._serving(trained, adapted))
 
     def version_of(self, engine: Engine) -> int:
         """Implements `Replicas`. A replica's version is known from its health checks and its whole
@@ -223,9 +243,10 @@ class Router:
         """Implements `Replicas`."""
         await self._close_if_removed(engine)
 
-    def _serving(self, trained: bool) -> Iterator[Engine]:
+    def _serving(self, trained: bool, adapted: bool) -> Iterator[Engine]:
         for engine in self._engines.values():
-            if not (trained and engine.info.text_only):
+            info = engine.info
+            if not (trained and info.text_only) and (info.adapters or not adapted):
                 yield engine
 
     async def _close_if_removed(self, engine: Engine) -> None:

@@ -35,6 +35,7 @@ def resolve(
     prompt_tokens: int,
     context_tokens: int | None,
     stop_token_ids: tuple[int, ...],
+    policy: str = "",
     sibling: int = 0,
 ) -> Sampling:
     """`sibling` is an answer's index among the `n` of a call; it is added to the seed, so that a
@@ -58,6 +59,7 @@ def resolve(
         top_logprobs=options.top_logprobs,
         structured=options.structured,
         trained=session.kind is SessionKind.TRAIN,
+        policy=policy,
         **values,
     )
 
@@ -82,6 +84,8 @@ def as_record(sampling: Sampling) -> dict[str, Any]:
         for name in ("max_tokens", *_BENDING, "structured")
         if getattr(sampling, name) is not None
     }
+    if sampling.policy:
+        fields["policy"] = sampling.policy
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
     return fields

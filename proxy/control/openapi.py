@@ -84,6 +84,12 @@ OPERATIONS = {
     "set_version": Operation(
         "Sets the version of the weights", schema.Version, schema.Version, refusals=(400,)
     ),
+    "publish_policy": Operation(
+        "Makes an adapter the current version of a policy; running calls continue with it",
+        schema.PolicyView,
+        schema.PolicyVersion,
+        refusals=(400, 409),
+    ),
 }
 """By the handler's name in `plane.ROUTES`."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,11 +21,20 @@ from proxy.config import EngineConfig, LimitsConfig, ListenConfig
 from proxy.control.event_stream import EventStream
 from proxy.control.openapi import OPERATIONS, document
 from proxy.control.record_view import session_view, trajectories_view, turn_view
-from proxy.control.schema import NewEngine, NewReward, NewSession, Version, parsed
+from proxy.control.schema import (
+    NewEngine,
+    NewReward,
+    NewSession,
+    PolicyVersion,
+    Version,
+    check_policy,
+    parsed,
+)
 from proxy.engines.protocol import Engine
 from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
 from proxy.http_request import api_key, read_body
 from proxy.metrics import Metrics
+from proxy.policies import ServedPolicy
 from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
@@ -80,6 +90,7 @@ class ControlPlane:
             "add_engine": self._add_engine,
             "remove_engine": self._remove_engine,
             "set_version": self._set_version,
+            "publish_policy": self._publish_policy,
         }
 
     def withdraw(self) -> None:
@@ -104,7 +115,8 @@ class ControlPlane:
         session, key = await self._sessions.create(
             unquote(trial_id) if trial_id is not None else new.trial_id,
             kind=new.kind,
-            sampling=check_pinned(new.sampling),
+            sampling=check_pinned(new.sampling)
+            | ({"policies": new.policies} if new.policies else {}),
             profile=new.profile,
             limits=new.limits.model_dump(exclude_none=True),
             metadata=new.metadata,
@@ -208,12 +220,14 @@ class ControlPlane:
                 "version": info.version,
                 "model": info.model,
                 "max_context_tokens": info.max_context_tokens,
+                "adapters": info.adapters,
                 "text_only": info.text_only,
                 "details": info.details,
             }
             for info in self._router.infos
         ]
-        return _json({"engines": engines, "paused": self._router.paused})
+        policies = [asdict(served) for served in self._router.policies.published]
+        return _json({"engines": engines, "policies": policies, "paused": self._router.paused})
 
     async def _add_engine(self, request: web.Request) -> web.Response:
         new = parsed(NewEngine, await read_body(request))
@@ -240,6 +254,16 @@ class ControlPlane:
         version = parsed(Version, await read_body(request)).version
         self._router.set_version(version)
         return _json({"version": version})
+
+    async def _publish_policy(self, request: web.Request) -> web.Response:
+        new = parsed(PolicyVersion, await read_body(request))
+        try:
+            name = check_policy(unquote(request.match_info["name"]))
+        except ValueError as error:
+            raise RequestError(f"name: {error}", param="name") from error
+        served = ServedPolicy(name, new.version, new.adapter)
+        await self._router.publish(served)
+        return _json(asdict(served))
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         others = await self._siblings.ask(request)
@@ -294,9 +318,11 @@ ROUTES = (
     ("POST", "/engines", "add_engine"),
     ("DELETE", "/engines/{name}", "remove_engine"),
     ("PUT", "/policy_version", "set_version"),
+    ("PUT", "/policies/{name}/version", "publish_policy"),
 )
 _REPEATED_AT_SIBLINGS = frozenset(
     {"complete", "delete", "pause", "resume", "add_engine", "remove_engine", "set_version"}
+    | {"publish_policy"}
 )
 
 

@@ -21,12 +21,16 @@ from pydantic import (
 
 from proxy.engines.registry import ENGINES
 from proxy.errors import RequestError
+from proxy.policies import MAX_ADAPTER_CHARS, POLICY_NAME
 from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, TurnStatus
 
 M = TypeVar("M", bound=BaseModel)
 MAX_TTL_S = 10 * 365 * 86400.0
 MAX_BODY_BYTES = 2**20
 """A control call's body; validating it takes some milliseconds."""
+MAX_MODEL_CHARS = 256
+MAX_POLICIES = 64
+"""Number of model names that a session maps to policies."""
 _SHOWN_CHARS = 80
 
 
@@ -48,6 +52,28 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def check_policy(name: str) -> str:
+    """Returns the name of a policy. Raises ValueError if it is not one."""
+    if not POLICY_NAME.fullmatch(name):
+        raise ValueError(
+            f"{name[:_SHOWN_CHARS]!r} is not a name of a policy: use 1 to 64 characters of A-Z a-z "
+            "0-9 . _ -, the first a letter or a digit"
+        )
+    return name
+
+
+def _are_policies(policies: dict[str, str]) -> dict[str, str]:
+    for model, policy in policies.items():
+        if len(model) > MAX_MODEL_CHARS:
+            raise ValueError(
+                f"the model name {model[:_SHOWN_CHARS]!r}… has {len(model)} characters, at most "
+                f"{MAX_MODEL_CHARS} are allowed"
+            )
+        if policy:
+            check_policy(policy)
+    return policies
+
+
 class SessionLimits(Schema):
     """Limits of one session; None for the configuration's limit."""
 
@@ -63,6 +89,11 @@ class NewSession(Schema):
     trial_id: str | None = None
     kind: SessionKind = SessionKind.TRAIN
     sampling: Annotated[dict[str, int | FiniteFloat], _STORED] = Field(default_factory=dict)
+    policies: Annotated[dict[str, str], AfterValidator(_are_policies)] = Field(
+        default_factory=dict, max_length=MAX_POLICIES
+    )
+    """Model name that the agent may request → policy that samples; the model name `""` stands for
+    all others. Without it, the engines' own weights sample."""
     profile: str = "default"
     limits: SessionLimits = Field(default_factory=SessionLimits)
     metadata: Annotated[dict[str, Any], _STORED] = Field(default_factory=dict)
@@ -105,6 +136,23 @@ class Version(Schema):
     """The version of the engines' weights: body and answer of `PUT /policy_version`."""
 
     version: int = Field(ge=0, le=2**31 - 1)
+
+
+class PolicyVersion(Schema):
+    """The version of a policy that is sampled from: body of `PUT /policies/{name}/version`."""
+
+    version: int = Field(ge=0, le=2**31 - 1)
+    adapter: str = Field(min_length=1, max_length=MAX_ADAPTER_CHARS)
+    """The engines' name of the LoRA adapter of this version. Each version needs a name of its own,
+    because engines keep keys and values by this name."""
+
+
+class PolicyView(Schema):
+    """A policy: its name, the version that is sampled from, and that version's adapter."""
+
+    name: str
+    version: int
+    adapter: str
 
 
 class SessionCreated(Schema):
@@ -215,6 +263,8 @@ class EngineView(Schema):
     version: int
     model: str | None
     max_context_tokens: int | None
+    adapters: bool
+    """Whether it samples with the LoRA adapters of policies."""
     text_only: bool
     details: dict[str, Any]
 
@@ -223,6 +273,7 @@ class Engines(Schema):
     """Answer of `GET /engines`."""
 
     engines: list[EngineView]
+    policies: list[PolicyView]
     paused: bool
 
 

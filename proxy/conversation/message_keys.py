@@ -72,7 +72,8 @@ class ConversationKey(NamedTuple):
         return self.then(message_digest(answer, [], with_reasoning=with_reasoning))
 
     def begun(self, kind: str, text: str) -> ConversationKey:
-        """The key of the same conversation if the answer must begin with `text`."""
+        """The key of the same conversation as another request: of a `kind` of opening (forced call,
+        prefill) that is `text`, or to the policy `text`."""
         return self._replace(chain=_digest(self.chain + kind.encode() + text.encode(), 16))
 
 
@@ -83,6 +84,10 @@ class RawKey(NamedTuple):
     """16 bytes: digest of the whole text or of all ids."""
     length: int
     """Number of characters or ids."""
+
+    def begun(self, kind: str, text: str) -> RawKey:
+        """As `ConversationKey.begun`."""
+        return self._replace(chain=_digest(self.chain + kind.encode() + text.encode(), 16))
 
     def stored(self) -> bytes:
         return self.chain + self.length.to_bytes(8, "little") + _RAW_MARK + _NO_BODY

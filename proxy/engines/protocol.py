@@ -41,6 +41,11 @@ class Sampling:
     """Guided decoding, in the form of vLLM's `structured_outputs`."""
     trained: bool = False
     """Whether the answer may be trained. If so, no text-only engine may sample it."""
+    policy: str = ""
+    """The policy that samples (`proxy.policies`); empty: the engine's own weights."""
+    adapter: str = ""
+    """The engine's name of the adapter that samples: one version of the policy. `Generation` sets
+    it for each call."""
 
 
 @dataclass(slots=True)
@@ -69,6 +74,8 @@ class EngineInfo:
     version: int = 0
     model: str | None = None
     max_context_tokens: int | None = None
+    adapters: bool = False
+    """Samples with a LoRA adapter if a call names one."""
     text_only: bool = False
     """Does not report token ids; its answers are never trained."""
     details: dict[str, Any] = field(default_factory=dict)

@@ -49,6 +49,8 @@ class ScriptedEngine:
         self.token_delay_s = token_delay_s
         self.expect_extension = expect_extension
         self.remember_calls = remember_calls
+        self.adapters: dict[str, Script] = {}
+        """The scripts of LoRA adapters, by the name with `@` under which calls request them."""
         self.version = 0
         self.healthy = True
         self.calls: list[ScriptedCall] = []
@@ -127,6 +129,9 @@ class ScriptedEngine:
     async def _generate(
         self, request: web.Request, call: ScriptedCall, wire: Wire
     ) -> web.StreamResponse:
+        if "@" in (call.model or "") and call.model not in self.adapters:
+            missing = {"message": f"The model `{call.model}` does not exist.", "code": 404}
+            return web.json_response({"error": missing}, status=404)
         refusal = self._refusal(call)
         if refusal is not None:
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
@@ -191,7 +196,8 @@ class ScriptedEngine:
     async def _sample(self, call: ScriptedCall) -> Any:
         """Samples one token at a time; yields the number of tokens so far, except at the last."""
         await self._resumed.wait()
-        answer, finish = _bounded(list(self.script(call.prompt_ids)), call.sampling)
+        script = self.adapters.get(call.model or "", self.script)
+        answer, finish = _bounded(list(script(call.prompt_ids)), call.sampling)
         if call.breaks:
             answer = answer[: call.fault.after_tokens] if call.fault else []
         elif call.fault is not None and call.fault.kind == "abort":

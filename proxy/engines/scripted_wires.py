@@ -40,6 +40,8 @@ class ScriptedCall:
     sampling: dict[str, Any]
     cache_salt: str | None
     stream: bool
+    model: str | None = None
+    """The requested model or adapter, where the wire format has one."""
     no_logprob: float | None = None
     """The value that the wire format uses for a missing log-probability."""
     fault: Fault | None = None
@@ -85,6 +87,7 @@ def _read_vllm(body: dict[str, Any]) -> ScriptedCall:
         sampling=body["sampling_params"],
         cache_salt=body.get("cache_salt"),
         stream=bool(body.get("stream")),
+        model=body.get("model"),
         no_logprob=vllm.MISSING_LOGPROB,
     )
 

@@ -68,6 +68,7 @@ class VllmEngine(HttpEngine[_Answer]):
     def __init__(self, url: str, **more: Any) -> None:
         super().__init__(url, **more)
         self._prompts = PromptJson()
+        self._info.adapters = True
 
     async def abort(self, request_id: str) -> None:
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
@@ -93,8 +94,8 @@ class VllmEngine(HttpEngine[_Answer]):
             "sampling_params": sampling_params(sampling),
             "stream": stream,
         }
-        if self._info.model is not None:
-            body["model"] = self._info.model
+        if (model := sampling.adapter or self._info.model) is not None:
+            body["model"] = model
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
         ids = self._prompts.dump(prompt_ids, request_id.rpartition("#")[0])

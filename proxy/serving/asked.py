@@ -32,6 +32,8 @@ class Asked:
     request_key: Key
     opening: Ids
     """The answer's first tokens, which are not sampled: a forced call's opening, or a prefill."""
+    policy: str = ""
+    """The policy that the session maps the requested model name to."""
 
 
 def required_tool(request: Call) -> str | None:

@@ -266,6 +266,7 @@ class LiveCall:
             prompt_tokens=len(placement.prompt),
             context_tokens=backend.room,
             stop_token_ids=backend.rendering.stop_token_ids,
+            policy=asked.policy,
             sibling=choice,
         )
         turn = Turn(

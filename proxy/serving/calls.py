@@ -56,7 +56,9 @@ class Calls:
             async with live.placing:
                 await self._backend.ownership.settle(live)
         keys = await self._keys(live, request)
-        asked = Asked(request, caller, keys, _request_key(keys[-1], request), opening)
+        policy = live.session.policy_of(request.model)
+        request_key = _request_key(keys[-1], request, policy)
+        asked = Asked(request, caller, keys, request_key, opening, policy)
         joined = live.retries.joinable(asked)
         if joined is not None:
             return joined
@@ -187,8 +189,10 @@ class Calls:
                 )
 
 
-def _request_key(asked: Key, request: Call) -> Key:
-    """The request's key: a forced call or a prefill makes it another request."""
+def _request_key(asked: Key, request: Call, policy: str) -> Key:
+    """The request's key: a policy, a forced call or a prefill makes it another request."""
+    if policy:
+        asked = asked.begun("policy", policy)
     forced, prefill = request.options.forced, request.conversation.prefill
     if isinstance(asked, RawKey):
         return asked

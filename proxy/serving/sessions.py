@@ -42,7 +42,7 @@ CLOSING = ""
 _SEGMENT = re.compile(r"[A-Za-z0-9._~@:+=,-]+")
 _RESERVED = frozenset(
     {".", "..", "v1", "sessions", "engines", "health", "ready", "metrics", "policy_version"}
-    | {"rewards", "events", "trajectories", "complete", "openapi.json"}
+    | {"policies", "rewards", "events", "trajectories", "complete", "openapi.json"}
 )
 """Path segments that name routes."""
 

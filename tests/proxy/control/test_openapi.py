@@ -75,7 +75,10 @@ async def test_responses_match_the_openapi_document(proxy: RunningProxy) -> None
     await call("GET", own + "/events", 200, schema.Events)
     await call("POST", own + "/complete", 200, schema.Nothing)
     await call("GET", own + "/events?wait=completed", 200, schema.Events)
-    await call("GET", "/engines", 200, schema.Engines)
+    version = {"version": 3, "adapter": "planner@3.aa"}
+    await call("PUT", "/policies/planner/version", 200, schema.PolicyView, **version)
+    engines = await call("GET", "/engines", 200, schema.Engines)
+    assert [(each.name, each.version) for each in engines.policies] == [("planner", 3)]
     await call("POST", "/engines", 201, schema.EngineAdded, url="http://127.0.0.1:9", name="x")
     await call("DELETE", "/engines/x", 200, schema.Nothing)
     await call("POST", "/engines/pause", 200, schema.Paused)
@@ -96,6 +99,9 @@ async def test_responses_match_the_openapi_document(proxy: RunningProxy) -> None
         ("/sessions", {"metadata": {"a": [2**70]}}, "metadata"),
         ("/sessions", {"sampling": {"seed": 2**70}}, "sampling"),
         ("/sessions", {"metdata": {}}, "metdata"),
+        ("/sessions", {"policies": {"small": "a@b"}}, "policies"),
+        ("/sessions", {"policies": {"m" * 257: "a"}}, "policies"),
+        ("/sessions", {"policies": {str(n): "a" for n in range(65)}}, "policies"),
         ("/engines", {}, "url"),
         ("/engines", {"url": "http://x", "kind": "tgi"}, "kind"),
         ("/engines", {"url": "x:80"}, "engines: 'x:80'"),
