@@ -41,6 +41,8 @@ class OwnCredit(OwnFunction):
 
     It returns index of a turn → share. A turn that is not listed is context, and not trained."""
 
+    kind = "credit"
+
     def __call__(self, turns: Sequence[Turn], reward: float | None) -> Mapping[int, float]:
         shares: Mapping[int, float] = self.called(turns, reward)
         answered = {turn.index for turn in turns if turn.sampled}

@@ -1,5 +1,8 @@
 """Parts that a configuration names by an import path: classes and functions of your own.
 
+In place of the path, the name of an installed package's entry point (`proxy/plugins.py`) is taken;
+the configuration then has its path.
+
 - `OutsidePart`: a launcher or a reward as `module:Class`. The class is the part's section, a
   subclass of `LauncherConfig` or `RewardConfig`, whose `build` makes the part.
 - `OwnFunction`: every other kind of part, as `module:function` or `path/to/file.py:function`.
@@ -12,12 +15,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from proxy.errors import ConfigurationError
-from proxy.plugins import load_plugin
+from proxy.plugins import import_path, load_plugin
 from proxy.section import Section
 
 TARGET_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
@@ -27,13 +30,38 @@ FUNCTION_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_]\w*$"
 Kind = TypeVar("Kind", bound=Section)
 
 
+def path_of(kind: str, name: Any) -> Any:
+    """The import path of the part of this kind with that name; anything but a string unchanged.
+
+    Raises ValueError: no installed package registers the name.
+    """
+    if not isinstance(name, str):
+        return name
+    try:
+        return import_path(kind, name, {}, kind)
+    except ConfigurationError as error:
+        raise ValueError(error.message) from error
+
+
+def named_as(kind: str) -> BeforeValidator:
+    """Replaces the name of an entry point in a field. Example: Annotated[str, named_as("agent")]"""
+    return BeforeValidator(lambda name: path_of(kind, name))
+
+
 class OutsidePart(Section):
     """Example: OutsidePart(target="my_agents.slurm:SlurmConfig", settings={"partition": "gpu"})"""
 
+    kind: ClassVar[str]
+    """Kind of the part, which is in the group of its entry points."""
     target: str = Field(pattern=TARGET_PATTERN)
-    """`module:Class` of the part's section."""
+    """`module:Class` of the part's section, or the name of an entry point."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
     """The keys of the part's section, with their values."""
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _path(cls, target: Any) -> Any:
+        return path_of(cls.kind, target)
 
     def section(self, kind: type[Kind]) -> Kind:
         """The settings as a section of the named class.
@@ -58,18 +86,27 @@ class OwnFunction(Section):
 
     A string is short for the `target` alone. Example of a subclass:
         class GroupFilter(OwnFunction):
+            kind = "filter"
+
             def __call__(self, group: Group) -> bool:
                 return bool(self.called(group))
     """
 
+    kind: ClassVar[str]
+    """Kind of the function, which is in the group of its entry points."""
     target: str = Field(pattern=FUNCTION_PATTERN)
-    """`module:function` or `path/to/file.py:function`."""
+    """`module:function`, `path/to/file.py:function`, or the name of an entry point."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
     """Keyword arguments of every call."""
 
     def called(self, *arguments: Any) -> Any:
         """What the function returns."""
         return named_function(self.target)(*arguments, **self.settings)
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _path(cls, target: Any) -> Any:
+        return path_of(cls.kind, target)
 
     @model_validator(mode="before")
     @classmethod

@@ -7,12 +7,14 @@ return value is the launcher's reward.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
 from agent_loop.launchers.calls import AgentCall
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
-from agent_loop.outside_parts import FUNCTION_PATTERN
+from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
 from agent_loop.processes.functions import function_host, returned
 from agent_loop.records import AgentResult, Trial
 
@@ -20,8 +22,9 @@ from agent_loop.records import AgentResult, Trial
 class PythonConfig(ProcessSettings, LauncherConfig):
     """Example: PythonConfig(target="my_agents.shop:run")"""
 
-    target: str = Field(pattern=FUNCTION_PATTERN)
-    """`module:function` or `path/to/file.py:function`, called with a `calls.AgentCall`."""
+    target: Annotated[str, named_as("agent")] = Field(pattern=FUNCTION_PATTERN)
+    """`module:function`, `path/to/file.py:function`, or the name of an entry point; called with a
+    `calls.AgentCall`."""
     key: str = "reward"
     """Which entry is used for training if the function returns a dictionary."""
 

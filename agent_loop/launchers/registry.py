@@ -26,6 +26,8 @@ from proxy.errors import ConfigurationError
 class OutsideLauncher(OutsidePart, LauncherConfig):
     """A launcher of your own, named by the class of its section."""
 
+    kind = "launcher"
+
     def build(self) -> Launcher:
         return self.section(LauncherConfig).build()
 

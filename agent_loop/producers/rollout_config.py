@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 class GroupFilter(OwnFunction):
     """A function of your own, which says whether a finished group is kept for training."""
 
+    kind = "filter"
+
     def __call__(self, group: Group) -> bool:
         return bool(self.called(group))
 
 
 class OwnProducer(OwnFunction):
     """A function of your own, which makes the producer of the run."""
+
+    kind = "producer"
 
     def __call__(
         self, loop: RunsTrials, tasks: TaskStream, config: RolloutConfig, seed: int

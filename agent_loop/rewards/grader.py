@@ -7,13 +7,14 @@ None is *no reward*.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import orjson
 from pydantic import Field
 
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.calls import GradeCall
-from agent_loop.outside_parts import FUNCTION_PATTERN
+from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.functions import function_host, returned
 from agent_loop.processes.host import Job
@@ -25,8 +26,8 @@ from proxy.records import Turn
 class GraderConfig(RewardConfig):
     """Example: GraderConfig(target="my_agents.shop:grade")"""
 
-    target: str = Field(pattern=FUNCTION_PATTERN)
-    """`module:function` or `path/to/file.py:function`, called with a
+    target: Annotated[str, named_as("reward")] = Field(pattern=FUNCTION_PATTERN)
+    """`module:function`, `path/to/file.py:function`, or the name of an entry point; called with a
     `launchers.calls.GradeCall`."""
     timeout_s: float = Field(120.0, gt=0)
     """Seconds that a call may take."""

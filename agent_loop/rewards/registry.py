@@ -24,6 +24,8 @@ from proxy.section import Section
 class OutsideReward(OutsidePart, RewardConfig):
     """A reward source of your own, named by the class of its section."""
 
+    kind = "reward_source"
+
     def build(self) -> RewardSource:
         return self.section(RewardConfig).build()
 

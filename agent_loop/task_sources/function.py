@@ -23,6 +23,8 @@ class FunctionTasks(OwnFunction, TaskSourceConfig):
     Example: FunctionTasks(target="my_tasks:sums", settings={"digits": 3})
     """
 
+    kind = "task_source"
+
     def __call__(self, seed: int) -> Iterable[Mapping[str, Any]]:
         rows: Iterable[Mapping[str, Any]] = self.called(seed)
         return rows

@@ -1,8 +1,9 @@
 """Parts of an algorithm: each is one class with its formula, its settings and its source.
 
 Each kind of part (advantage, loss, aggregation, …) has a protocol and, below its classes in the
-same module, one registry, `Parts`. The configuration chooses a part by its `name`; `module:Class`
-or, for an advantage or a loss, `module:function` names a part of your own:
+same module, one registry, `Parts`. The configuration chooses a part by its `name`. A part of your
+own is `module:Class`, for an advantage or a loss also `module:function`, or the name of an entry
+point of an installed package:
 
     advantage: {name: "my_package.advantages:Median", floor: 0.1}
     loss: {name: "my_package.losses:clipped_once", bound: 2.0}
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from agent_loop.outside_parts import check_signature, named_function
 from proxy.errors import ConfigurationError
-from proxy.plugins import load_plugin
+from proxy.plugins import import_path, load_plugin
 from trainer.errors import TrainingError
 
 
@@ -78,15 +79,19 @@ class Parts(Generic[P]):
     def names(self) -> tuple[str, ...]:
         return tuple(name_of(each) for each in self.classes)
 
+    @property
+    def _kind(self) -> str:
+        return self.kind.__name__.lower()
+
     def find(self, name: str) -> type[P]:
         """The class with that name, or the class of a function with that name.
 
         Raises ValueError: it does not exist or is of another kind.
         """
-        kind = self.kind.__name__.lower()
+        kind = self._kind
         known = {name_of(each): f"{each.__module__}:{each.__qualname__}" for each in self.classes}
         try:
-            found = load_plugin(kind, name, known)
+            found = load_plugin(kind, name, known, kind)
         except ConfigurationError as error:
             raise ValueError(error.message) from error
         if self.of_function is not None and callable(found) and not isinstance(found, type):
@@ -114,7 +119,11 @@ class Parts(Generic[P]):
             raise ValueError(
                 f"give a name, one of {', '.join(self.names)}, or a mapping with a key name"
             )
-        return self.find(value["name"]).model_validate(dict(value))
+        name = value["name"]
+        part = self.find(name)
+        if name not in self.names:
+            name = import_path(self._kind, name, {}, self._kind)
+        return part.model_validate({**value, "name": name})
 
     def __get_pydantic_core_schema__(
         self, _source: Any, _handler: GetCoreSchemaHandler

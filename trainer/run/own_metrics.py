@@ -12,6 +12,8 @@ from trainer.errors import TrainingError
 class OwnMetrics(OwnFunction):
     """A function of your own, which returns metrics by their names."""
 
+    kind = "metric"
+
     def __call__(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
         values: Mapping[str, float] = self.called(rollouts)
         if not isinstance(values, Mapping):
