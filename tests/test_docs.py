@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from dataclasses import dataclass
+import tomllib
 from itertools import takewhile
 from pathlib import Path
 
@@ -14,15 +14,13 @@ import yaml
 
 from proxy.config import ProxyConfig
 from proxy.relay.worker import WorkerConfig
+from tests.pages import PAGES, ROOT, Block, all_blocks
 from trainer.algorithms.advantages import Grpo
 from trainer.config import TrainerConfig
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILE_NAME = re.compile(
     r"`((?:proxy|agent_loop|trainer|harbor_sdk|docker|examples|benchmarks|tests)/[\w/.-]+\.\w+)`"
 )
-BLOCK = re.compile(r'^```(\w+)(?: title="[^"]*")?\n(.*?)^```', re.M | re.S)
 # The module that parses each command's flags.
 COMMANDS = {
     "agentic-proxy": "proxy",
@@ -47,27 +45,6 @@ class Median(Grpo):
     floor: float = 0.0
 
 
-@dataclass(frozen=True)
-class Block:
-    page: str
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text.splitlines()[0][:40]}"
-
-
-def blocks(*languages: str) -> list[Block]:
-    found = [
-        Block(page.name, language, text)
-        for page in PAGES
-        for language, text in BLOCK.findall(page.read_text())
-        if language in languages
-    ]
-    assert found
-    return found
-
-
 def command_lines(block: Block) -> list[list[str]]:
     """Words of each line, without comments, variables in front, and `. activate` lines."""
     lines = block.text.replace("\\\n", " ").splitlines()
@@ -83,7 +60,7 @@ def known_flags(command: str) -> set[str]:
     return set(re.findall(r'"(--[a-z][a-z-]*)"', "\n".join(file.read_text() for file in files)))
 
 
-@pytest.mark.parametrize("block", blocks("bash"), ids=str)
+@pytest.mark.parametrize("block", all_blocks("bash"), ids=str)
 def test_commands_and_their_flags_exist(block: Block) -> None:
     for line in command_lines(block):
         command, *rest = line
@@ -99,7 +76,7 @@ def test_commands_and_their_flags_exist(block: Block) -> None:
             assert (ROOT / command).exists(), command
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
 def test_configurations_load_in_their_model(block: Block) -> None:
     # Parts of a user's own package are imported when the configuration loads.
     text = block.text.replace("my_package.advantages:Median", "tests.test_docs:Median")
@@ -113,11 +90,16 @@ def test_configurations_load_in_their_model(block: Block) -> None:
         TrainerConfig.model_validate({**required, **values})
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
+@pytest.mark.parametrize("block", all_blocks("python"), ids=str)
 def test_python_compiles_and_imports_what_exists(block: Block) -> None:
     tree = ast.parse(block.text)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), block.page, "exec"), {})
+
+
+@pytest.mark.parametrize("block", all_blocks("toml"), ids=str)
+def test_toml_is_valid(block: Block) -> None:
+    assert tomllib.loads(block.text)
 
 
 def test_files_that_the_pages_name_exist() -> None:
