@@ -44,7 +44,12 @@ class Endpoint:
     @property
     def base_url(self) -> str:
         """With `/v1`, as OpenAI's SDKs expect it."""
-        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
+        return with_v1(self.url)
+
+
+def with_v1(url: str) -> str:
+    """The URL of an endpoint with `/v1`, whether it has it or not."""
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 class EndpointLoop:

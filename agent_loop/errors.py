@@ -7,6 +7,7 @@ trial starts.
 AgentLoopError
 ├── LaunchError       the agent could not be started or watched: our side, not the agent's
 ├── RewardError       a verifier or grader did not give a usable reward (NaN, missing, crashed)
+├── ChatError         a judge's model, or one that writes questions, did not answer
 ├── CreditError       a function of the user's own did not credit the turns
 └── TrajectoryError   a recorded session is not a token tree (a missing log-probability, a gap)
 ConfigurationError
@@ -28,6 +29,10 @@ class LaunchError(AgentLoopError):
 
 class RewardError(AgentLoopError):
     """A trial could not be judged."""
+
+
+class ChatError(AgentLoopError):
+    """A model behind an endpoint did not answer."""
 
 
 class CreditError(AgentLoopError):

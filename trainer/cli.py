@@ -6,6 +6,7 @@
     agentic-train eval --config FILE --out DIR    evaluate a checkpoint or endpoint (eval --help)
     agentic-train compare DIR DIR …               evaluations with paired differences
     agentic-train collect --config FILE --out DIR trials with rewards, without training
+    agentic-train questions FOLDER --model … --out FILE   tasks from documents, by a model
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train report RUN                      write RUN/report.html from the run's folder
     agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes
@@ -32,6 +33,7 @@ COMMANDS = {
     "eval": "trainer.eval_command",
     "collect": "trainer.collect_command",
     "compare": "trainer.compare_command",
+    "questions": "trainer.questions_command",
 }
 """Command → the module whose `main` has arguments of its own."""
 

@@ -16,7 +16,8 @@ import orjson
 from pydantic import Field, model_validator
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from agent_loop.errors import RewardError
+from agent_loop.chat_completion import chat_completion
+from agent_loop.errors import ChatError, RewardError
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.reward_values import number
 from agent_loop.rewards.grader import answers
@@ -156,21 +157,12 @@ class Judge:
             "max_tokens": settings.max_tokens,
             "temperature": 0,
         }
-        url = f"{access.base_url}/chat/completions"
-        timeout = aiohttp.ClientTimeout(total=settings.timeout_s)
         try:
-            async with self._http.post(
-                url, data=orjson.dumps(body), headers=access.headers, timeout=timeout
-            ) as response:
-                raw = await response.read()
-                if response.status != 200:
-                    raise RewardError(f"judge: {url} answered {response.status}: {raw[:200]!r}")
-                content = orjson.loads(raw)["choices"][0]["message"]["content"]
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise RewardError(f"judge: {url} did not answer: {error!r}") from error
-        except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-            raise RewardError(f"judge: {url} returned no chat completion: {error!r}") from error
-        return str(content)
+            return await chat_completion(
+                self._http, access.base_url, access.headers, body, settings.timeout_s
+            )
+        except ChatError as error:
+            raise RewardError(f"judge: {error}") from error
 
     def _parse(self, answer: str) -> float:
         found = _REWARD.findall(answer)

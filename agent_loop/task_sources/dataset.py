@@ -244,8 +244,8 @@ def open_dataset(config: DatasetTasksConfig) -> Any:
         import datasets
     except ImportError:
         raise ConfigurationError(
-            f"{config.path}: datasets are read with the package datasets; run "
-            "`pip install 'agentic-rl[data]'`"
+            f"{config.path}: datasets are read with the package datasets; run `pip "
+            "install datasets`"
         ) from None
     datasets.disable_progress_bars()
     local = config.local_path

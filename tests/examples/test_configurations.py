@@ -15,6 +15,7 @@ CONFIGS = [
     ROOT / "agentic_trainer.yaml",
     ROOT / "examples/quickstart/algorithms.yaml",
     *sorted((ROOT / "examples").glob("*/agentic_trainer.yaml")),
+    *sorted((ROOT / "examples/environments").glob("*.yaml")),
 ]
 AGENTS = sorted((ROOT / "examples/agents").glob("*.yaml"))
 OF_AGENTS = [ROOT / "examples/mini_swe_agent/prompts.yaml"]

@@ -165,7 +165,7 @@ def test_wrong_settings_are_refused_in_one_line(
 
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigurationError, match=r"run `pip install 'agentic-rl\[data\]'`"):
+    with pytest.raises(ConfigurationError, match=r"run `pip install datasets`"):
         DatasetTasksConfig(path=str(tmp_path)).build("a", seed=0, shuffle=True)
 
 

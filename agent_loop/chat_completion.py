@@ -1,0 +1,41 @@
+"""One request to a model behind OpenAI's Chat Completions, for judges and writers of questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+from agent_loop.errors import ChatError
+
+HTTP_OK = 200
+
+
+async def chat_completion(
+    http: aiohttp.ClientSession,
+    base_url: str,
+    headers: Mapping[str, str],
+    body: Mapping[str, Any],
+    timeout_s: float,
+) -> str:
+    """The text of the answer. `base_url` ends with `/v1`.
+
+    Raises:
+        ChatError: no answer in time, an error of the server, or another answer than a completion.
+    """
+    url = f"{base_url}/chat/completions"
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with http.post(
+            url, data=orjson.dumps(body), headers=headers, timeout=timeout
+        ) as response:
+            raw = await response.read()
+            if response.status != HTTP_OK:
+                raise ChatError(f"{url} answered {response.status}: {raw[:200]!r}")
+            return str(orjson.loads(raw)["choices"][0]["message"]["content"])
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ChatError(f"{url} did not answer: {error!r}") from error
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise ChatError(f"{url} returned no chat completion: {error!r}") from error
