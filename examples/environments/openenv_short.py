@@ -15,7 +15,7 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
 PORT = 8020
-LONG = 60
+LONG = 150
 """Characters of an answer from which on it has no reward."""
 THINGS = ("apples", "books", "candles", "drums", "eggs", "forks", "gloves", "hats")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
-LONG = 60
+LONG = 150
 """Characters of an answer from which on it has no reward."""
 THINGS = ("apples", "books", "candles", "drums", "eggs", "forks", "gloves", "hats")
 
