@@ -24,17 +24,24 @@ from proxy.records import Ids, Logprobs, Turn
 
 
 def build_segments(
-    turns: Sequence[Turn], *, untrained: Collection[int] = ()
+    turns: Sequence[Turn], *, untrained: Collection[int] = (), imitated: bool = False
 ) -> tuple[Segment, ...]:
     """The session's tree; each segment comes after its parent.
 
     `untrained` holds the indices of turns without credit (`credit.py`), which are context like any
-    prompt. For an EVAL session the caller passes all indices.
+    prompt. For an EVAL session the caller passes all indices. With `imitated`, the answers are
+    those of a teacher: they may lack log-probabilities and versions, which then are NaN and -1, so
+    that no policy-gradient loss can be computed of them.
 
     Raises:
         TrajectoryError: the turns are not a tree of sampled tokens.
     """
-    blocks = [_block(turn, index, index not in untrained) for index, turn in enumerate(turns)]
+    blocks = []
+    for index, turn in enumerate(turns):
+        _check_tree(turn, index)
+        if turn.sampled and not imitated:
+            _check_sampled(turn, index)
+        blocks.append(_block(turn, index, index not in untrained))
     hangs = _attach(turns)
     return _prune(_cut(blocks, hangs))
 
@@ -98,7 +105,6 @@ class _Hang:
 
 
 def _block(turn: Turn, index: int, credited: bool) -> _Block:
-    _check(turn, index)
     prompt, sampled = len(turn.prompt_ids), len(turn.sampled_ids)
     trained = turn.sampled and credited
     mask = np.zeros(prompt + sampled, bool)
@@ -113,14 +119,16 @@ def _block(turn: Turn, index: int, credited: bool) -> _Block:
     return _Block(ids, mask, logprobs, versions, index)
 
 
-def _check(turn: Turn, index: int) -> None:
+def _check_tree(turn: Turn, index: int) -> None:
     where = f"session {turn.session_id!r} turn {index}"
     if turn.index != index:
         raise TrajectoryError(f"{where}: has index {turn.index}; pass all turns, in order")
     if turn.parent is not None and not 0 <= turn.parent < index:
         raise TrajectoryError(f"{where}: parent {turn.parent} is not an earlier turn")
-    if not turn.sampled:
-        return
+
+
+def _check_sampled(turn: Turn, index: int) -> None:
+    where = f"session {turn.session_id!r} turn {index}"
     sampled = len(turn.sampled_ids)
     if len(turn.logprobs) != sampled:
         raise TrajectoryError(

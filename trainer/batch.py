@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from proxy.records import Ids
 from trainer.errors import TrainingError
 
 Column = npt.NDArray[Any]
+Source = Literal["recorded", "rendered"]
+"""Where the tokens of a text to imitate come from: an engine recorded their ids, or the model's own
+renderer made them of the recorded text."""
 
 
 @dataclass(slots=True)
@@ -65,6 +68,9 @@ class Batch:
     """`[N]` float32, the return that the token's turn is credited with; by default the reward."""
     shares: Tensor
     """`[N]` float32, the share of the rollout's reward in that return: 1 without a discount."""
+    sources: tuple[Source, ...] = ()
+    """`[R]`, for text to imitate: where the tokens of each rollout come from. Empty: the policy of
+    this run sampled all of them."""
 
     prox_logprobs: Tensor | None = None
     """`[N]` float32, log-probability under the policy at the start of the update; None until it is
@@ -145,6 +151,23 @@ def build_batch(groups: Sequence[Group]) -> Batch:
     finite, arrays of different lengths, a trained token without a token before it).
     """
     rollouts = [(g, r) for g, group in enumerate(groups) for r in group.rollouts if r.trainable]
+    for _, rollout in rollouts:
+        for index, segment in enumerate(rollout.segments):
+            _check(rollout, index, segment)
+    return _merged(rollouts)
+
+
+def imitation_batch(rollouts: Sequence[Rollout], sources: Sequence[Source]) -> Batch:
+    """The trained tokens of recorded trials to imitate, whose prefixes are shared across trials.
+    `logprobs` are NaN, so that only a loss of imitation can be computed."""
+    batch = _merged([(0, rollout) for rollout in rollouts])
+    batch.logprobs = torch.full_like(batch.logprobs, torch.nan)
+    batch.sources = tuple(sources)
+    return batch
+
+
+def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
+    """The batch of these rollouts, each with the index of its group."""
     sequences: list[Ids] = []
     sequence_rollout: list[int] = []
     columns: list[tuple[Column, ...]] = []
@@ -174,8 +197,6 @@ def build_batch(groups: Sequence[Group]) -> Batch:
 
 def _sequences(rollout: Rollout) -> Iterator[tuple[Ids, tuple[Column, ...]]]:
     """The rollout's paths from a root to a leaf, each with the columns of its trained tokens."""
-    for index, segment in enumerate(rollout.segments):
-        _check(rollout, index, segment)
     for path in flatten(rollout.segments):
         mask = path.mask
         if not mask.any():

@@ -7,6 +7,7 @@
     agentic-train compare DIR DIR …               evaluations with paired differences
     agentic-train collect --config FILE --out DIR trials with rewards, without training
     agentic-train questions FOLDER --model … --out FILE   tasks from documents, by a model
+    agentic-train sft --config FILE [key=value …] supervised fine-tuning on recorded sessions
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train report RUN                      write RUN/report.html from the run's folder
     agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes
@@ -34,6 +35,7 @@ COMMANDS = {
     "collect": "trainer.collect_command",
     "compare": "trainer.compare_command",
     "questions": "trainer.questions_command",
+    "sft": "trainer.sft_command",
 }
 """Command → the module whose `main` has arguments of its own."""
 

@@ -20,6 +20,7 @@ from agent_loop.swarm.config import SwarmConfig
 from agent_loop.tasks import DataConfig
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.run.log import LoggingConfig
+from trainer.sft.config import SftConfig
 
 
 class TrainerConfig(ProcessesConfig):
@@ -32,6 +33,11 @@ class TrainerConfig(ProcessesConfig):
     `weight`, and optionally its own `data`."""
     swarm: SwarmConfig | None = None
     """If set, clients bring the tasks and run the agents (`agentic-train --swarm-server`)."""
+    sft: SftConfig | None = None
+    """If set, the run is supervised fine-tuning on recorded sessions (`agentic-train sft`). It uses
+    the sections `model`, `optimizer`, `trainer`, `cluster` and `logging`, and the renderer of
+    `proxy_server`; it may also have those of the agent's own training, which then have no effect.
+    """
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -59,7 +65,10 @@ class TrainerConfig(ProcessesConfig):
         return self
 
     def _some_agent(self) -> Iterator[str]:
-        if self.agents:
+        if self.sft is not None:
+            if self.swarm is not None:
+                yield "sft: fine-tuning has no clients; remove the section swarm or sft"
+        elif self.agents:
             yield from self._only_agents()
         elif self.swarm is None and not self.remote_agent.agents:
             yield (

@@ -25,6 +25,7 @@ from pydantic import Field
 from agent_loop.producers.rollout_config import RolloutConfig
 from proxy.section import Section
 from trainer.algorithms import AlgorithmConfig
+from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.checkpoint import (
@@ -36,7 +37,14 @@ from trainer.checkpoint import (
 )
 from trainer.engine import EnginesConfig
 from trainer.errors import TrainingError, WeightSyncError
-from trainer.models import ComputeLogprobs, ComputeReference, ComputeValues, Models, Update
+from trainer.models import (
+    ComputeLogprobs,
+    ComputeReference,
+    ComputeValues,
+    Imitate,
+    Models,
+    Update,
+)
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.flops import training_flops, utilisation
 from trainer.policy.model import ModelConfig
@@ -191,6 +199,22 @@ class Learner:
         if metrics["actor/update_steps"]:
             self.version += 1
         return metrics
+
+    def imitate(self, batch: Batch, aggregation: Aggregation) -> Metrics:
+        """Executes one optimizer step towards recorded text; see `trainer.sft`.
+
+        Raises:
+            TrainingError: a token would not be trained exactly once, or a gradient is not finite.
+        """
+        metrics = self.models.together(Imitate(batch, aggregation))
+        self.step += 1
+        self.version += 1
+        return metrics
+
+    def imitation_loss(self, batch: Batch) -> float:
+        """Mean of `−log p` over the tokens of the batch, in nats."""
+        scores = self.models.together(ComputeLogprobs(batch, temperature=1.0))
+        return -float(scores.logprobs.double().mean())
 
     def sync_weights(self) -> Metrics:
         """Sends the policy's weights to every engine and compares both on the probe.

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.checkpoint import read_state, write_state
@@ -28,7 +29,7 @@ from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy, Scores
-from trainer.policy.update import update_critic, update_policy
+from trainer.policy.update import update_by_imitation, update_critic, update_policy
 from trainer.weight_sync.segment import Named
 
 T = TypeVar("T")
@@ -196,6 +197,19 @@ class Update:
             generator=self.generator,
         )
         return metrics | {f"actor/{name}": value for name, value in learnt.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Imitate:
+    """Executes one optimizer step towards the tokens of the batch, whoever sampled them."""
+
+    batch: Batch
+    aggregation: Aggregation
+
+    def on(self, models: Models) -> Metrics:
+        models.updates += 1
+        learnt = update_by_imitation(models.policy, self.batch, self.aggregation)
+        return {f"sft/{name}": value for name, value in learnt.items()}
 
 
 @dataclass(frozen=True, slots=True)

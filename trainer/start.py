@@ -17,20 +17,22 @@ from transformers.utils.logging import disable_progress_bar
 
 from proxy import logs
 from proxy.secrecy import hide_memory
-from trainer import main_colocated, main_separate, main_swarm
+from trainer import main_colocated, main_separate, main_sft, main_swarm
 from trainer.assembly import SwarmParts, TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Saved
 from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
+from trainer.config import TrainerConfig
 from trainer.config_sources import dump, load
 from trainer.fit import Ended
 from trainer.learner import RanksConfig
+from trainer.main_sft import SftParts, assemble_sft
 from trainer.report import write_report
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder, replace_file, truncate_jsonl
 from trainer.run.log import RunLog
 
-Parts = SwarmParts | TaskParts
+Parts = SwarmParts | TaskParts | SftParts
 
 
 def check_only(
@@ -39,16 +41,16 @@ def check_only(
     """Checks everything that can be checked without starting a process; returns the resolved
     configuration."""
     config = load(paths, overrides, environment)
-    assemble(config)
+    _leads(config, environment={})
     return dump(config)
 
 
 def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs to the end: a new run, or one to continue by `trainer.resume`; returns the exit code."""
     config = load(paths, overrides, environment)
-    if _follows(config, environment):
+    parts = _leads(config, environment)
+    if parts is None:
         return 0
-    parts = assemble(config)
     match config.trainer.resume:
         case "never":
             return _begin_new(parts)
@@ -61,10 +63,16 @@ def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[
 def resume(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> int:
     """Continues the run in the folder `path` with its own configuration; returns the exit code."""
     folder = RunFolder.open(path)
-    config = load([folder.config], overrides, environment)
-    if _follows(config, environment):
-        return 0
-    return _continue(assemble(config), folder)
+    parts = _leads(load([folder.config], overrides, environment), environment)
+    return 0 if parts is None else _continue(parts, folder)
+
+
+def _leads(config: TrainerConfig, environment: Mapping[str, str]) -> Parts | None:
+    """The parts of the run; None if this process was another rank than 0, and has finished."""
+    if config.sft is None:
+        return None if _follows(config, environment) else assemble(config)
+    parts = assemble_sft(config)
+    return None if _follows(parts.config, environment) else parts
 
 
 def _begin_or_continue(parts: Parts) -> int:
@@ -177,6 +185,8 @@ async def _under_signals(parts: Parts, log: RunLog, control: RunControl) -> Ende
 
 async def _train(parts: Parts, log: RunLog, control: RunControl) -> Ended:
     """Trains with the main for these parts, which chooses the producer."""
+    if isinstance(parts, SftParts):
+        return await main_sft.train(parts, log, control)
     if isinstance(parts, SwarmParts):
         return await main_swarm.train(parts, log, control)
     match parts.config.trainer.mode:

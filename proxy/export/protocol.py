@@ -32,16 +32,28 @@ class Sample:
         return str(self.session.metadata.get("task_id", self.session.session_id))
 
 
-class ExportFormat(Protocol):
-    """A format. `registry` creates it without arguments."""
+class TakesSessions(Protocol):
+    """Which sessions a reader of recorded sessions takes, and how."""
 
-    unit: Literal["session", "pair"]
-    """`session`: `rows` gets one sample. `pair`: it gets two of one task, the better one first."""
-    trains: bool
-    """Whether it is meant for training only: sessions of kind eval are then left out, unless they
-    are asked for."""
-    needs_reward: bool
-    """Whether sessions without a reward are left out."""
+    @property
+    def unit(self) -> Literal["session", "pair"]:
+        """`session`: it gets one sample. `pair`: it gets two of one task, the better one first."""
+        ...
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is meant for training only: sessions of kind eval are then left out, unless
+        they are asked for."""
+        ...
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether sessions without a reward are left out."""
+        ...
+
+
+class ExportFormat(TakesSessions, Protocol):
+    """A format. `registry` creates it without arguments."""
 
     def schema(self, pa: Any) -> Any:
         """The Arrow schema of the rows; `pa` is pyarrow. A value that is not a string in a column

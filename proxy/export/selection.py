@@ -10,17 +10,28 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from proxy.export.protocol import ExportFormat, Sample
+from proxy.export.protocol import Sample, TakesSessions
 from proxy.records import Session, SessionKind, Turn, TurnStatus
-from proxy.store.protocol import SessionFilter, Store
+from proxy.store.protocol import SessionFilter
 
 PAGE = 100
 """Sessions read from the store at a time."""
 
 Predicate = Callable[[Session, Sequence[Turn]], bool]
+
+
+class RecordSource(Protocol):
+    """Where recorded sessions are read: a store, or anything with these methods of a store."""
+
+    async def list_sessions(self, where: SessionFilter) -> list[Session]: ...
+
+    async def get_session(self, session_id: str) -> Session | None: ...
+
+    async def get_turns(self, session_id: str) -> list[Turn]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +64,9 @@ class Filters:
 
 
 class ExportSelection:
-    """The sessions of a store that a format exports."""
+    """The sessions of a source that a format exports."""
 
-    def __init__(self, store: Store, filters: Filters, form: ExportFormat) -> None:
+    def __init__(self, store: RecordSource, filters: Filters, form: TakesSessions) -> None:
         self._store = store
         self._filters = filters
         self._form = form

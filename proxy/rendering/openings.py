@@ -113,6 +113,19 @@ def text_opening(rendering: Language, text: str) -> list[int]:
     return rendering.tokenizer.encode(before + text)
 
 
+def after_prompt(asked: str, whole: str) -> str | None:
+    """The text that an answer adds to the prompt `asked`, where `whole` is the rendering of both.
+    None: the template writes the prompt of an answered conversation in another way."""
+    if whole.startswith(asked):
+        return whole[len(asked) :]
+    for opener, silent, end in _OPEN_REASONING:
+        before, found, _ = asked.rpartition(opener)
+        if found and whole.startswith(before):
+            answer_text = whole[len(before) :].removeprefix(opener).lstrip()
+            return answer_text if answer_text.startswith(silent) else end + answer_text
+    return None
+
+
 def _reasons(rendering: Language) -> bool:
     """Whether the template allows reasoning between the prompt and a call."""
     asked = rendering.tokenizer.decode(rendering.full(Conversation([_ASKED])).tolist())
@@ -134,14 +147,7 @@ def _written(rendering: Language, answer: Message) -> str | None:
         )
     except RequestError:
         return None
-    if whole.startswith(asked):
-        return whole[len(asked) :]
-    for opener, silent, end in _OPEN_REASONING:
-        before, found, _ = asked.rpartition(opener)
-        if found and whole.startswith(before):
-            answer_text = whole[len(before) :].removeprefix(opener).lstrip()
-            return answer_text if answer_text.startswith(silent) else end + answer_text
-    return None
+    return after_prompt(asked, whole)
 
 
 def _opening(rendering: Language, name: str | None, before: Message) -> tuple[str, dict[str, str]]:

@@ -75,11 +75,12 @@ class Algorithm:
     def compute_advantages(self, batch: Batch) -> Metrics:
         """Sets `batch.advantages` (and `value_targets`) from the shaped rewards.
 
-        Raises TrainingError if the batch is empty, or if a column that the algorithm needs was not
-        computed.
+        Raises TrainingError if the batch is empty, if the policy did not sample it, or if a column
+        that the algorithm needs was not computed.
         """
         if not batch.num_tokens:
             raise TrainingError("the batch holds no token to train: no rollout has a reward")
+        _refuse_text(batch)
         if self.needs_values:
             _needed(batch.values, "the critic's values")
         shaped, metrics = self._shaped_rewards(batch)
@@ -120,8 +121,10 @@ class Algorithm:
             Σ_t weight_t · (correction_t · policy_loss_t + β KL_t + …)
 
         `version` is the version of the weights at the start of the update.
-        Raises TrainingError if a column that the algorithm needs was not computed.
+        Raises TrainingError if a column that the algorithm needs was not computed, or if the policy
+        did not sample the batch.
         """
+        _refuse_text(batch)
         chosen = self._chosen(batch, sequences)
         weights, share = self._weights(batch, chosen), chosen.float() / max(1, int(chosen.sum()))
         advantages = _needed(batch.advantages, "advantages")
@@ -261,6 +264,14 @@ class Algorithm:
             yield "distillation_loss", value, distillation.coefficient
         if self.config.entropy_coefficient:
             yield "entropy_bonus", entropy, -self.config.entropy_coefficient
+
+
+def _refuse_text(batch: Batch) -> None:
+    if batch.sources:
+        raise TrainingError(
+            f"rollout {batch.trial_ids[0]}: its tokens are {batch.sources[0]} text, which the "
+            "policy did not sample; only imitation (agentic-train sft) trains them"
+        )
 
 
 def _needed(column: Tensor | None, what: str) -> Tensor:

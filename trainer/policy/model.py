@@ -90,7 +90,12 @@ def blocks(model: Any) -> list[nn.Module]:
 
 def context_tokens(model: Any) -> int:
     """Maximum number of tokens of a sequence for which the model has positions."""
-    return int(model.config.get_text_config().max_position_embeddings)
+    return context_limit(model.config)
+
+
+def context_limit(settings: Any) -> int:
+    """`context_tokens` of a model with this `config.json`."""
+    return int(settings.get_text_config().max_position_embeddings)
 
 
 def vocabulary(model: Any) -> int:

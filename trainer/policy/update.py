@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms import Algorithm
+from trainer.algorithms.aggregation import Aggregation
+from trainer.algorithms.imitation import imitation_loss
 from trainer.algorithms.token_loss import Metrics
 from trainer.algorithms.value_losses import explained_variance
 from trainer.batch import Batch
@@ -70,6 +72,21 @@ def update_critic(
     if batch.values is not None and batch.value_targets is not None:
         metrics["explained_variance"] = explained_variance(batch.values, batch.value_targets)
     return metrics
+
+
+def update_by_imitation(policy: Policy, batch: Batch, aggregation: Aggregation) -> Metrics:
+    """One optimizer step towards the tokens of the batch; returns its metrics.
+
+    Raises TrainingError like `update_policy`.
+    """
+    loss = imitation_loss(batch, aggregation)
+    sequences = torch.arange(len(batch.sequences))
+    return _mini_batch(
+        policy,
+        batch,
+        sequences,
+        lambda micro: policy.forward_backward(micro, batch, loss, temperature=1.0),
+    )
 
 
 def _update(

@@ -40,6 +40,8 @@ PLOTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Clipped share of tokens", {"": "actor/clip_fraction"}),
     ("Gradient norm", {"": "actor/grad_norm"}),
     ("Loss", {"": "actor/policy_loss"}),
+    ("Loss of imitation", {"training": "sft/loss", "held out": "sft/held_out_loss"}),
+    ("Gradient norm of imitation", {"": "sft/grad_norm"}),
     ("Staleness (updates)", {"mean": "staleness/mean", "max": "staleness/max"}),
     ("Tokens per second", {"all": "throughput/tokens_per_s", "training": "throughput/train"}),
     (

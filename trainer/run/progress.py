@@ -20,6 +20,8 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("rollout/success", "success", "{:.2f}"),
     ("mismatch/logp_abs_mean", "mismatch", "{:.1e}"),
     ("staleness/mean", "staleness", "{:.2f}"),
+    ("sft/loss", "loss", "{:.4f}"),
+    ("sft/held_out_loss", "held-out loss", "{:.4f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
     ("time/step_s", "s/step", "{:.1f}"),
 )

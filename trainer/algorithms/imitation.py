@@ -1,0 +1,31 @@
+"""The loss of supervised fine-tuning: the negative log-likelihood of text that the policy did not
+sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.aggregation import Aggregation
+from trainer.algorithms.token_loss import LossFunction, TokenLoss
+from trainer.batch import Batch
+
+
+def imitation_loss(batch: Batch, aggregation: Aggregation) -> LossFunction:
+    """`Σ_t weight_t · −log π_θ(t)` over the tokens of the batch. The weights are those of
+    `aggregation`, computed for the whole batch."""
+    weights = aggregation.weights(batch.sequence, batch.rollout)
+    share = torch.full_like(weights, 1 / max(1, batch.num_tokens))
+
+    def function(logprobs: Tensor, entropy: Tensor, targets: Tensor) -> TokenLoss:
+        def of(column: Tensor) -> Tensor:
+            return column[targets].to(logprobs.device)
+
+        weighted = -of(weights) * logprobs
+        metrics = {
+            "loss": weighted.detach().sum(),
+            "entropy": (of(share) * entropy.detach()).sum(),
+        }
+        return TokenLoss(weighted, metrics)
+
+    return function
