@@ -6,17 +6,23 @@ and tenacity. `harbor_sdk.trial`, `harbor_sdk.environment` and `harbor_sdk.serve
 and the `harbor` package.
 """
 
-from harbor_sdk.client import AgentRunClient
-from harbor_sdk.errors import AgentRunError
-from harbor_sdk.models import (
-    AgentRun,
-    AgentRunRequest,
-    AgentSpec,
-    EnvironmentSpec,
-    RunStatus,
-    VerifierSpec,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from harbor_sdk.client import AgentRunClient as AgentRunClient
+    from harbor_sdk.errors import AgentRunError as AgentRunError
+    from harbor_sdk.models import AgentRun as AgentRun
+    from harbor_sdk.models import AgentRunRequest as AgentRunRequest
+    from harbor_sdk.models import AgentSpec as AgentSpec
+    from harbor_sdk.models import EnvironmentSpec as EnvironmentSpec
+    from harbor_sdk.models import RunStatus as RunStatus
+    from harbor_sdk.models import VerifierSpec as VerifierSpec
+
+    __version__: str
+
+_MODULES = {"AgentRunClient": "client", "AgentRunError": "errors"}
+"""Public names that are not in `models`."""
 __all__ = [
     "AgentRun",
     "AgentRunClient",
@@ -30,10 +36,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    """The version, read from the package's metadata when it is used."""
-    if name != "__version__":
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is used, so that `harbor-server --help` answers at once."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import version
+    if name == "__version__":
+        from importlib.metadata import version
 
-    return version("agentic-rl")
+        return version("agentic-rl")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'models')}"), name)

@@ -13,7 +13,7 @@
     agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes
 
 This module imports the standard library only, so that `--help` answers at once; the commands are
-implemented in `trainer.commands`.
+implemented in `trainer.commands` and in the modules that `trainer.command_lines` names.
 """
 
 from __future__ import annotations
@@ -26,18 +26,10 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+from trainer.command_lines import COMMANDS
+
 TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "vllm", "xxhash"})
 """Packages that are imported by a training run and installed by the extras `cpu` and `gpu`."""
-
-COMMANDS = {
-    "init": "trainer.init_project",
-    "eval": "trainer.eval_command",
-    "collect": "trainer.collect_command",
-    "compare": "trainer.compare_command",
-    "questions": "trainer.questions_command",
-    "sft": "trainer.sft_command",
-}
-"""Command → the module whose `main` has arguments of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,11 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if "" not in sys.path:
         sys.path.append("")  # parts of a user's own, in the working folder
-    if words[:1] and words[0] in COMMANDS:
-        command_main: Callable[[Sequence[str]], int] = import_module(COMMANDS[words[0]]).main
-        return command_main(words[1:])
-    arguments = _parser().parse_args(words)
+    line = COMMANDS.get(words[0]) if words else None
+    parser = _parser() if line is None else line.parser(words[0])
+    arguments = parser.parse_args(words if line is None else words[1:])
     try:
+        if line is not None:
+            own_main: Callable[[argparse.Namespace], int] = import_module(line.module).main
+            return own_main(arguments)
         from trainer.commands import Command, run
 
         command = Command(

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 
 from proxy.records import SessionKind
 from trainer.commands import reporting
 from trainer.config_sources import load
-from trainer.eval_command import add_run_arguments, print_scores
+from trainer.eval_command import print_scores
 from trainer.sample_trials import TrialRun
 
 
-def main(argv: Sequence[str]) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Runs `agentic-train collect`; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="agentic-train collect",
-        description="Runs trials on data.train_files with rewards, without training.",
-    )
-    add_run_arguments(parser)
-    arguments = parser.parse_args(argv)
     return reporting("agentic-train collect", lambda: _collect(arguments))
 
 

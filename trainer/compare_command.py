@@ -15,14 +15,8 @@ from trainer.errors import ConfigError
 from trainer.eval_command import aligned
 
 
-def main(argv: Sequence[str]) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Runs `agentic-train compare`; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="agentic-train compare",
-        description="Compares evaluations; differences are paired by task.",
-    )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="--out of an eval")
-    arguments = parser.parse_args(argv)
     return reporting("agentic-train compare", lambda: _compare(arguments.folders))
 
 

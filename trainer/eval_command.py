@@ -9,56 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from agent_loop.endpoint_loop import Endpoint
 from agent_loop.evaluator import EvalConfig, pass_at_k_intervals, score
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.trial_list import TrialLine
 from proxy.records import SessionKind
+from trainer.command_lines import KEY_VARIABLES
 from trainer.commands import reporting
 from trainer.config_sources import load
 from trainer.errors import ConfigError
 from trainer.sample_trials import TrialRun, run_trials
 
-KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
-
-def main(argv: Sequence[str]) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Runs `agentic-train eval`; returns its exit code."""
-    arguments = _parser().parse_args(argv)
     return reporting("agentic-train eval", lambda: _evaluate(arguments))
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `eval` and `collect` have in common."""
-    parser.add_argument("--config", type=Path, metavar="FILE", action="append", default=[])
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", required=True, help="new, or of an interrupted command"
-    )
-    parser.add_argument("--repeats", type=int, metavar="K", help="trials per task")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks")
-    parser.add_argument("words", nargs="*", metavar="key=value")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="agentic-train eval", description="Evaluates a model on data.val_files."
-    )
-    add_run_arguments(parser)
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER|URL",
-        help="a checkpoint, which our vLLM serves, or an OpenAI-compatible or Anthropic endpoint,"
-        " which agents call themselves (default: model.path)",
-    )
-    parser.add_argument("--model-name", metavar="NAME", help="with a URL: the endpoint's model")
-    parser.add_argument(
-        "--api-key-env",
-        metavar="VARIABLE",
-        help=f"with a URL: where its key is (default: {' or '.join(KEY_VARIABLES)})",
-    )
-    return parser
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -200,23 +199,8 @@ def _write(folder: Path, project: Project, model: Path | None) -> None:
     (folder / CONFIG).write_text(project.config(model))
 
 
-def main(argv: Sequence[str]) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Runs `agentic-train init`; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="agentic-train init",
-        description="Writes a project to train: configuration, tasks, agent and scorer.",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
-    parser.add_argument(
-        "--agent", default="openai", help=f"one of {', '.join(kinds())} (default: openai)"
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
-        help="the checkpoint to train; openai, command and mini-swe-agent bring a small one",
-    )
-    arguments = parser.parse_args(argv)
     try:
         lines = init(arguments.folder, arguments.agent, arguments.model)
     except ConfigError as error:

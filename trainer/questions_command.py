@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -30,49 +30,9 @@ from trainer.run.control import RunControl, StopRequested
 SERVED_NAME = "writer"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Runs `agentic-train questions`; returns its exit code."""
-    arguments = _parser().parse_args(argv)
     return reporting("agentic-train questions", lambda: asyncio.run(_write(arguments)))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="agentic-train questions",
-        description="Writes questions about documents, with their answers, into a file of tasks. "
-        "The same command continues where it was interrupted.",
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the documents, UTF-8 text")
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FOLDER|URL",
-        help="the checkpoint that writes, which our vLLM serves, or an OpenAI-compatible endpoint",
-    )
-    parser.add_argument("--model-name", metavar="NAME", help="with a URL: the endpoint's model")
-    parser.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="with a URL: where its key is (default: no key)"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
-    parser.add_argument("--pattern", default="**/*.md", help="which files (default: %(default)s)")
-    parser.add_argument(
-        "--part-chars",
-        type=int,
-        default=4000,
-        metavar="N",
-        help="characters that are shown at once",
-    )
-    parser.add_argument("--per-part", type=int, default=1, metavar="N", help="questions per part")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N parts")
-    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="of an answer")
-    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="of requests")
-    parser.add_argument(
-        "--instructions",
-        default=INSTRUCTIONS,
-        metavar="TEXT",
-        help="what the model is asked; {count} and {text} are replaced",
-    )
-    return parser
 
 
 async def _write(arguments: argparse.Namespace) -> int:
@@ -82,7 +42,7 @@ async def _write(arguments: argparse.Namespace) -> int:
     parts = documents.build(arguments.out.stem, seed=0, shuffle=False).epoch(0)
     questions = Questions(
         per_part=arguments.per_part,
-        instructions=arguments.instructions,
+        instructions=arguments.instructions or INSTRUCTIONS,
         max_tokens=arguments.max_tokens,
         concurrency=arguments.concurrency,
     )

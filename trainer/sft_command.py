@@ -14,15 +14,8 @@ from pathlib import Path
 from trainer.commands import reporting
 
 
-def main(argv: Sequence[str]) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Runs `agentic-train sft`; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="agentic-train sft",
-        description="Trains on recorded sessions: sft.sessions=FOLDER, sft.min_reward=1, …",
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", action="append", default=[])
-    parser.add_argument("words", nargs="*", metavar="key=value")
-    arguments = parser.parse_args(argv)
     return reporting("agentic-train sft", lambda: _train(arguments.config, arguments.words))
 
 

@@ -19,9 +19,9 @@ from harbor_sdk import (
     EnvironmentSpec,
     RunStatus,
 )
-from harbor_sdk.server.cli import locked
 from harbor_sdk.server.config import ServerConfig
 from harbor_sdk.server.guard import kept_token
+from harbor_sdk.server.serve import locked
 from tests.harbor_sdk.harbor_tasks import write_task
 from tests.harbor_sdk.scripted_server import BEARER, TOKEN, ScriptedTrials, serving
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from trainer.cli import main
+from trainer.command_lines import COMMANDS
 
 
 @pytest.fixture
@@ -189,17 +190,33 @@ def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -
     assert main(["--config", str(config), "--check"]) == 0
 
 
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help_and_version_import_neither_torch_nor_the_trainer(option: str) -> None:
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
+def test_help_and_version_import_neither_torch_nor_the_trainer(words: list[str]) -> None:
+    assert "agentic-" in said_without_slow_imports("trainer.cli", words)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["watch", "--help"], ["--version"]], ids=" ".join)
+def test_help_of_the_swarms_command_imports_no_slow_module(words: list[str]) -> None:
+    assert said_without_slow_imports("agent_loop.swarm.cli", words)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"]], ids=" ".join)
+def test_help_of_harbor_server_imports_no_slow_module(words: list[str]) -> None:
+    assert said_without_slow_imports("harbor_sdk.server.cli", words)
+
+
+def said_without_slow_imports(module: str, words: list[str]) -> str:
     program = f"""
 import sys
-from trainer.cli import main
+from {module} import main
 try:
-    main([{option!r}])
+    main({words!r})
 except SystemExit:
     heavy = {{"torch", "numpy", "pydantic", "aiohttp", "transformers"}} & set(sys.modules)
     assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "agentic-" in done.stdout
+    return done.stdout
