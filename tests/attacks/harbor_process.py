@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from harbor_sdk.server.app import build_app
-from harbor_sdk.server.cli import _log_to_stderr, _serve
 from harbor_sdk.server.config import ServerConfig
+from harbor_sdk.server.serve import _log_to_stderr, _serve
 from tests.harbor_sdk.scripted_server import ScriptedTrials
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ SHORT = {
     "AGENTIC_TRAIN__TRAINER__STEPS": "2",
     "AGENTIC_TRAIN__EVAL__LIMIT": "8",
 }
+PATIENT = {"AGENTIC_TRAIN__PROXY_SERVER__START_TIMEOUT_S": "600"}
+"""For a machine on which much else runs."""
 WHOLE = {"docs/tutorials/train.md", "docs/tutorials/own_agent.md"}
 LONG = {
     "README.md",
@@ -80,6 +82,7 @@ def reader_of(name: str, tmp_path: Path) -> Reader:
     environment = {
         **os.environ,
         **({} if name in WHOLE else SHORT),
+        **PATIENT,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "READER": str(tmp_path / "place"),
         "AGENTIC_PROXY_PORT": str(port),
