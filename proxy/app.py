@@ -33,6 +33,7 @@ from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.call import Backend
 from proxy.serving.calls import Calls
 from proxy.serving.endpoints import AgentEndpoints
+from proxy.serving.forwarding import CONFIRMED_PATH
 from proxy.serving.ownership import Ownership
 from proxy.serving.sessions import Sessions
 from proxy.siblings import Siblings
@@ -77,6 +78,7 @@ def build_app(
         app.router.add_post(f"/v1/{route}", _data, expect_handler=answer_expect)
     if config.relay.token is not None:
         app.router.add_get(RELAY_PATH, _relay, expect_handler=answer_expect)
+    app.router.add_post(CONFIRMED_PATH, _confirmed, expect_handler=answer_expect)
     app.router.add_route("*", r"/{path:[\s\S]*}", _data, expect_handler=answer_expect)
     app.cleanup_ctx.append(
         _parts(config, rendering, dialects, engines, store, siblings or Siblings())
@@ -201,6 +203,10 @@ def _control(name: str) -> Handler:
 
 async def _relay(request: web.Request) -> web.StreamResponse:
     return await request.app[RELAY].connect(request)
+
+
+async def _confirmed(request: web.Request) -> web.StreamResponse:
+    return request.app[ENDPOINTS].confirm(request.match_info["number"])
 
 
 async def _data(request: web.Request) -> web.StreamResponse:

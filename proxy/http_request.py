@@ -149,6 +149,24 @@ def read_in_time(
     return _read_in_time(request, limit_s)
 
 
+async def until_sent(request: web.Request) -> None:
+    """Returns when the kernel has all of the response that was written, so that it reaches the
+    client even if this process is killed.
+
+    Raises ConnectionError if the connection is broken.
+    """
+    transport = request.transport
+    if transport is not None and transport.get_write_buffer_size():
+        low, high = transport.get_write_buffer_limits()
+        transport.set_write_buffer_limits(0)
+        try:
+            await request.writer.drain()
+        finally:
+            transport.set_write_buffer_limits(high, low)
+    if request.transport is None:
+        raise ConnectionResetError("the client has disconnected")
+
+
 @asynccontextmanager
 async def _read_in_time(request: web.Request, limit_s: float) -> AsyncIterator[None]:
     try:

@@ -39,7 +39,7 @@ from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
-from proxy.serving.ownership import send_to_holder, was_forwarded
+from proxy.serving.forwarding import send_to_holder, was_forwarded
 from proxy.serving.sessions import Sessions
 from proxy.siblings import Siblings, is_from_sibling
 from proxy.store.protocol import SessionFilter, Store

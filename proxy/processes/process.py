@@ -24,7 +24,7 @@ from proxy.errors import ConfigurationError, EngineError, StoreError
 from proxy.http_request import app_runner
 from proxy.port import unusable_port
 from proxy.processes.workers import serve_workers
-from proxy.serving.ownership import own_address
+from proxy.serving.forwarding import own_address
 from proxy.siblings import Siblings
 
 GC_THRESHOLDS = (50_000, 20, 100)

@@ -121,6 +121,8 @@ async def _listens(child: Process, part: WorkerPart) -> bool:
     """Gives the child its part and waits. False when it ended before it listened."""
     assert child.stdin is not None
     assert child.stdout is not None
+    if child.stdin.is_closing():  # uvloop refuses to write to a child that has ended
+        return False
     child.stdin.write(pickle.dumps(part))
     return bool(await child.stdout.readline())
 

@@ -10,5 +10,5 @@ From the handler of a request down to one answer:
     stream      the connections that watch a call
     arrived_answers  records which answers arrived
 
-`ownership` decides which of several processes serves a session, and forwards calls to it.
+`ownership` decides which of several processes serves a session; `forwarding` sends its calls there.
 """

@@ -30,7 +30,7 @@ from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
 from proxy.serving.call import LiveCall
 from proxy.serving.calls import Calls
-from proxy.serving.ownership import Forwarding
+from proxy.serving.forwarding import Arrivals, Forwarding
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.serving.stream import Watcher
 from proxy.wire.body import Body, parse_call
@@ -79,6 +79,7 @@ class AgentEndpoints:
         self._calls = calls
         self._dialects = dialects
         self._limits = limits
+        self._arrivals = Arrivals(limits.unread_s)
         self._model_name = model_name
         self._metrics = metrics
         self._log = CallLog()
@@ -110,6 +111,10 @@ class AgentEndpoints:
             self._log_call(exchange, response.status, stream=exchange.call.asked.request.stream)
         return response
 
+    def confirm(self, number: str) -> web.Response:
+        """Another process has passed on the answer that this process gave it."""
+        return web.Response(status=204 if self._arrivals.confirm(number) else 404)
+
     async def _respond(self, exchange: Exchange) -> web.StreamResponse:
         request, route = exchange.request, exchange.route
         live = await self._sessions.authorise(api_key(request.headers), exchange.trial)
@@ -137,7 +142,7 @@ class AgentEndpoints:
                     return await self._write(exchange, exchange.call, request)
                 except HeldElsewhere as held:
                     exchange.call = None
-                    forwarding = forwarding or Forwarding(exchange.request)
+                    forwarding = forwarding or Forwarding(exchange.request, self._limits.unread_s)
                     response = await forwarding.answer(held)
                 if response is not None:
                     return response
@@ -145,7 +150,7 @@ class AgentEndpoints:
             self._in_flight -= 1
 
     async def _write(self, exchange: Exchange, call: LiveCall, request: Call) -> web.StreamResponse:
-        with call.watched() as watcher:
+        with call.watched() as watcher, self._arrivals.expected(exchange.request) as arrival:
             if request.stream:
                 response = await self._stream(exchange, watcher, request)
             else:
@@ -155,6 +160,7 @@ class AgentEndpoints:
                 async with read_in_time(exchange.request, self._limits.unread_s, len(body)):
                     await response.prepare(exchange.request)
                     await response.write_eof()
+            await arrival.wait()
             watcher.arrived = True
         return response
 

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import aiohttp
 import orjson
@@ -67,6 +68,16 @@ class Program:
         if not await line_of(self.process):
             raise RuntimeError(f"{self.argv[0]} did not start: {self.log.read_text()[-2000:]}")
         self.up.set()
+
+    async def watch(self) -> NoReturn:
+        """Raises RuntimeError when it has ended without being killed by `kill`."""
+        while True:
+            await self.up.wait()
+            assert self.process is not None
+            code = await self.process.wait()
+            if self.up.is_set():
+                log = self.log.read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"{self.argv[0]} ended by itself with code {code}: {log}")
 
     async def kill(self) -> None:
         """Its worker processes end by themselves, and then the port is free."""
@@ -273,8 +284,10 @@ async def kill_loop(
         ]
         over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            for agent in agents:
-                group.create_task(agent.run(random.Random(rng.random()), over))
+            watches = [group.create_task(p.watch()) for p in (place.proxy, place.engine)]
+            working = [
+                group.create_task(agent.run(random.Random(rng.random()), over)) for agent in agents
+            ]
             while killed.total() < kills and not stop.is_set():
                 for _ in range(rng.randint(1, TURNS_PER_KILL)):
                     await answered.get()
@@ -285,6 +298,9 @@ async def kill_loop(
                 if killed.total() % PROGRESS_KILLS == 0:
                     sys.stderr.write(f"{killed.total()} kills, {_answers(agents)} answers\n")
             over.set()
+            await asyncio.wait(working)
+            for watch in watches:
+                watch.cancel()
         return await _examine(place.control, agents, killed)
 
 

@@ -24,7 +24,7 @@ from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.engines.scripted import ScriptedEngine
 from proxy.port import free_port
 from proxy.records import Turn, TurnStatus
-from proxy.serving.ownership import PROBE_EVERY_S, PROBE_TIMEOUT_S
+from proxy.serving.forwarding import PROBE_EVERY_S, PROBE_TIMEOUT_S
 from tests.deploy.manifests import ROOT
 from tests.needs import skip_or_fail
 from tests.postgres_server import empty_database

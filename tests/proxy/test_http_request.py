@@ -7,16 +7,19 @@ import gc
 import gzip
 import logging
 import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import orjson
 import pytest
 from aiohttp import web
 
-from proxy.http_request import app_runner, read_in_time
+from proxy.http_request import app_runner, read_in_time, until_sent
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
 BODY = orjson.dumps({"messages": [{"role": "user", "content": "Hello."}]})
 BODY_BYTES = 100_000
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def post(
@@ -190,14 +193,76 @@ async def test_client_that_reads_nothing_is_disconnected() -> None:
             disconnected.set()
             raise
 
+    async with serving(endless) as address:
+        _, writer = await asyncio.open_connection(*address)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await disconnected.wait()
+        writer.close()
+
+
+async def test_until_sent_waits_for_a_client_that_reads_slowly() -> None:
+    buffered, sent = asyncio.Event(), asyncio.Event()
+
+    async def large(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        while not request.transport.get_write_buffer_size():
+            await response.write(bytes(2**14))
+        limits = request.transport.get_write_buffer_limits()
+        buffered.set()
+        await until_sent(request)
+        assert request.transport.get_write_buffer_size() == 0
+        assert request.transport.get_write_buffer_limits() == limits
+        sent.set()
+        return response
+
+    async with serving(large) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await buffered.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not sent.is_set()
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        await reader.read()
+        await sent.wait()
+        writer.close()
+
+
+async def test_until_sent_reports_a_client_that_has_left() -> None:
+    buffered, reported = asyncio.Event(), asyncio.Event()
+
+    async def large(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        while not request.transport.get_write_buffer_size():
+            await response.write(bytes(2**14))
+        buffered.set()
+        with pytest.raises(ConnectionError):
+            await until_sent(request)
+        reported.set()
+        return response
+
+    async with serving(large) as address:
+        _, writer = await asyncio.open_connection(*address)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await buffered.wait()
+        writer.transport.abort()
+        await reported.wait()
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[tuple[str, int]]:
+    """The address of a server with this handler."""
     app = web.Application()
-    app.router.add_get("/", endless)
+    app.router.add_get("/", handler)
     runner = app_runner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    _, writer = await asyncio.open_connection(*runner.addresses[0])
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    await disconnected.wait()
-    writer.close()
+    yield runner.addresses[0]
     await runner.cleanup()

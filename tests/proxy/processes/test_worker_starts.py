@@ -8,8 +8,10 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
@@ -55,6 +57,26 @@ async def test_worker_killed_during_its_start_is_restarted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert await serve(monkeypatch, tmp_path, failures=2, how="killed") == (3, True)
+
+
+def test_worker_that_ends_before_it_gets_its_part_is_restarted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def start_and_lose(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        child = await start(*argv, **options)
+        if to_kill:
+            to_kill.pop()
+            child.kill()
+            await child.wait()
+        return child
+
+    to_kill = [1, 2]
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_lose)
+    # uvloop, as in `agentic-proxy serve`: it refuses to write to a process that has ended.
+    started, listened = uvloop.run(serve(monkeypatch, tmp_path, failures=0, how=""))
+    assert (started >= 1, listened) == (True, True)
 
 
 async def test_worker_that_keeps_failing_to_start_ends_the_proxy(

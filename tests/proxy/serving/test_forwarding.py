@@ -14,8 +14,8 @@ import pytest
 
 from proxy.client import ProxyClientError, SessionHandle
 from proxy.config import load_config
-from proxy.serving import ownership
-from proxy.serving.ownership import FORWARDED, own_address
+from proxy.serving import forwarding
+from proxy.serving.forwarding import CONFIRMED_PATH, FORWARDED, own_address
 from proxy.store import open_store
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.store.test_conformance import an_intent
@@ -95,6 +95,49 @@ async def test_forwarded_request_is_not_forwarded_again(
     assert "serves this session's calls" in reply["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_confirmed", [True, False])
+async def test_answer_arrives_when_the_process_that_passes_it_on_confirms_it(
+    proxy: RunningProxy, tmp_path: Path, stream: bool, is_confirmed: bool
+) -> None:
+    session = await proxy.session()
+    body = {**HELLO, "stream": stream}
+    headers = {"Authorization": f"Bearer {session.api_key}", FORWARDED: "a-number"}
+    async with (  # a connection of its own, as if its process were killed at the end of the block
+        aiohttp.ClientSession() as forwarder,
+        forwarder.post(f"{session.base_url}/{CHAT}", json=body, headers=headers) as response,
+    ):
+        assert response.status == 200
+        await response.read()
+        if is_confirmed:
+            path = CONFIRMED_PATH.format(number="a-number")
+            async with proxy.http.post(proxy.url + path, json={}) as confirmed:
+                assert confirmed.status == 204
+    assert await lost_turns(session, tmp_path) == (set() if is_confirmed else {0})
+    assert (await proxy.post(session, CHAT, HELLO))[0] == 200
+    assert len(proxy.engine.calls) == (2 if is_confirmed else 1)
+
+
+async def lost_turns(session: SessionHandle, tmp_path: Path) -> frozenset[int]:
+    """The turns whose answer did not arrive, once this is known of all turns."""
+    store = await open_store(f"sqlite:///{tmp_path}/shared.sqlite")
+    try:
+        async with asyncio.timeout(30):
+            while (  # noqa: ASYNC110 (another process may have written it)
+                undelivered := await store.undelivered(session.trial_id)
+            ).pending:
+                await asyncio.sleep(0.01)
+    finally:
+        await store.close()
+    return frozenset(undelivered.lost)
+
+
+async def test_unknown_number_is_not_confirmed(proxy: RunningProxy) -> None:
+    path = CONFIRMED_PATH.format(number="another-number")
+    async with proxy.http.post(proxy.url + path, json={}) as confirmed:
+        assert confirmed.status == 404
+
+
 def test_own_address_is_reachable_by_other_processes() -> None:
     def address(own_socket: str | None = None, **settings: str) -> str:
         return own_address(load_config(None, admin_key="a", **settings), 8001, own_socket)
@@ -119,9 +162,9 @@ async def stopped_process() -> AsyncIterator[str]:
 async def test_stopped_holder_is_detected_and_its_calls_get_503(
     proxy: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "PROBE_EVERY_S", 0.01)
-    monkeypatch.setattr(ownership, "PROBE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(ownership, "RETRY_DELAYS_S", (0.01,))
+    monkeypatch.setattr(forwarding, "PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(forwarding, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(forwarding, "RETRY_DELAYS_S", (0.01,))
     session = await proxy.session()
     async with stopped_process() as address, held(session, address, tmp_path):
         status, reply = await proxy.post(session, CHAT, HELLO)
@@ -132,7 +175,7 @@ async def test_stopped_holder_is_detected_and_its_calls_get_503(
 async def test_completing_a_session_fails_while_its_holder_is_stopped(
     proxy: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "CONFIRM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(forwarding, "CONFIRM_TIMEOUT_S", 0.05)
     session = await proxy.session()
     async with stopped_process() as address, held(session, address, tmp_path):
         with pytest.raises(ProxyClientError, match="did not confirm") as caught:
