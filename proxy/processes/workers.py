@@ -30,7 +30,7 @@ REFUSED = 2
 """The child's exit code if its configuration is wrong; the child has printed why."""
 MAX_FAILED_STARTS = 5
 RESTART_DELAY_S = 0.5
-"""Delay after the first failed start; it doubles with each further one."""
+"""Delay after the first failed start; it doubles with each of the next `MAX_FAILED_STARTS` - 1."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,11 +85,12 @@ async def _all(events: Iterable[asyncio.Event]) -> None:
 
 
 async def _keep(part: WorkerPart, ready: asyncio.Event, stop: asyncio.Event) -> None:
-    """Runs the child, and starts it again whenever it ends, until `stop`.
+    """Runs the child, and starts it again whenever it ends, until `stop`. Once a child has
+    listened, the configuration is right, and failed starts have no limit.
 
     Raises:
         ConfigurationError: the child refused its configuration at the first start, or ended
-            `MAX_FAILED_STARTS` times in a row before it listened.
+            `MAX_FAILED_STARTS` times in a row before it ever listened.
     """
     failed_starts = 0
     while not stop.is_set():
@@ -105,7 +106,7 @@ async def _keep(part: WorkerPart, ready: asyncio.Event, stop: asyncio.Event) -> 
         failed_starts += 1
         if code == REFUSED and not ready.is_set():
             raise ConfigurationError("a worker process did not start; see its message above")
-        if failed_starts == MAX_FAILED_STARTS:
+        if failed_starts == MAX_FAILED_STARTS and not ready.is_set():
             raise ConfigurationError(
                 f"a worker process ended {failed_starts} times in a row before it listened, last"
                 f" with code {code}; see the messages above"
@@ -113,8 +114,9 @@ async def _keep(part: WorkerPart, ready: asyncio.Event, stop: asyncio.Event) -> 
         _log.error(
             "worker process %d ended with code %s before it listened; restarting", child.pid, code
         )
+        doublings = min(failed_starts, MAX_FAILED_STARTS) - 1
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), RESTART_DELAY_S * 2 ** (failed_starts - 1))
+            await asyncio.wait_for(stop.wait(), RESTART_DELAY_S * 2**doublings)
 
 
 async def _listens(child: Process, part: WorkerPart) -> bool:

@@ -87,6 +87,27 @@ async def test_worker_that_keeps_failing_to_start_ends_the_proxy(
     assert (tmp_path / "starts").read_text() == "x" * workers.MAX_FAILED_STARTS
 
 
+async def test_worker_that_has_listened_is_restarted_however_often_it_fails_to_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failures = 2 * workers.MAX_FAILED_STARTS
+    starts = tmp_path / "starts"
+    once = "if not starts.exists(): starts.write_text(''); print('listening', flush=True); exit()"
+    listens_first = STAND_IN.replace("count = ", f"{once}\ncount = ")
+    command = (sys.executable, "-c", listens_first, str(starts), str(failures), "killed")
+    monkeypatch.setattr(workers, "WORKER", command)
+    monkeypatch.setattr(workers, "RESTART_DELAY_S", 0.001)
+    stop = asyncio.Event()
+    config = ProxyConfig(port=0, workers=1)
+    serving = asyncio.create_task(workers.serve_workers(config, stop, lambda *_: None))
+    async with asyncio.timeout(60):
+        while len(starts.read_text() if starts.exists() else "") <= failures:
+            assert not serving.done()
+            await asyncio.sleep(0.01)
+    stop.set()
+    await serving
+
+
 async def test_invalid_configuration_ends_the_proxy_at_the_first_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
