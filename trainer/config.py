@@ -59,6 +59,7 @@ class TrainerConfig(ProcessesConfig):
             self._pairs_share(),
             self._one_distribution(),
             self._groups_have_a_baseline(),
+            self._teacher_teaches(),
         )
         if problems := list(itertools.chain(*checks)):
             raise ValueError("\n".join(problems))
@@ -144,4 +145,17 @@ class TrainerConfig(ProcessesConfig):
                 f"rollout.group_size=1: algorithm.advantage.name={advantage.name} compares the "
                 "rollouts of a group, so a group of one trains nothing; use rollout.group_size=2 "
                 "or more, or algorithm.advantage.name=reinforce++ or gae"
+            )
+
+    def _teacher_teaches(self) -> Iterator[str]:
+        distillation, temperature = self.algorithm.distillation, self.rollout.temperature
+        if distillation is None and self.algorithm.advantage.name == "none":
+            yield (
+                "algorithm.advantage.name=none: nothing is learnt from rewards; set "
+                "algorithm.distillation.teacher, or another advantage"
+            )
+        if distillation is not None and distillation.teacher_url is not None and temperature != 1:
+            yield (
+                f"rollout.temperature={temperature}: algorithm.distillation.teacher_url scores "
+                "given tokens at temperature 1; use 1, or algorithm.distillation.teacher"
             )

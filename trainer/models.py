@@ -30,6 +30,7 @@ from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy, Scores
 from trainer.policy.update import update_by_imitation, update_critic, update_policy
+from trainer.teacher import EngineTeacher, check_engine_tokens, have_same_tokens
 from trainer.weight_sync.segment import Named
 
 T = TypeVar("T")
@@ -298,7 +299,11 @@ def build_models(
         else:
             models.reference = frozen(algorithm.kl.reference or model.path)
     if algorithm.distillation is not None:
-        models.teacher = frozen(algorithm.distillation.teacher)
+        teacher, url = algorithm.distillation.teacher, algorithm.distillation.teacher_url
+        if url is not None:
+            models.teacher = EngineTeacher(url, policy.ranks, algorithm.distillation.concurrency)
+        elif teacher is not None:
+            models.teacher = frozen(teacher)
     return models
 
 
@@ -316,9 +321,13 @@ def check_models(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
     if algorithm.kl is not None and algorithm.kl.reference is not None:
         others["algorithm.kl.reference"] = algorithm.kl.reference
     if algorithm.distillation is not None:
-        others["algorithm.distillation.teacher"] = algorithm.distillation.teacher
+        if algorithm.distillation.teacher is not None:
+            others["algorithm.distillation.teacher"] = algorithm.distillation.teacher
+        if algorithm.distillation.teacher_url is not None:
+            check_engine_tokens(model.path, algorithm.distillation.teacher_url)
     for key, path in others.items():
-        if (theirs := _vocabulary(path, key)) != ours:
+        theirs = _vocabulary(path, key)
+        if not have_same_tokens(model.path, path, key) and theirs != ours:
             raise ConfigError(
                 f"{key}: {path} has a vocabulary of {theirs} tokens, but the policy has {ours}; "
                 "use a model with the same tokenizer"

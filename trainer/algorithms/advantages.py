@@ -199,6 +199,16 @@ class Accepted(Advantage):
         return Estimate((returns.rewards >= self.threshold).double()[returns.rollout])
 
 
+class NoAdvantage(Advantage):
+    """0 for every token: nothing is learnt from rewards, only from `algorithm.distillation`."""
+
+    name: Literal["none"] = "none"
+    compares_within_group: ClassVar[bool] = False
+
+    def estimate(self, returns: Returns) -> Estimate:
+        return Estimate(torch.zeros_like(returns.rewards)[returns.rollout])
+
+
 class Gae(Advantage):
     """`A_t = δ_t + γλ A_{t+1}`, `δ_t = r_t + γ V_{t+1} − V_t`. Needs `algorithm.critic`.
 
@@ -336,6 +346,7 @@ ADVANTAGES = Parts[Advantage](
         Gpg,
         PassAtK,
         Accepted,
+        NoAdvantage,
         Gae,
     ),
     FunctionAdvantage,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainer.algorithms.part import NamedPart, Part, Parts
@@ -112,10 +112,22 @@ class Distillation(Part):
     On-policy distillation, arXiv 2306.13649.
     """
 
-    teacher: Path
-    """Checkpoint folder of a model with the policy's vocabulary."""
+    teacher: Path | None = None
+    """Checkpoint folder of the teacher, which the trainer loads. It must have the policy's
+    tokenizer."""
+    teacher_url: str | None = None
+    """In place of `teacher`: URL of a running vLLM that serves the teacher. It must have the
+    policy's tokenizer, and `rollout.temperature` must be 1."""
+    concurrency: int = Field(8, ge=1)
+    """Number of sequences that `teacher_url` scores at the same time."""
     coefficient: float = Field(1.0, gt=0)
     """Weight of the divergence in the loss."""
     estimator: Annotated[Estimator, ESTIMATORS] = K2()
     """The estimate of the divergence. `k2` has the gradient of the reverse KL; the gradient of `k1`
     is 0 in expectation."""
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> Self:
+        if (self.teacher is None) == (self.teacher_url is None):
+            raise ValueError("set one of teacher (a checkpoint) and teacher_url (a running vLLM)")
+        return self

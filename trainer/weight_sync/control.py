@@ -107,6 +107,11 @@ class EngineControl:
             for answer in answers
         ]
 
+    def tokenize(self, text: str) -> list[list[int]]:
+        """For each engine, the ids of the text, in which special tokens are recognised."""
+        body = {"prompt": text, "add_special_tokens": False}
+        return [list(answer["tokens"]) for answer in self._post_all("/tokenize", body)]
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post_all("/init_weight_transfer_engine", {"init_info": init_info})
 
