@@ -108,7 +108,7 @@ def _parts(
     async def run(app: web.Application) -> AsyncGenerator[None, None]:
         store = given_store or await open_store(config.store, durability=config.durability)
         app[STORE] = store
-        make = partial(make_engine, tokenizer=rendering.tokenizer)
+        make = partial(make_engine, rendering=rendering)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
         profiles, metrics = Profiles(config.profiles), Metrics()
         router = Router(

@@ -39,8 +39,9 @@ class EngineConfig(Section):
     """`http://HOST:PORT`, or `http://:KEY@HOST:PORT` if the engine needs an API key."""
     kind: str = "vllm"
     """The engine's protocol: `vllm` (the token-in/token-out route), `completions`, `sglang`, `text`
-    (a completions route that does not report token ids: only for eval sessions, never trained), or
-    the import path of your own client's factory, `package.module:name`."""
+    (a completions route that does not report token ids: only for eval sessions, never trained),
+    `chat` (the same for a hosted model behind `/v1/chat/completions`, which needs `model`), or the
+    import path of your own client's factory, `package.module:name`."""
     name: str | None = None
     """The engine's name in `/engines`, in metrics and in the log. Default: host and port."""
     api_key: SecretStr | None = None

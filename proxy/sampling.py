@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.conversation import Conversation
 from proxy.engines.protocol import Sampling
 from proxy.errors import ContextOverflow, RequestError
 from proxy.records import Session, SessionKind
@@ -36,10 +37,12 @@ def resolve(
     context_tokens: int | None,
     stop_token_ids: tuple[int, ...],
     policy: str = "",
+    conversation: Conversation | None = None,
     sibling: int = 0,
 ) -> Sampling:
-    """`sibling` is an answer's index among the `n` of a call; it is added to the seed, so that a
-    pinned or requested seed does not make all answers equal.
+    """`conversation` is what the prompt says. `sibling` is an answer's index among the `n` of a
+    call; it is added to the seed, so that a pinned or requested seed does not make all answers
+    equal.
 
     Raises:
         ContextOverflow: the prompt leaves no room for a token.
@@ -60,6 +63,7 @@ def resolve(
         structured=options.structured,
         trained=session.kind is SessionKind.TRAIN,
         policy=policy,
+        conversation=conversation,
         **values,
     )
 

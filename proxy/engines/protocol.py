@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from proxy.conversation.messages import Conversation
 from proxy.records import FinishReason, Ids, VersionSpan
 
 
@@ -46,6 +47,8 @@ class Sampling:
     adapter: str = ""
     """The engine's name of the adapter that samples: one version of the policy. `Generation` sets
     it for each call."""
+    conversation: Conversation | None = None
+    """What the prompt says, for engines that take messages instead of ids (`chat`)."""
 
 
 @dataclass(slots=True)

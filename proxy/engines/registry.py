@@ -11,6 +11,7 @@ from typing import Protocol
 from proxy.config import EngineConfig
 from proxy.engines.protocol import Engine
 from proxy.plugins import load_plugin
+from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer
 
 ENGINES = {
@@ -18,8 +19,11 @@ ENGINES = {
     "completions": "proxy.engines.completions:CompletionsEngine.from_config",
     "sglang": "proxy.engines.sglang:SglangEngine.from_config",
     "text": "proxy.engines.text:TextEngine.from_config",
+    "chat": "proxy.engines.chat:ChatEngine.of_model",
 }
 """Kind → import path of the factory."""
+_TAKE_MESSAGES = frozenset({"chat"})
+"""Kinds whose factory gets the renderer instead of the tokenizer."""
 
 
 class MakeEngine(Protocol):
@@ -31,11 +35,12 @@ class MakeEngine(Protocol):
     def __call__(self, config: EngineConfig, tokenizer: Tokenizer) -> Engine: ...
 
 
-def make_engine(config: EngineConfig, tokenizer: Tokenizer) -> Engine:
+def make_engine(config: EngineConfig, rendering: Rendering) -> Engine:
     """The client of the replica that `config` describes.
 
     Raises:
         ConfigurationError: the kind is unknown, or its factory refuses the configuration.
     """
-    make: MakeEngine = load_plugin("engines.kind", config.kind, ENGINES)
-    return make(config, tokenizer)
+    make = load_plugin("engines.kind", config.kind, ENGINES)
+    made: Engine = make(config, rendering if config.kind in _TAKE_MESSAGES else rendering.tokenizer)
+    return made

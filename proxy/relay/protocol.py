@@ -165,7 +165,7 @@ def unpack_ids(data: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    return dataclasses.asdict(sampling)
+    return dataclasses.asdict(dataclasses.replace(sampling, conversation=None))
 
 
 def sampling_of(fields: dict[str, Any]) -> Sampling:

@@ -267,6 +267,7 @@ class LiveCall:
             context_tokens=backend.room,
             stop_token_ids=backend.rendering.stop_token_ids,
             policy=asked.policy,
+            conversation=asked.request.conversation,
             sibling=choice,
         )
         turn = Turn(

@@ -13,6 +13,7 @@ from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_LOGPROB, AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.registry import make_engine
+from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
 from proxy.generation import Generation
 from proxy.records import FinishReason, TurnStatus, VersionSpan
@@ -56,7 +57,7 @@ async def server(kind: str) -> AsyncIterator[NonsenseServer]:
 
 @pytest.fixture
 async def router(kind: str, server: NonsenseServer, rendering: Rendering) -> AsyncIterator[Router]:
-    engine = make_engine(EngineConfig(url=server.url, kind=kind), rendering.tokenizer)
+    engine = make_engine(EngineConfig(url=server.url, kind=kind), rendering)
     router = Router([engine], vocab_size=VOCAB_SIZE, patience_s=0)
     yield router
     await router.close()
@@ -222,15 +223,14 @@ def test_weight_version_of_a_worker_is_an_int32() -> None:
 
 def make_outside(config: EngineConfig, tokenizer: object) -> Engine:
     """Implements `proxy.engines.registry.MakeEngine`."""
-    known = config.model_copy(update={"kind": "vllm"})
-    return make_engine(known, tokenizer)  # type: ignore[arg-type]
+    return VllmEngine.from_config(config, tokenizer)  # type: ignore[arg-type]
 
 
 async def test_engine_from_outside_the_package_is_loaded_by_its_import_path(
     rendering: Rendering,
 ) -> None:
     config = EngineConfig(url="http://127.0.0.1:9", kind=f"{__name__}:make_outside", name="mine")
-    engine = make_engine(config, rendering.tokenizer)
+    engine = make_engine(config, rendering)
     assert engine.info.name == "mine"
     await engine.close()
 
