@@ -39,7 +39,7 @@ def build_segments(
     blocks = []
     for index, turn in enumerate(turns):
         _check_tree(turn, index)
-        if turn.sampled and not imitated:
+        if turn.sampled and not imitated and index not in untrained:
             _check_sampled(turn, index)
         blocks.append(_block(turn, index, index not in untrained))
     hangs = _attach(turns)

@@ -1,19 +1,19 @@
 """`agentic-train collect`: trials with rewards on the training tasks, without training.
 
 The sessions are recorded with the run's sampling parameters, and each has its reward, so that
-`agentic-proxy export --store sqlite:///DIR/sessions.db` makes training data of them. The same
-command continues where it was interrupted.
+`agentic-proxy export --store sqlite:///DIR/sessions.db` makes training data of them, and
+`agentic-train sft` trains on them. With `--model URL` they are those of a hosted model, with the
+agent's own sampling parameters, and of kind eval. The same command continues where it was
+interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 
 from proxy.records import SessionKind
 from trainer.commands import reporting
-from trainer.config_sources import load
-from trainer.eval_command import print_scores
+from trainer.eval_command import named_model, print_scores
 from trainer.sample_trials import TrialRun
 
 
@@ -23,12 +23,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    config = load(arguments.config, arguments.words, os.environ)
-    repeats = arguments.repeats or 1
+    config, endpoint = named_model(arguments)
     trials = TrialRun(
-        config, arguments.out, "train", repeats, SessionKind.TRAIN, limit=arguments.limit
+        config,
+        arguments.out,
+        "train",
+        arguments.repeats or 1,
+        SessionKind.TRAIN if endpoint is None else SessionKind.EVAL,
+        endpoint,
+        arguments.limit,
+        records=True,
     )
     store = f"sqlite:///{arguments.out}/sessions.db"
+    if endpoint is not None:
+        return print_scores(
+            trials, f"agentic-train sft sft.sessions=[{arguments.out}] sft.kind=eval …"
+        )
     return print_scores(
         trials, f"agentic-proxy export --store {store} --format trl --out trials.parquet"
     )

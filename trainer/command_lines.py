@@ -58,28 +58,36 @@ def _configured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="override keys of the files")
 
 
-def _collect(parser: argparse.ArgumentParser) -> None:
+def _trials(parser: argparse.ArgumentParser, endpoint: str) -> None:
+    """`endpoint` says what a URL as the model means."""
     _configured(parser)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="new, or of an interrupted command"
     )
     parser.add_argument("--repeats", type=int, metavar="K", help="trials per task")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks")
-
-
-def _eval(parser: argparse.ArgumentParser) -> None:
-    _collect(parser)
     parser.add_argument(
         "--model",
         metavar="FOLDER|URL",
-        help="a checkpoint, which our vLLM serves, or an OpenAI-compatible or Anthropic endpoint,"
-        " which agents call themselves (default: model.path)",
+        help=f"a checkpoint, which our vLLM serves, or {endpoint} (default: model.path)",
     )
     parser.add_argument("--model-name", metavar="NAME", help="with a URL: the endpoint's model")
     parser.add_argument(
         "--api-key-env",
         metavar="VARIABLE",
         help=f"with a URL: where its key is (default: {' or '.join(KEY_VARIABLES)})",
+    )
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    _trials(parser, "an OpenAI-compatible or Anthropic endpoint, which agents call themselves")
+
+
+def _collect(parser: argparse.ArgumentParser) -> None:
+    _trials(
+        parser,
+        "an OpenAI-compatible endpoint (also Anthropic's), whose answers our proxy records in "
+        "sessions of kind eval",
     )
 
 

@@ -17,6 +17,7 @@ from agent_loop.trial_list import TrialLine
 from proxy.records import SessionKind
 from trainer.command_lines import KEY_VARIABLES
 from trainer.commands import reporting
+from trainer.config import TrainerConfig
 from trainer.config_sources import load
 from trainer.errors import ConfigError
 from trainer.sample_trials import TrialRun, run_trials
@@ -28,16 +29,21 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
+    config, endpoint = named_model(arguments)
+    repeats = arguments.repeats or config.eval.repeats
+    limit = arguments.limit or config.eval.limit
+    trials = TrialRun(config, arguments.out, "val", repeats, SessionKind.EVAL, endpoint, limit)
+    return print_scores(trials, f"trials: {arguments.out}/trials.jsonl")
+
+
+def named_model(arguments: argparse.Namespace) -> tuple[TrainerConfig, Endpoint | None]:
+    """The configuration with the checkpoint of `--model`, or the endpoint that it names."""
     words, endpoint = list(arguments.words), None
     if arguments.model is not None and arguments.model.startswith(("http://", "https://")):
         endpoint = _endpoint(arguments)
     elif arguments.model is not None:
         words.append(f"model.path={arguments.model}")
-    config = load(arguments.config, words, os.environ)
-    repeats = arguments.repeats or config.eval.repeats
-    limit = arguments.limit or config.eval.limit
-    trials = TrialRun(config, arguments.out, "val", repeats, SessionKind.EVAL, endpoint, limit)
-    return print_scores(trials, f"trials: {arguments.out}/trials.jsonl")
+    return load(arguments.config, words, os.environ), endpoint
 
 
 def print_scores(run: TrialRun, last_line: str) -> int:

@@ -45,6 +45,8 @@ class TrialRun:
     endpoint: Endpoint | None = None
     """None: our vLLM with the checkpoint of `model.path`."""
     limit: int | None = None
+    records: bool = False
+    """Whether our proxy records the endpoint's answers; otherwise agents call it themselves."""
 
 
 def run_trials(run: TrialRun) -> tuple[list[TrialLine], int]:
@@ -156,16 +158,28 @@ async def _loop(
 ) -> AsyncIterator[tuple[RunsTrials, ProxyClient | None]]:
     config = run.config
     async with AsyncExitStack() as stack:
-        if run.endpoint is not None:
+        if run.endpoint is not None and not run.records:
             baseline = parts.endpoint_loop(run.endpoint, folder)
             stack.push_async_callback(baseline.close)
             yield baseline, None
             return
         cluster = LocalCluster(config, folder, control)
-        proxy = await _proxy(config, folder, cluster, control, stack)
+        hosted = None if run.endpoint is None else _hosted(run.endpoint)
+        proxy = await _proxy(config, folder, cluster, control, stack, hosted)
         loop = parts.loop(folder, proxy, cluster)
         stack.push_async_callback(loop.close)
         yield loop, proxy
+
+
+def _hosted(endpoint: Endpoint) -> dict[str, str]:
+    """The endpoint as an engine of the proxy, a `proxy.config.EngineConfig`."""
+    return {
+        "url": endpoint.url,
+        "kind": "chat",
+        "model": endpoint.model,
+        "api_key": endpoint.api_key,
+        "name": "hosted",
+    }
 
 
 async def _proxy(
@@ -174,9 +188,13 @@ async def _proxy(
     cluster: LocalCluster,
     control: RunControl,
     stack: AsyncExitStack,
+    hosted: dict[str, str] | None,
 ) -> ProxyClient:
-    """Starts the engines, unless `engine.urls` names running ones, and the proxy."""
+    """Starts the engines, unless there is a `hosted` model or `engine.urls` names running ones, and
+    the proxy."""
     engines: list[dict[str, str]] = [{"url": url} for url in config.engine.urls]
+    if hosted is not None:
+        engines = [hosted]
     if not engines:
         for number in range(config.engine.replicas):
             replica = cluster.replica(number)

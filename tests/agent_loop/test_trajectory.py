@@ -86,6 +86,19 @@ def test_turns_without_credit_are_context() -> None:
     assert build_segments(turns, untrained=range(3)) == ()
 
 
+def test_answers_without_log_probabilities_are_context_or_imitated_and_never_trained() -> None:
+    """Those of a text-only engine, in a session of kind eval."""
+    nan = np.array([np.nan], np.float32)
+    turns = [_with(turn(0, None, 0, [1], [2]), logprobs=nan, versions=())]
+    assert build_segments(turns, untrained={0}) == ()
+    (only,) = build_segments(turns, imitated=True)
+    assert only.mask.tolist() == [False, True]
+    assert np.isnan(only.logprobs[1])
+    assert only.versions.tolist() == [-1, -1]
+    with pytest.raises(TrajectoryError, match="not finite"):
+        build_segments(turns)
+
+
 def _with(made: Turn, **changes: Any) -> Turn:
     return replace(made, **changes)
 

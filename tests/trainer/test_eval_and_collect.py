@@ -12,17 +12,23 @@ import pytest
 import yaml
 
 from agent_loop.endpoint_loop import Endpoint
+from agent_loop.trajectory import flatten
 from agent_loop.trial_list import read_lines
+from proxy.config import RenderingConfig
 from proxy.engines.scripted import ScriptedEngine, text_script
 from proxy.records import SessionKind
 from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
+from tests.proxy.hosted_model import hosted_model
 from trainer.config_sources import dump, load
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
 from trainer.sample_trials import TrialRun, open_folder, run_trials
+from trainer.sft.config import SftConfig
+from trainer.sft.demonstrations import read_demonstrations
 
 __all__ = ["checkpoint", "rendering", "start_proxy"]
 
@@ -186,3 +192,31 @@ async def test_collected_sessions_have_rewards_and_can_be_exported(
         stdout=asyncio.subprocess.PIPE,
     )
     assert (await exported.communicate())[0] == f"4 rows in {tmp_path}/rows.jsonl\n".encode()
+
+
+async def test_sessions_of_a_hosted_teacher_are_collected_to_fine_tune_on(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "teacher"
+    async with hosted_model() as teacher:
+        teacher.says = [({"content": "Hello.", "reasoning_content": "A greeting."}, "stop")]
+        config = write_config(tmp_path, checkpoint, "http://127.0.0.1:9")
+        endpoint = ("--model", f"{teacher.url}/v1", "--model-name", "teacher-1")
+        code, said = await agentic_train(
+            "collect", "--config", config, "--out", str(out), *endpoint
+        )
+        assert code == 0, said
+        assert [body["model"] for body in teacher.bodies] == ["teacher-1"] * 2
+    assert f"agentic-train sft sft.sessions=[{out}] sft.kind=eval" in said
+    found = await read_demonstrations(
+        SftConfig(sessions=(str(out),), kind="eval", min_reward=1.0),
+        checkpoint,
+        RenderingConfig(),
+        context_tokens=2048,
+    )
+    (only,) = found.found
+    assert (only.task_id, only.source) == ("train-Hello.", "rendered")
+    (path,) = flatten(only.rollout.segments)
+    tokenizer = load_tokenizer(checkpoint)
+    answer = "<think>\nA greeting.\n</think>\n\nHello.<|im_end|>"
+    assert tokenizer.decode(path.ids[path.mask].tolist()) == answer

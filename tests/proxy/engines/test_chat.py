@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from proxy.records import FinishReason, SessionKind
 from proxy.token_tree.rendered import are_tokens_of, rendered_turns
 from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.hosted_model import HostedModel, hosted_model
 
 CHAT = "chat/completions"
 TOOLS = [
@@ -32,33 +32,10 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-class HostedModel:
-    """Gives the answers in `says`, one per call."""
-
-    def __init__(self) -> None:
-        self.says: list[tuple[dict[str, Any], str]] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        self.url = ""
-
-    async def complete(self, request: web.Request) -> web.Response:
-        self.bodies.append(await request.json())
-        self.keys.append(request.headers["Authorization"])
-        message, reason = self.says.pop(0)
-        choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
-        return web.json_response({"id": "c", "choices": [choice], "usage": {}})
-
-
 @pytest.fixture
 async def hosted() -> AsyncIterator[HostedModel]:
-    server, app = HostedModel(), web.Application()
-    app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with hosted_model() as server:
+        yield server
 
 
 @pytest.fixture
