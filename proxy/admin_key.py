@@ -31,15 +31,17 @@ def check_admin_key(config: ListenConfig, given: str | None) -> None:
     Raises:
         SessionError: 401; `given` is not the admin key.
     """
-    wanted = b"" if config.admin_key is None else config.admin_key.get_secret_value().encode()
-    if not wanted or not hmac.compare_digest(
-        (given or "").encode("utf-8", "surrogateescape"), wanted
-    ):
+    if not is_admin_key(config, given or ""):
         raise SessionError(
             "the control plane needs the admin key: send `Authorization: Bearer KEY`; `serve` "
             "prints where the key is",
             status=401,
         )
+
+
+def is_admin_key(config: ListenConfig, given: str) -> bool:
+    wanted = b"" if config.admin_key is None else config.admin_key.get_secret_value().encode()
+    return bool(wanted) and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted)
 
 
 def with_admin_key(config: ProxyConfig) -> ProxyConfig:

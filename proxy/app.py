@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 
 from aiohttp import web
 
+from proxy.admin_key import is_admin_key
 from proxy.config import ListenConfig, ProxyConfig, RetentionConfig
 from proxy.control.plane import ROUTES, ControlPlane
 from proxy.engines.protocol import Engine
@@ -39,6 +41,8 @@ from proxy.serving.sessions import Sessions
 from proxy.siblings import Siblings
 from proxy.store import open_store
 from proxy.store.protocol import Store
+from proxy.view.access import Access
+from proxy.view.api import PAGE, ViewApi, add_routes
 from proxy.web_guard import Hosts, host_of, web_guard
 from proxy.wire.dialect import Dialect
 from proxy.wire.registry import open_dialects
@@ -49,6 +53,7 @@ CALLS = web.AppKey("calls", Calls)
 RELAY = web.AppKey("relay", RelayHub)
 TRIMMER = web.AppKey("trimmer", Trimmer)
 STORE: web.AppKey[Store] = web.AppKey("store")
+VIEW = web.AppKey("view", ViewApi)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -69,10 +74,13 @@ def build_app(
     if config.model is None:
         raise ConfigurationError("model: give the folder of the checkpoint that the engines serve")
     rendering = Rendering(load_tokenizer(config.model), config.rendering)
-    guard = web_guard(_hosts(config), needs_json=lambda request: not _is_call(request))
+    guard = web_guard(
+        hosts(config), needs_json=lambda request: not _is_call(request), pages=(PAGE,)
+    )
     app = web.Application(client_max_size=config.limits.body_bytes, middlewares=[guard])
     for method, path, name in ROUTES:
         app.router.add_route(method, path, _control(name), expect_handler=answer_expect)
+    add_routes(app, lambda: app[VIEW])
     dialects = open_dialects(config.dialects)
     for route in dialects:
         app.router.add_post(f"/v1/{route}", _data, expect_handler=answer_expect)
@@ -87,7 +95,8 @@ def build_app(
     return app
 
 
-def _hosts(config: ListenConfig) -> Hosts:
+def hosts(config: ListenConfig) -> Hosts:
+    """The names by which the proxy may be called."""
     urls = [url for url in (config.public_url, config.peer_url) if url is not None]
     return Hosts(config.host, [*config.allowed_hosts, *(host_of(url) for url in urls)])
 
@@ -111,13 +120,7 @@ def _parts(
         make = partial(make_engine, rendering=rendering)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
         profiles, metrics = Profiles(config.profiles), Metrics()
-        router = Router(
-            replicas,
-            vocab_size=rendering.tokenizer.vocab_size,
-            version=config.policy_version,
-            patience_s=config.limits.engine_patience_s,
-            on_failure=metrics.engine_failed,
-        )
+        router = _make_router(config, rendering, replicas, metrics)
         await router.start()
         sessions = Sessions(store, config.sessions, profiles, on_end=router.forget)
         ownership, deliveries = Ownership(store), Deliveries(store)
@@ -145,6 +148,7 @@ def _parts(
         app[CONTROL_PLANE] = ControlPlane(
             config, config.limits, sessions, store, router, metrics, make, siblings
         )
+        app[VIEW] = _open_view(config, store, router, rendering)
         app[TRIMMER] = trimmer = Trimmer()
         async with _removing(store, config.retention):
             yield
@@ -156,6 +160,18 @@ def _parts(
             await store.close()
 
     return run
+
+
+def _make_router(
+    config: ProxyConfig, rendering: Rendering, replicas: Sequence[Engine], metrics: Metrics
+) -> Router:
+    return Router(
+        replicas,
+        vocab_size=rendering.tokenizer.vocab_size,
+        version=config.policy_version,
+        patience_s=config.limits.engine_patience_s,
+        on_failure=metrics.engine_failed,
+    )
 
 
 @asynccontextmanager
@@ -180,10 +196,25 @@ def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
     return RelayHub(config.relay, model, joined=router.add, left=router.remove)
 
 
+def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Rendering) -> ViewApi:
+    access = Access(
+        lambda: store.browser,
+        partial(is_admin_key, config),
+        secure=(config.public_url or "").startswith("https:"),
+    )
+    return ViewApi(
+        lambda: store.browser,
+        access,
+        lambda: {"engines": [asdict(info) for info in router.infos], "paused": router.paused},
+        lambda: rendering.tokenizer,
+    )
+
+
 def _end_calls(shutdown_s: float) -> Callable[[web.Application], Awaitable[None]]:
     """Refuses new calls, lets those in flight end, and then disconnects the relay's workers."""
 
     async def end(app: web.Application) -> None:
+        app[VIEW].close()
         await app[CALLS].close(shutdown_s)
         if RELAY in app:
             await app[RELAY].close()

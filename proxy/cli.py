@@ -53,13 +53,14 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _announce(admin_key: Path | None, config: ProxyConfig, url: str) -> None:
+def _announce(admin_key: Path | None, config: ProxyConfig, url: str, link: str) -> None:
     session = f"{url}/my-session" if config.sessions.auto_create else url
     key = "any" if config.sessions.auto_create else "<a session's key>"
     print(f"recording proxy on {url}, store {config.store}")
     print(f"export OPENAI_BASE_URL={session}/v1 OPENAI_API_KEY={key}", flush=True)
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)
+    print(f"see everything, live: {url}/#link={link} (opens once)", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,15 +9,17 @@ The guard refuses such requests before any handler gets them:
     Content-Type     must be `application/json` on routes that change state → 415
     credentials      must be UTF-8 → 401 (other headers, and the path → 400)
 
-Health probes may have any Host. For requests over a Unix socket, which browsers cannot send, only
-the encoding is checked. harbor_sdk has a copy of these rules, because it imports no other package.
+Health probes may have any Host. The page that people open (`pages`) may be opened by a link on
+another site: a navigation of a whole tab, which brings nothing from that site and shows nothing to
+it. For requests over a Unix socket, which browsers cannot send, only the encoding is checked.
+harbor_sdk has a copy of these rules, because it imports no other package.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -83,8 +85,10 @@ def web_guard(
     hosts: Hosts,
     *,
     needs_json: Callable[[web.Request], bool] = lambda _: True,
+    pages: Collection[str] = (),
 ) -> Middleware:
-    """The middleware. `needs_json` decides whether a request that changes state must be JSON."""
+    """The middleware. `needs_json` decides whether a request that changes state must be JSON.
+    `pages` are the paths that other sites may link to."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -93,7 +97,8 @@ def web_guard(
             if not _is_unix_socket(request):
                 if request.path not in PROBES:
                     _check_host(request, hosts)
-                _check_browser(request)
+                if not (request.path in pages and _is_navigation(request)):
+                    _check_browser(request)
                 if request.method in _CHANGING and needs_json(request):
                     _check_content_type(request)
         except Refused as refused:
@@ -154,6 +159,12 @@ def _check_browser(request: web.Request) -> None:
         raise Refused(
             403, "foreign_origin", f"Sec-Fetch-Site {site[:100]!r}: other sites are refused"
         )
+
+
+def _is_navigation(request: web.Request) -> bool:
+    """Whether a browser opens the path in a tab: by a link or by typing it, not within a frame."""
+    mode, target = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Mode", "Dest"))
+    return request.method == "GET" and mode == "navigate" and target == "document"
 
 
 def _check_content_type(request: web.Request) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of `agentic-proxy run`, `sessions …`, `export` and `replay`.
+"""The arguments of all commands of `agentic-proxy` but `serve`.
 
 Invariant: this module imports nothing that takes long, so that `--help` is fast. A command imports
 what it needs when it runs.
@@ -20,7 +20,7 @@ long to import; a test compares them."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `run`, `sessions`, `export` and `replay`."""
+    """Adds `run`, `sessions`, `export`, `replay`, `view` and `view-key`."""
     _add_run(commands.add_parser("run", help="run an agent in a recorded session"))
     sessions = commands.add_parser("sessions", help="read the recorded sessions")
     actions = sessions.add_subparsers(required=True, metavar="list|show")
@@ -28,6 +28,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
     _add_export(commands.add_parser("export", help="write sessions as training data"))
     _add_replay(commands.add_parser("replay", help="score a session again and compare"))
+    _add_view(commands.add_parser("view", help="show a recorded store in the browser"))
+    keys = commands.add_parser("view-key", help="who else may read the page in the browser")
+    _add_view_key(keys.add_subparsers(required=True, metavar="create|revoke|list"))
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -52,6 +55,30 @@ def _replay(arguments: argparse.Namespace) -> int:
     from proxy.commands.replay import replay_session
 
     return asyncio.run(replay_session(arguments))
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    from proxy.commands.view import view
+
+    return asyncio.run(view(arguments))
+
+
+def _create_key(arguments: argparse.Namespace) -> int:
+    from proxy.commands.view import create_key
+
+    return asyncio.run(create_key(arguments))
+
+
+def _revoke_key(arguments: argparse.Namespace) -> int:
+    from proxy.commands.view import revoke_key
+
+    return asyncio.run(revoke_key(arguments))
+
+
+def _list_keys(arguments: argparse.Namespace) -> int:
+    from proxy.commands.view import list_keys
+
+    return asyncio.run(list_keys(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -171,6 +198,31 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="exit with code 1 if a log-probability differs by more",
     )
     parser.set_defaults(run=_replay)
+
+
+def _add_view(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    parser.add_argument(
+        "positional_store", nargs="?", metavar="STORE", help="the store's file or URL"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="the checkpoint whose tokenizer shows tokens"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="the port (default: any free one)")
+    parser.set_defaults(run=_view)
+
+
+def _add_view_key(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    create = actions.add_parser("create", help="make a key that opens the page until it is revoked")
+    revoke = actions.add_parser("revoke", help="end a key, and all browsers that used it")
+    for parser, run in ((create, _create_key), (revoke, _revoke_key)):
+        parser.add_argument("name", help="whose key it is")
+        parser.set_defaults(run=run)
+        _add_store(parser)
+    listed = actions.add_parser("list", help="the names of all keys")
+    listed.set_defaults(run=_list_keys)
+    _add_store(listed)
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:

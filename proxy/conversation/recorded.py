@@ -47,7 +47,9 @@ class RecordedConversation:
     """Index of a message that is a recorded answer → its turn."""
 
 
-def load_conversation(turns: Sequence[Turn], index: int) -> RecordedConversation | None:
+def load_conversation(
+    turns: Sequence[Turn] | Mapping[int, Turn], index: int
+) -> RecordedConversation | None:
     """The conversation that turn `index` answers. None if it was not recorded: a prompt without
     messages, or a turn of a version that did not record them."""
     parts: list[list[tuple[Message, int | None]]] = []
@@ -56,7 +58,7 @@ def load_conversation(turns: Sequence[Turn], index: int) -> RecordedConversation
         if "same_as" in fields:
             index = fields["same_as"]
             continue
-        parts.append([(_message(each), None) for each in fields["messages"]])
+        parts.append([(load_message(each), None) for each in fields["messages"]])
         if fields["after"] is None:
             found = [message for part in reversed(parts) for message in part]
             answers = {at: turn for at, (_, turn) in enumerate(found) if turn is not None}
@@ -87,6 +89,7 @@ def _fields(message: Message) -> dict[str, Any]:
     return {**fields, "tool_calls": calls, "tool_call_id": message.tool_call_id}
 
 
-def _message(fields: dict[str, Any]) -> Message:
+def load_message(fields: dict[str, Any]) -> Message:
+    """A message of a recorded request."""
     calls = [ToolCall(**call) for call in fields.pop("tool_calls")]
     return Message(**fields, tool_calls=calls)

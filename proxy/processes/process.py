@@ -26,6 +26,8 @@ from proxy.port import unusable_port
 from proxy.processes.workers import serve_workers
 from proxy.serving.forwarding import own_address
 from proxy.siblings import Siblings
+from proxy.store import open_store
+from proxy.view.access import new_link
 
 GC_THRESHOLDS = (50_000, 20, 100)
 """Calls create few reference cycles, and a full collection walks every session's tree. So full
@@ -34,8 +36,9 @@ collections are rare, and objects that exist at the start are exempt."""
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str], None]) -> None:
-    """Runs until SIGINT or SIGTERM. Calls `listening` with the actual configuration and the URL.
+async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str, str], None]) -> None:
+    """Runs until SIGINT or SIGTERM. Calls `listening` with the actual configuration, the URL and
+    the secret of a link that opens the page once.
 
     Raises:
         ConfigurationError: the proxy cannot start, or `config` has no admin key.
@@ -47,10 +50,13 @@ async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str], Non
         loop.add_signal_handler(number, stop.set)
     async with _engine(config, stop) as with_engine:
         if config.workers > 1:
-            await serve_workers(with_engine, stop, listening)
+            store = await open_store(config.store, durability=config.durability)
+            secret = await new_link(store.browser)
+            await store.close()
+            await serve_workers(with_engine, stop, lambda used, url: listening(used, url, secret))
             return
         async with listen(with_engine) as (app, url):
-            listening(with_engine, url)
+            listening(with_engine, url, await new_link(app[STORE].browser))
             await stop.wait()
             await withdraw(app, config)
 

@@ -1,0 +1,105 @@
+"""`agentic-proxy view` shows a recorded store in the browser; `view-key` says who else may look.
+
+Invariant: the page of `view` listens on loopback unless told otherwise, and opens with the link
+that is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from argparse import Namespace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from aiohttp import web
+from rich.console import Console
+from rich.table import Table
+
+from proxy.admin_key import is_admin_key
+from proxy.commands.sessions import named_store
+from proxy.config import ListenConfig
+from proxy.errors import ConfigurationError
+from proxy.http_request import app_runner
+from proxy.port import unusable_port
+from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
+from proxy.store.browser import GrantKind
+from proxy.store.protocol import Store
+from proxy.view.access import Access, new_key, new_link
+from proxy.view.api import PAGE, ViewApi, add_routes
+from proxy.web_guard import Hosts, web_guard
+
+
+async def view(arguments: Namespace) -> int:
+    """Serves the page for a store until SIGINT or SIGTERM."""
+    if arguments.positional_store is not None:
+        arguments.store = arguments.positional_store
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with named_store(arguments) as (store, config):
+        model: Path | None = arguments.model or config.model
+        tokenizer = None if model is None else load_tokenizer(model)
+        listen = ListenConfig(host=arguments.host, port=arguments.port, admin_key=config.admin_key)
+        app = build_view(listen, store, tokenizer)
+        runner = app_runner(app, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, listen.host, listen.port).start()
+        except OSError as error:
+            raise unusable_port("--port", listen.host, listen.port, error) from error
+        host, port = runner.addresses[0][:2]
+        print(f"http://{host}:{port}/#link={await new_link(store.browser)}", flush=True)
+        if tokenizer is None:
+            print("add --model FOLDER to see the text of tokens", flush=True)
+        await stop.wait()
+        await runner.cleanup()
+    return 0
+
+
+def build_view(config: ListenConfig, store: Store, tokenizer: Tokenizer | None) -> web.Application:
+    """The page as an application of its own."""
+    guard = web_guard(Hosts(config.host, config.allowed_hosts), pages=(PAGE,))
+    app = web.Application(middlewares=[guard])
+    access = Access(lambda: store.browser, partial(is_admin_key, config), secure=False)
+    api = ViewApi(
+        lambda: store.browser, access, lambda: {"engines": [], "paused": False}, lambda: tokenizer
+    )
+    add_routes(app, lambda: api)
+
+    async def end(_: web.Application) -> None:
+        api.close()
+
+    app.on_shutdown.append(end)
+    return app
+
+
+async def create_key(arguments: Namespace) -> int:
+    """Prints a new key, which is shown only here."""
+    async with named_store(arguments) as (store, _):
+        key = await new_key(store.browser, arguments.name)
+    print(key)
+    print(f"the page's address with #key={key} at its end opens it until the key is revoked")
+    return 0
+
+
+async def revoke_key(arguments: Namespace) -> int:
+    """Ends a key, and the cookies of all browsers that it opened the page in."""
+    async with named_store(arguments) as (store, _):
+        if not await store.browser.revoke_grants(arguments.name):
+            raise ConfigurationError(
+                f"there is no key {arguments.name!r}; `agentic-proxy view-key list` prints all"
+            )
+    return 0
+
+
+async def list_keys(arguments: Namespace) -> int:
+    """Prints the names of all keys."""
+    table = Table("name", "created", box=None, pad_edge=False)
+    async with named_store(arguments) as (store, _):
+        for key in await store.browser.grants(GrantKind.KEY):
+            created = datetime.fromtimestamp(key.created_at).astimezone()
+            table.add_row(key.name, created.isoformat(sep=" ", timespec="seconds"))
+    Console(soft_wrap=True).print(table)
+    return 0

@@ -1,0 +1,275 @@
+"""The requests of the page: one handler per entry of `ROUTES`.
+
+Invariant: all of them but `log_in` need a cookie or a key (`access`), change nothing in the record,
+and answer with a bounded number of rows and characters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from proxy.errors import ProxyError, RequestError, SessionError
+from proxy.http_request import read_body
+from proxy.records import ForkCause, SessionKind, SessionStatus, TurnStatus
+from proxy.rendering.tokenizer import Tokenizer
+from proxy.store.browser import Browser, SessionPage
+from proxy.view import pages
+from proxy.view.access import Access
+from proxy.view.bounded import PIECE_CHARS, text_of, turn_json
+from proxy.view.fork import fork_json
+from proxy.view.live import LiveFeed
+from proxy.view.session_turns import SessionTurns
+from proxy.view.summaries import head_json, summary_json
+from proxy.view.turn_tokens import TurnTokens, turn_tokens
+
+HEADS = 500
+"""Turns of a session in one answer."""
+CONVERSATION_TURNS = 20
+CACHED_PATHS = 4
+"""Paths whose tokens stay in memory while a reader scrolls: 1 MB each for 128k tokens."""
+
+ViewHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+State = Callable[[], dict[str, Any]]
+
+
+class ViewApi:
+    """The page's server side."""
+
+    def __init__(
+        self,
+        browser: Callable[[], Browser],
+        access: Access,
+        state: State,
+        tokenizer: Callable[[], Tokenizer | None],
+    ) -> None:
+        """`state`: what is shown besides the record, such as the engines."""
+        self._browser = browser
+        self._access = access
+        self._tokenizer = tokenizer
+        self._show_state = state
+        self._feed = LiveFeed(browser, state)
+        self._paths: OrderedDict[tuple[str, int], TurnTokens] = OrderedDict()
+        self._handlers: dict[str, ViewHandler] = {
+            "log_in": self._log_in,
+            "log_out": self._log_out,
+            "live": self._live,
+            "state": self._state,
+            "sessions": self._sessions,
+            "session": self._session,
+            "heads": self._heads,
+            "turns": self._turns,
+            "text": self._text,
+            "fork": self._fork,
+            "forks": self._forks,
+            "tokens": self._tokens,
+        }
+
+    def close(self) -> None:
+        """Ends the streams, so that the server can stop."""
+        self._feed.close()
+
+    async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
+        """Runs the handler of a route in `ROUTES`."""
+        try:
+            if name != "log_in" and not await self._access.allows(request):
+                raise SessionError("log in: open the link that `serve` printed", status=401)
+            return await self._handlers[name](request)
+        except ProxyError as error:
+            response = _json({"error": {"message": error.message}}, error.status)
+            if error.retry_after_s is not None:
+                response.headers["Retry-After"] = str(round(error.retry_after_s))
+            return response
+
+    async def _log_in(self, request: web.Request) -> web.Response:
+        try:
+            secret = orjson.loads(await read_body(request))["secret"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise RequestError('send {"secret": "…"}') from None
+        cookie = await self._access.log_in(secret) if isinstance(secret, str) else None
+        if cookie is None:
+            raise SessionError(
+                "this link or key does not open the page: a link works once, within a day; make a"
+                " key with `agentic-proxy view-key create NAME`, or give the admin key",
+                status=401,
+            )
+        response = _json({})
+        self._access.set_cookie(request, response, cookie)
+        return response
+
+    async def _log_out(self, request: web.Request) -> web.Response:
+        await self._access.log_out(request)
+        return _json({})
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        return await self._feed.stream(request, lambda: self._access.allows(request))
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return _json(self._show_state() | {"tokenizer": self._tokenizer() is not None})
+
+    async def _sessions(self, request: web.Request) -> web.Response:
+        query = request.query
+        before = None
+        if "before" in query:
+            at, _, session_id = query["before"].partition(",")
+            before = (_number(at, "before"), session_id)
+        page = SessionPage(
+            status=_choice(query.get("status"), SessionStatus),
+            kind=_choice(query.get("kind"), SessionKind),
+            id_prefix=query.get("prefix", ""),
+            before=before,
+            limit=_count(request, "limit", 50, most=200),
+        )
+        found = await self._browser().sessions(page)
+        more = len(found) == page.limit
+        last = found[-1].session if found else None
+        return _json(
+            {
+                "sessions": [summary_json(each) for each in found],
+                "next": f"{last.created_at!r},{last.session_id}" if more and last else None,
+            }
+        )
+
+    async def _session(self, request: web.Request) -> web.Response:
+        session_id = _session_id(request)
+        found = await self._browser().session(session_id)
+        if found is None:
+            raise SessionError(f"session {session_id!r} does not exist", status=404)
+        return _json(summary_json(found))
+
+    async def _heads(self, request: web.Request) -> web.Response:
+        since = _count(request, "since", 0, most=2**31 - 1, least=0)
+        found = await self._browser().heads(_session_id(request), since, HEADS)
+        more = found[-1].index + 1 if len(found) == HEADS else None
+        return _json({"turns": [head_json(head) for head in found], "next": more})
+
+    async def _turns(self, request: web.Request) -> web.Response:
+        """The messages of up to CONVERSATION_TURNS turns."""
+        given = request.query.get("turns", "").split(",")[:CONVERSATION_TURNS]
+        indexes = [int(each) for each in given if each.isascii() and each.isdecimal()]
+        found = await self._browser().turns(_session_id(request), indexes)
+        return _json({"turns": [turn_json(turn) for turn in found]})
+
+    async def _text(self, request: web.Request) -> web.Response:
+        """A piece of a long text, from the character `from` on."""
+        turn = await self._turns_of(request).read(_turn(request))
+        text = text_of(turn, request.query.get("place", ""))
+        if text is None:
+            raise RequestError("place: the turn has no such text", status=404)
+        start = _count(request, "from", 0, most=2**40, least=0)
+        piece = text[start : start + PIECE_CHARS]
+        return _json({"text": piece, "from": start, "chars": len(text)})
+
+    async def _fork(self, request: web.Request) -> web.Response:
+        return _json(await fork_json(self._turns_of(request), _turn(request), self._tokenizer()))
+
+    async def _tokens(self, request: web.Request) -> web.Response:
+        start = _count(request, "start", 0, most=2**31, least=0)
+        count = _count(request, "count", 1000, most=4000)
+        tokens = await self._path(request)
+        tokenizer = self._tokenizer()
+        return _json(await asyncio.to_thread(tokens.page, start, count, tokenizer))
+
+    async def _forks(self, request: web.Request) -> web.Response:
+        cause = _choice(request.query.get("cause", ""), ForkCause)
+        before = _number(request.query.get("before", str(time.time() + 1)), "before")
+        limit = _count(request, "limit", 50, most=200)
+        found = await self._browser().forks(cause, before, limit)
+        more = found[-1].started_at if len(found) == limit else None
+        return _json({"turns": [head_json(head) for head in found], "next": more})
+
+    async def _path(self, request: web.Request) -> TurnTokens:
+        index = _turn(request)
+        key = (_session_id(request), index)
+        if key in self._paths:
+            self._paths.move_to_end(key)
+            return self._paths[key]
+        path = await self._turns_of(request).path(index)
+        tokens = turn_tokens(path)
+        if path[-1].status is not TurnStatus.OPEN:
+            self._paths[key] = tokens
+            while len(self._paths) > CACHED_PATHS:
+                self._paths.popitem(last=False)
+        return tokens
+
+    def _turns_of(self, request: web.Request) -> SessionTurns:
+        return SessionTurns(self._browser(), _session_id(request))
+
+
+ROUTES = (
+    ("POST", "/view/log_in", "log_in"),
+    ("POST", "/view/log_out", "log_out"),
+    ("GET", "/view/live", "live"),
+    ("GET", "/view/state", "state"),
+    ("GET", "/view/sessions", "sessions"),
+    ("GET", "/view/session", "session"),
+    ("GET", "/view/heads", "heads"),
+    ("GET", "/view/turns", "turns"),
+    ("GET", "/view/text", "text"),
+    ("GET", "/view/fork", "fork"),
+    ("GET", "/view/forks", "forks"),
+    ("GET", "/view/tokens", "tokens"),
+)
+PAGE = "/"
+STATIC = "/view/static/{name:[a-z0-9_./-]+}"
+
+
+def add_routes(app: web.Application, api: Callable[[], ViewApi]) -> None:
+    """Adds the page and its requests to an application."""
+
+    def route(name: str) -> ViewHandler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await api().handle(name, request)
+
+        return handle
+
+    for method, path, name in ROUTES:
+        app.router.add_route(method, path, route(name))
+    app.router.add_get(PAGE, pages.page)
+    app.router.add_get(STATIC, pages.static)
+
+
+def _session_id(request: web.Request) -> str:
+    return request.query.get("session", "")
+
+
+def _turn(request: web.Request) -> int:
+    return _count(request, "turn", -1, most=2**31 - 1, least=0)
+
+
+def _count(request: web.Request, name: str, default: int, *, most: int, least: int = 1) -> int:
+    given = request.query.get(name, str(default))
+    if not (given.isascii() and given.isdecimal()) or not least <= int(given[:20]) <= most:
+        raise RequestError(f"{name}: {given[:40]!r} is not an integer from {least} to {most}")
+    return int(given)
+
+
+def _number(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RequestError(f"{name}: {text[:40]!r} is not a number") from None
+
+
+def _choice(value: str | None, kind: Any) -> Any:
+    if not value:
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        raise RequestError(f"{value[:40]!r} is not one of {', '.join(kind)}") from None
+
+
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(data),
+        status=status,
+        content_type="application/json",
+        headers={**pages.HEADERS, "Cache-Control": "no-store"},
+    )

@@ -1,0 +1,92 @@
+"""Messages and texts as JSON for the page, cut to what a page can show.
+
+Invariant: the size of an answer does not depend on what agents and models wrote. A text that was
+cut says how long it is, and the page reads the rest piece by piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from proxy.conversation.messages import Message, load_answer
+from proxy.conversation.recorded import load_message
+from proxy.records import Turn
+
+SHOWN_CHARS = 8_000
+"""Characters of a text that are sent at first; about 150 lines."""
+PIECE_CHARS = 64_000
+"""Characters of a text that are sent at a time when the reader asks for more."""
+MAX_MESSAGES = 200
+MAX_CALLS = 100
+
+
+def cut(text: str) -> dict[str, Any] | str:
+    """The text, or its beginning with its length."""
+    if len(text) <= SHOWN_CHARS:
+        return text
+    return {"text": text[:SHOWN_CHARS], "chars": len(text)}
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    calls = [
+        {"id": call.id[:200], "name": call.name[:200], "arguments": cut(call.arguments)}
+        for call in message.tool_calls[:MAX_CALLS]
+    ]
+    return {
+        "role": message.role,
+        "text": cut(message.text),
+        "reasoning": cut(message.reasoning) if message.reasoning else None,
+        "tool_calls": calls,
+        "more_calls": max(0, len(message.tool_calls) - MAX_CALLS),
+        "tool_call_id": message.tool_call_id and message.tool_call_id[:200],
+    }
+
+
+def turn_json(turn: Turn) -> dict[str, Any]:
+    """What a turn adds to its conversation: the request's new messages, and the answer."""
+    fields = _request(turn)
+    messages = fields.get("messages", [])
+    tools = fields.get("tools", [])
+    return {
+        "index": turn.index,
+        "recorded": bool(turn.request),
+        "after": fields.get("after"),
+        "same_as": fields.get("same_as"),
+        "messages": [message_json(load_message(each)) for each in messages[:MAX_MESSAGES]],
+        "more_messages": max(0, len(messages) - MAX_MESSAGES),
+        "tools": [str(tool.get("function", {}).get("name", "?"))[:200] for tool in tools[:100]],
+        "answer": message_json(load_answer(turn.answer)) if turn.answer else None,
+        "sampling": dict(turn.sampling),
+    }
+
+
+def text_of(turn: Turn, place: str) -> str | None:
+    """The whole text at a place: `answer.text`, `3.text` (of the request's fourth message),
+    `answer.calls.0`, `tools`. None if there is none."""
+    where, _, what = place.partition(".")
+    if where == "tools":
+        return orjson.dumps(_request(turn).get("tools", []), option=orjson.OPT_INDENT_2).decode()
+    message = _message_at(turn, where)
+    if message is None:
+        return None
+    if what in ("text", "reasoning"):
+        return str(getattr(message, what) or "")
+    number = what.removeprefix("calls.")
+    if number.isdecimal() and int(number) < len(message.tool_calls):
+        return message.tool_calls[int(number)].arguments
+    return None
+
+
+def _message_at(turn: Turn, where: str) -> Message | None:
+    if where == "answer":
+        return load_answer(turn.answer) if turn.answer else None
+    messages = _request(turn).get("messages", [])
+    if not where.isdecimal() or int(where) >= len(messages):
+        return None
+    return load_message(messages[int(where)])
+
+
+def _request(turn: Turn) -> dict[str, Any]:
+    return orjson.loads(turn.request) if turn.request else {}

@@ -1,0 +1,109 @@
+// Requests to the server, and what happens live.
+
+export class ApiError extends Error {
+  /** @param {number} status @param {string} message */
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Listeners of "the cookie is not valid (any more)". @type {Set<() => void>} */
+export const onLoggedOut = new Set();
+
+/**
+ * @param {string} path
+ * @param {Record<string, string | number | null | undefined>} [query]
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>}
+ */
+export async function get(path, query = {}, signal) {
+  const given = Object.entries(query).filter(([, value]) => value != null && value !== "");
+  const search = new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
+  return answerOf(await fetch(`/view/${path}?${search}`, { signal: signal ?? null }));
+}
+
+/** @param {string} path @param {unknown} body @returns {Promise<any>} */
+export async function post(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  return answerOf(
+    await fetch(`/view/${path}`, { method: "POST", headers, body: JSON.stringify(body) }),
+  );
+}
+
+/** @param {Response} response */
+async function answerOf(response) {
+  const body = await response.json().catch(() => ({}));
+  if (response.ok) return body;
+  if (response.status === 401) for (const listener of onLoggedOut) listener();
+  throw new ApiError(response.status, body?.error?.message ?? `status ${response.status}`);
+}
+
+/** @typedef {import("./types.d.ts").Head} Head */
+/** @typedef {import("./types.d.ts").News} News */
+/** @typedef {import("./types.d.ts").StoredEvent} StoredEvent */
+
+const KEPT = 2000;
+/** Turns and events that came last, the newest last; in memory at most KEPT of each. */
+export const live = {
+  connected: false,
+  /** @type {import("./types.d.ts").State | null} */
+  state: null,
+  /** @type {Head[]} */
+  answered: [],
+  /** @type {Map<string, Head>} */
+  running: new Map(),
+  /** @type {StoredEvent[]} */
+  events: [],
+  /** @type {Set<(news: News | null) => void>} */
+  listeners: new Set(),
+};
+
+/** @type {EventSource | null} */
+let source = null;
+
+/** Connects once. The browser reconnects by itself and says where it was. */
+export function follow() {
+  if (source !== null) return;
+  source = new EventSource("/view/live");
+  source.onopen = () => tell(null, true);
+  source.onerror = () => {
+    const closed = source?.readyState === EventSource.CLOSED;
+    tell(null, false);
+    if (closed) {
+      source = null;
+      get("state").then(() => setTimeout(follow, 2000), () => setTimeout(follow, 5000));
+    }
+  };
+  source.onmessage = (event) => take(JSON.parse(event.data));
+  source.addEventListener("state", (event) => {
+    live.state = JSON.parse(event.data);
+    tell(null, true);
+  });
+}
+
+export function unfollow() {
+  source?.close();
+  source = null;
+}
+
+/** @param {News} news */
+function take(news) {
+  for (const head of news.begun) {
+    if (head.status === "open") live.running.set(`${head.session}#${head.index}`, head);
+  }
+  for (const head of news.answered) {
+    live.running.delete(`${head.session}#${head.index}`);
+    live.answered.push(head);
+  }
+  live.events.push(...news.events);
+  live.answered.splice(0, live.answered.length - KEPT);
+  live.events.splice(0, live.events.length - KEPT);
+  tell(news, true);
+}
+
+/** @param {News | null} news @param {boolean} connected */
+function tell(news, connected) {
+  live.connected = connected;
+  for (const listener of live.listeners) listener(news);
+}

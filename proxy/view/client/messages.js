@@ -1,0 +1,58 @@
+// Messages as a person reads them. All text is what agents and models wrote: it is only ever text.
+import { get } from "./api.js";
+import { count, oneLine, visible } from "./format.js";
+import { html, useState } from "./page.js";
+
+/** @typedef {import("./types.d.ts").Message} Message */
+/** @typedef {import("./types.d.ts").Cut} Cut */
+
+/**
+ * A text, of which the server sends the beginning; the reader asks for the rest.
+ * @param {{text: Cut, session: string, turn: number, place: string, code?: boolean}} given
+ */
+export function Text({ text, session, turn, place, code }) {
+  const whole = typeof text === "string";
+  const [more, setMore] = useState("");
+  const shown = (whole ? text : text.text) + more;
+  const left = whole ? 0 : text.chars - shown.length;
+  const load = () =>
+    get("text", { session, turn, place, from: shown.length }).then(
+      (piece) => setMore((known) => known + piece.text),
+    );
+  return html`<div class=${code ? "text code" : "text"} dir="auto">${visible(shown)}${
+    left > 0 && html`<button type="button" class="more" onClick=${load}>${count(left)} more characters</button>`
+  }</div>`;
+}
+
+/**
+ * @param {{message: Message, session: string, turn: number, place: string, sampled?: boolean}} given
+ */
+export function MessageView({ message, session, turn, place, sampled }) {
+  const at = { session, turn };
+  const who = message.role === "tool" ? "tool result" : message.role;
+  return html`<article class=${`message ${message.role}${sampled ? " sampled" : ""}`} aria-label=${who}>
+    <div class="role">${who}${sampled && html`<span class="tag sampled" title="The policy sampled it">sampled</span>`}
+      ${message.tool_call_id && html`<code class="quiet">${oneLine(message.tool_call_id)}</code>`}</div>
+    ${message.reasoning && html`<details class="reasoning" open=${!message.text && !message.tool_calls.length}>
+      <summary>Reasoning</summary><${Text} text=${message.reasoning} ...${at} place=${`${place}.reasoning`} /></details>`}
+    ${message.text !== "" && html`<${Text} text=${message.text} ...${at} place=${`${place}.text`} code=${message.role === "tool"} />`}
+    ${message.tool_calls.map((call, n) => html`<div class="call">
+      <code class="name">${oneLine(call.name)}</code>
+      <${Text} text=${pretty(call.arguments)} ...${at} place=${`${place}.calls.${n}`} code=${true} /></div>`)}
+    ${message.more_calls > 0 && html`<p class="quiet">and ${count(message.more_calls)} more calls</p>`}
+  </article>`;
+}
+
+/** Short JSON arguments, one per line. @param {Cut} text @returns {Cut} */
+function pretty(text) {
+  if (typeof text !== "string") return text;
+  try {
+    const value = JSON.parse(text);
+    if (typeof value !== "object" || value === null || Array.isArray(value)) return text;
+    return Object.entries(value)
+      .map(([name, each]) => `${name}: ${typeof each === "string" ? each : JSON.stringify(each)}`)
+      .join("\n");
+  } catch {
+    return text;
+  }
+}

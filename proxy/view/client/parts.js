@@ -1,0 +1,20 @@
+// Small pieces that several views are made of.
+import { CAUSES, visible, words } from "./format.js";
+import { html } from "./page.js";
+import { link } from "./router.js";
+
+/** @param {{cause: string}} given */
+export const Cause = ({ cause }) =>
+  html`<span class="tag fork" title=${CAUSES[cause] ?? ""}>${words(cause)}</span>`;
+
+/** @param {{value: string}} given */
+export const Status = ({ value }) => html`<span class=${`tag status-${value}`}>${value}</span>`;
+
+/** @param {{id: string, turn?: number | null}} given */
+export const TrialLink = ({ id, turn }) =>
+  html`<a class="id" href=${link("trial", id, { turn })}><bdi>${visible(id)}</bdi>${
+    turn == null ? "" : ` #${turn}`}</a>`;
+
+/** @param {{error: string | null, empty?: string}} given */
+export const Note = ({ error, empty }) =>
+  error ? html`<p class="error" role="alert">${error}</p>` : html`<p class="waiting">${empty ?? "Loading …"}</p>`;

@@ -1,0 +1,122 @@
+// All sessions, the newest first, and all forks of a cause; both page by page.
+import { get, live } from "./api.js";
+import { ago, CAUSES, count, number, oneLine, short, visible, when, words } from "./format.js";
+import { html, useEffect, useState } from "./page.js";
+import { Cause, Note, Status, TrialLink } from "./parts.js";
+import { link } from "./router.js";
+
+/** @typedef {import("./types.d.ts").Session} Session */
+/** @typedef {import("./types.d.ts").Head} Head */
+/** @typedef {import("./router.js").Place} Place */
+
+/**
+ * The rows of a list that grows page by page.
+ * @template T
+ * @param {string} path @param {string} name of the rows in the answer
+ * @param {Record<string, string | null>} query
+ */
+function usePages(path, name, query) {
+  const key = JSON.stringify(query);
+  const [rows, setRows] = useState(/** @type {T[] | null} */ (null));
+  const [next, setNext] = useState(/** @type {string | null} */ (null));
+  const [error, setError] = useState(/** @type {string | null} */ (null));
+  /** @param {string | null} before */
+  const load = (before) =>
+    get(path, { ...query, before }).then(
+      (found) => {
+        setRows((known) => (before ? [...(known ?? []), ...found[name]] : found[name]));
+        setNext(found.next);
+      },
+      (refused) => setError(refused.message),
+    );
+  useEffect(() => {
+    setRows(null);
+    load(null);
+  }, [key]);
+  return { rows, error, more: next === null ? null : () => load(next), again: () => load(null) };
+}
+
+/** @param {{place: Place}} given */
+export function Sessions({ place }) {
+  const query = Object.fromEntries(
+    ["status", "kind", "prefix"].map((name) => [name, place.query.get(name)]),
+  );
+  const { rows, error, more, again } = usePages("sessions", "sessions", query);
+  const [fresh, setFresh] = useState(false);
+  useEffect(() => {
+    /** @param {import("./types.d.ts").News | null} news */
+    const heard = (news) => news && news.begun.length > 0 && setFresh(true);
+    live.listeners.add(heard);
+    return () => void live.listeners.delete(heard);
+  }, []);
+  return html`<h1>Sessions</h1>
+    <form class="filters" onSubmit=${/** @param {Event} e */ (e) => e.preventDefault()} onChange=${choose} role="search">
+      <label>id begins with <input name="prefix" value=${query["prefix"] ?? ""} placeholder="task/" /></label>
+      <${Choice} name="status" values=${["open", "completed", "expired"]} chosen=${query["status"]} />
+      <${Choice} name="kind" values=${["train", "eval"]} chosen=${query["kind"]} />
+      ${fresh && html`<button type="button" onClick=${() => { setFresh(false); again(); }}>There are new calls: read again</button>`}
+    </form>
+    ${rows === null ? html`<${Note} error=${error} />` : rows.length === 0
+      ? html`<p class="quiet">No session matches.</p>`
+      : html`<${SessionTable} rows=${/** @type {Session[]} */ (rows)} />`}
+    ${more && html`<button type="button" class="more" onClick=${more}>Older sessions</button>`}`;
+}
+
+/** @param {Event} event */
+function choose(event) {
+  const form = /** @type {HTMLFormElement} */ (/** @type {HTMLElement} */ (event.target).closest("form"));
+  location.hash = link("sessions", "", Object.fromEntries([...new FormData(form)].map(([k, v]) => [k, String(v)])));
+}
+
+/** @param {{name: string, values: string[], chosen: string | null | undefined}} given */
+const Choice = ({ name, values, chosen }) => html`<label>${name}
+  <select name=${name} value=${chosen ?? ""}>
+    <option value="">any</option>${values.map((value) => html`<option value=${value}>${value}</option>`)}
+  </select></label>`;
+
+/** @param {{rows: Session[]}} given */
+const SessionTable = ({ rows }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Sessions"><table class="sessions">
+  <thead><tr><th>session</th><th>status</th><th class="n">reward</th><th class="n">turns</th><th>forks</th>
+    <th class="n">sampled</th><th class="n">longest path</th><th class="n">created</th></tr></thead>
+  <tbody>${rows.map((each) => html`<tr key=${each.id}>
+    <td><${TrialLink} id=${each.id} />${" "}${each.kind === "eval" && html`<span class="tag">eval</span>`}
+      ${each.origin && html`<span class="tag" title=${`begins with ${each.origin.turn} turns of ${visible(each.origin.session)}`}>branch</span>`}
+      <${Tags} metadata=${each.metadata} /></td>
+    <td><${Status} value=${each.status} />${" "}${each.cut > 0 && html`<span class="tag status-cut">${each.cut} cut</span>`}</td>
+    <td class="n"><${Reward} value=${each.reward} /></td>
+    <td class="n">${count(each.turns)}</td>
+    <td>${Object.entries(each.forks).map(([cause, n]) => html`<${Cause} cause=${cause} />${n > 1 ? `×${n} ` : " "}`)}</td>
+    <td class="n">${short(each.sampled_tokens)}</td><td class="n">${short(each.longest_path)}</td>
+    <td class="n" title=${when(each.created_at)}>${ago(each.created_at)}</td></tr>`)}</tbody></table></div>`;
+
+/** @param {{metadata: Record<string, unknown>}} given */
+export const Tags = ({ metadata }) => Object.entries(metadata).slice(0, 4).map(([name, value]) =>
+  html`<span class="meta"><bdi>${oneLine(name).slice(0, 40)}</bdi>=<bdi>${
+    oneLine(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 40)}</bdi></span> `);
+
+/** @param {{value: number | null}} given */
+export const Reward = ({ value }) =>
+  html`<span class=${value === null ? "none" : value > 0 ? "good" : "bad"}>${number(value)}</span>`;
+
+/** @param {{place: Place}} given */
+export function Forks({ place }) {
+  const cause = place.query.get("cause") ?? "edited";
+  const { rows, error, more } = usePages("forks", "turns", { cause });
+  /** @param {Event} event */
+  const chosen = (event) => {
+    location.hash = link("forks", "", { cause: /** @type {HTMLSelectElement} */ (event.target).value });
+  };
+  return html`<h1>Forks</h1>
+    <form class="filters"><label>cause <select value=${cause} onChange=${chosen}>
+      ${Object.keys(CAUSES).map((each) => html`<option value=${each}>${words(each)}</option>`)}</select></label>
+      <span class="quiet">${CAUSES[cause] ?? ""}</span></form>
+    ${rows === null ? html`<${Note} error=${error} />` : rows.length === 0
+      ? html`<p class="quiet">No turn of this store forks for this cause.</p>`
+      : html`<div class="scroll" tabindex="0" role="region" aria-label="Forks"><table>
+        <thead><tr><th>turn</th><th class="n">shared tokens</th><th class="n">new tokens</th><th>agent</th><th class="n">when</th></tr></thead>
+        <tbody>${/** @type {Head[]} */ (rows).map((head) => html`<tr key=${`${head.session}#${head.index}`}>
+          <td><${TrialLink} id=${head.session} turn=${head.index} /></td><td class="n">${count(head.shared)}</td>
+          <td class="n">${count(head.new)}</td><td>${head.agent ? oneLine(head.agent) : "–"}</td>
+          <td class="n" title=${when(head.started_at)}>${ago(head.started_at)}</td></tr>`)}</tbody></table></div>`}
+    ${more && html`<button type="button" class="more" onClick=${more}>Older forks</button>`}`;
+}

@@ -1,0 +1,200 @@
+// A turn token by token: the text coloured by probability, or one row per token.
+import { get } from "./api.js";
+import { count, number, oneLine, visible } from "./format.js";
+import { html, useEffect, useMemo, useRef, useState } from "./page.js";
+import { Note } from "./parts.js";
+import { link } from "./router.js";
+
+/** @typedef {import("./types.d.ts").TokenPage} TokenPage */
+/** @typedef {{at: number, id: number, text: string | null, logprob: number | null, turn: number,
+ *   sampled: boolean, trained: boolean, version: number | null}} Token */
+
+const PAGE = 1000;
+const ROW = 24;
+const CHUNK = 250;
+
+/** @param {{place: import("./router.js").Place}} given */
+export function Tokens({ place }) {
+  const session = place.id;
+  const turn = Number(place.query.get("turn") ?? 0);
+  const mode = place.query.get("as") ?? "text";
+  const { total, page, need, error } = useTokens(session, turn);
+  const first = page(0);
+  const start = Number(place.query.get("at") ?? first?.prompt_tokens ?? 0);
+  const [chosen, choose] = useState(start);
+  useEffect(() => choose(start), [start]);
+  useEffect(() => need(0), [need]);
+  if (error) return html`<h1>Tokens</h1><${Note} error=${error} />`;
+  if (first === null || total === null) return html`<h1>Tokens</h1><${Note} error=${null} />`;
+  const token = tokenAt(page, chosen);
+  const given = { total, page, need, start, chosen, choose };
+  return html`<div class="top"><h1>Tokens of <a href=${link("trial", session, { turn })}><bdi>${visible(session)}</bdi> #${turn}</a></h1>
+    <p><span>${count(total)} tokens</span> <span>${count(first.prompt_tokens)} in the prompt</span>
+      <span>${count(first.shared_tokens)} shared with the parent</span>
+      ${first.texts === null && html`<span class="quiet">Texts need the model: start with --model FOLDER.</span>`}
+      <span class="switch" role="group" aria-label="Form">${["text", "table"].map((each) => html`<a href=${link("tokens", session, { turn, as: each, at: chosen })}
+        aria-current=${mode === each ? "true" : null}>${each}</a>`)}</span>
+      <a href=${link("tokens", session, { turn, as: mode, at: first.prompt_tokens })}>answer</a>
+      <a href=${link("tokens", session, { turn, as: mode, at: 0 })}>beginning</a></p></div>
+    <${Details} token=${token} />
+    ${mode === "table" ? html`<${Table} ...${given} />` : html`<${Flow} ...${given} />`}`;
+}
+
+/** Pages of tokens that were needed, and those that are on their way. @param {string} session @param {number} turn */
+function useTokens(session, turn) {
+  const pages = useRef(/** @type {Map<number, TokenPage | null>} */ (new Map()));
+  const [, changed] = useState(0);
+  const [total, setTotal] = useState(/** @type {number | null} */ (null));
+  const [error, setError] = useState(/** @type {string | null} */ (null));
+  const need = useMemo(() => {
+    pages.current = new Map();
+    /** @param {number} at */
+    return (at) => {
+      const start = Math.floor(at / PAGE) * PAGE;
+      if (pages.current.has(start)) return;
+      pages.current.set(start, null);
+      get("tokens", { session, turn, start, count: PAGE }).then((/** @type {TokenPage} */ found) => {
+        pages.current.set(start, found);
+        setTotal(found.total);
+        changed((n) => n + 1);
+      }, (refused) => setError(refused.message));
+    };
+  }, [session, turn]);
+  /** @param {number} at */
+  const page = (at) => pages.current.get(Math.floor(at / PAGE) * PAGE) ?? null;
+  return { total, page, need, error };
+}
+
+/** @param {(at: number) => TokenPage | null} page @param {number} at @returns {Token | null} */
+function tokenAt(page, at) {
+  const found = page(at);
+  const id = found?.ids[at - (found?.start ?? 0)];
+  if (found === null || id === undefined) return null;
+  const span = found.spans.find(([start, end]) => start <= at && at < end);
+  return {
+    at, id, text: found.texts?.[at - found.start] ?? null, logprob: found.logprobs[at - found.start] ?? null,
+    turn: span?.[2] ?? -1, sampled: span?.[3] ?? false, trained: span?.[4] ?? false, version: span?.[5] ?? null,
+  };
+}
+
+/** The class of a token's colour: how improbable it was. @param {Token} token */
+function heat(token) {
+  if (!token.sampled) return "given";
+  const surprise = -(token.logprob ?? 0);
+  const level = surprise < 0.05 ? 0 : surprise < 0.35 ? 1 : surprise < 1.2 ? 2 : surprise < 3 ? 3 : 4;
+  return `heat${level}${token.trained ? "" : " masked"}`;
+}
+
+/** @param {number | null} logprob */
+const percent = (logprob) => (logprob === null ? "–" : `${(100 * Math.exp(logprob)).toPrecision(3)} %`);
+
+/** @param {{token: Token | null}} given */
+const Details = ({ token }) => html`<dl class="details" aria-live="polite" aria-label="The chosen token">${
+  token === null ? html`<dt>token</dt><dd>loading …</dd>` : html`
+  <div><dt>token</dt><dd>${count(token.at)}</dd></div><div><dt>id</dt><dd>${token.id}</dd></div>
+  <div><dt>text</dt><dd><code>${token.text === null ? "–" : oneLine(token.text) || "(part of the character before)"}</code></dd></div>
+  <div><dt>probability</dt><dd>${percent(token.logprob)}</dd></div>
+  <div><dt>log-probability</dt><dd>${number(token.logprob)}</dd></div>
+  <div><dt>version</dt><dd>${token.version ?? "–"}</dd></div>
+  <div><dt>turn</dt><dd>#${token.turn}</dd></div>
+  <div><dt>mask</dt><dd>${token.trained ? "trained" : token.sampled ? "sampled, not trained" : "prompt"}</dd></div>`}</dl>`;
+
+/** @typedef {{total: number, page: (at: number) => TokenPage | null, need: (at: number) => void,
+ *   start: number, chosen: number, choose: (at: number) => void}} Given */
+
+/** @param {KeyboardEvent} event @param {Given} given */
+function move(event, { chosen, choose, total, need }) {
+  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1, PageDown: 50, PageUp: -50 }[event.key];
+  if (step === undefined) return;
+  event.preventDefault();
+  const next = Math.max(0, Math.min(total - 1, chosen + step));
+  need(next);
+  choose(next);
+}
+
+/** The text in chunks, of which those near the window are in the page. @param {Given} given */
+function Flow(given) {
+  const { total, page, need, start, chosen, choose } = given;
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  const [near, setNear] = useState(/** @type {Set<number>} */ (new Set()));
+  const chunks = Math.ceil(total / CHUNK);
+  useEffect(() => {
+    const watcher = new IntersectionObserver((entries) => {
+      setNear((known) => {
+        const next = new Set(known);
+        for (const entry of entries) {
+          const chunk = Number(/** @type {HTMLElement} */ (entry.target).dataset["chunk"]);
+          if (entry.isIntersecting) next.add(chunk);
+          else next.delete(chunk);
+          if (entry.isIntersecting) need(chunk * CHUNK);
+        }
+        return next;
+      });
+    }, { root: box.current, rootMargin: "1500px" });
+    for (const each of box.current?.children ?? []) watcher.observe(each);
+    return () => watcher.disconnect();
+  }, [total, need]);
+  useEffect(() => {
+    box.current?.children[Math.floor(start / CHUNK)]?.scrollIntoView({ block: "nearest" });
+  }, [start, total]);
+  const shown = near.has(Math.floor(start / CHUNK)) && page(start) !== null;
+  useEffect(() => {
+    if (shown) box.current?.querySelector(`[data-at="${start}"]`)?.scrollIntoView({ block: "center" });
+  }, [start, shown]);
+  /** @param {MouseEvent} event */
+  const point = (event) => {
+    const at = /** @type {HTMLElement} */ (event.target).dataset["at"];
+    if (at !== undefined) choose(Number(at));
+  };
+  return html`<div class="flow" ref=${box} tabindex="0" role="region" aria-label="Tokens; arrow keys choose one"
+      onClick=${point} onKeyDown=${/** @param {KeyboardEvent} e */ (e) => move(e, given)}>
+    ${Array.from({ length: chunks }, (_, chunk) => html`<div key=${chunk} data-chunk=${chunk}
+      class=${near.has(chunk) && page(chunk * CHUNK) ? "chunk" : "chunk left-out"}>${
+      near.has(chunk) && page(chunk * CHUNK) && Array.from(
+        { length: Math.min(CHUNK, total - chunk * CHUNK) },
+        (_, n) => piece(tokenAt(page, chunk * CHUNK + n), chosen),
+      )}</div>`)}</div>`;
+}
+
+/** @param {Token | null} token @param {number} chosen */
+function piece(token, chosen) {
+  if (token === null) return null;
+  const text = token.text === null ? `${token.id} ` : token.text;
+  return html`<span data-at=${token.at} class=${`token ${heat(token)}${token.at === chosen ? " chosen" : ""}`}>${
+    visible(text).replaceAll("\n", "↵\n")}</span>`;
+}
+
+/** One row per token, of which only those in the window exist. @param {Given} given */
+function Table(given) {
+  const { total, page, need, start, chosen, choose } = given;
+  const box = useRef(/** @type {HTMLElement | null} */ (null));
+  const [top, setTop] = useState(0);
+  useEffect(() => {
+    if (box.current) box.current.scrollTop = Math.max(0, start * ROW - 100);
+  }, [start, total]);
+  const first = Math.max(0, Math.floor(top / ROW) - 20);
+  const last = Math.min(total, first + 80);
+  useEffect(() => {
+    need(first);
+    need(Math.max(0, last - 1));
+  }, [first, last, need]);
+  return html`<div class="token-table" ref=${box} tabindex="0" role="region" aria-label="Tokens; arrow keys choose one"
+      onScroll=${/** @param {Event} e */ (e) => setTop(/** @type {HTMLElement} */ (e.target).scrollTop)}
+      onKeyDown=${/** @param {KeyboardEvent} e */ (e) => move(e, given)}>
+    <table aria-rowcount=${total + 1}><thead><tr><th class="n">token</th><th class="n">id</th><th>text</th><th>probability</th>
+      <th class="n">log p</th><th class="n">version</th><th class="n">turn</th><th>mask</th></tr></thead>
+      <tbody><tr class="gap" aria-hidden="true"><td colspan="8" style=${{ height: `${first * ROW}px` }}></td></tr>
+      ${Array.from({ length: last - first }, (_, n) => row(tokenAt(page, first + n), first + n, chosen, choose))}
+      <tr class="gap" aria-hidden="true"><td colspan="8" style=${{ height: `${(total - last) * ROW}px` }}></td></tr></tbody></table></div>`;
+}
+
+/** @param {Token | null} token @param {number} at @param {number} chosen @param {(at: number) => void} choose */
+function row(token, at, chosen, choose) {
+  if (token === null) return html`<tr key=${at}><td class="n">${at}</td><td colspan="7">…</td></tr>`;
+  const p = token.logprob === null ? null : Math.exp(token.logprob);
+  return html`<tr key=${at} class=${at === chosen ? "chosen" : ""} aria-rowindex=${at + 2} onClick=${() => choose(at)}>
+    <td class="n">${at}</td><td class="n">${token.id}</td><td><code class=${heat(token)}>${token.text === null ? "" : oneLine(token.text)}</code></td>
+    <td>${p !== null && html`<svg class="p" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect width=${p * 100} height="8" /></svg> ${percent(token.logprob)}`}</td>
+    <td class="n">${number(token.logprob)}</td><td class="n">${token.version ?? ""}</td><td class="n">${token.turn}</td>
+    <td>${token.trained ? "trained" : token.sampled ? "not trained" : "prompt"}</td></tr>`;
+}

@@ -1,0 +1,96 @@
+"""Streams what happens in a store to the page, as server-sent events.
+
+Each event's id is the position in the store up to which the reader has everything, so that a reader
+that reconnects with `Last-Event-ID` misses nothing and gets nothing twice. The store is asked for
+what is new `POLLS_PER_S` times per second and reader: one way for one process, several processes,
+several machines, and a store that nobody writes to any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from proxy.errors import RequestError
+from proxy.store.browser import Browser, Position
+from proxy.view.summaries import recent_json
+
+POLL_S = 1.0
+KEEP_ALIVE_POLLS = 15
+"""Polls after which a stream without news sends a comment and checks that its reader still may."""
+MAX_READERS = 100
+BATCH = 500
+"""Turns in one event; a reader that is further behind gets several events."""
+
+
+class LiveFeed:
+    """The streams of all readers of this process."""
+
+    def __init__(self, browser: Callable[[], Browser], state: Callable[[], dict[str, Any]]) -> None:
+        """`state` returns what is sent besides the record: the engines."""
+        self._browser = browser
+        self._state = state
+        self._closing = asyncio.Event()
+        self._readers = 0
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self._closing.set()
+
+    async def stream(
+        self, request: web.Request, may_read: Callable[[], Awaitable[bool]]
+    ) -> web.StreamResponse:
+        """Raises RequestError (429) if there are too many readers."""
+        if self._readers >= MAX_READERS:
+            raise RequestError(
+                f"{self._readers} pages follow this proxy, at most {MAX_READERS} may; close some",
+                status=429,
+                retry_after_s=10.0,
+            )
+        self._readers += 1
+        try:
+            return await self._stream(request, may_read)
+        finally:
+            self._readers -= 1
+
+    async def _stream(
+        self, request: web.Request, may_read: Callable[[], Awaitable[bool]]
+    ) -> web.StreamResponse:
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        response = web.StreamResponse(headers=headers)
+        position = Position.parse(request.headers.get("Last-Event-ID", ""))
+        state, quiet = b"", 0
+        await response.prepare(request)
+        while not self._closing.is_set():
+            recent = await self._browser().recent(position, BATCH)
+            news = position is None or recent.position != position
+            position = recent.position
+            if news:
+                event = orjson.dumps(recent_json(recent), option=orjson.OPT_SERIALIZE_NUMPY)
+                await response.write(f"id: {position}\ndata: ".encode() + event + b"\n\n")
+            now = orjson.dumps(self._state())
+            if now != state:
+                state = now
+                await response.write(b"event: state\ndata: %b\n\n" % state)
+            quiet = 0 if news else quiet + 1
+            if quiet >= KEEP_ALIVE_POLLS:
+                quiet = 0
+                if not await may_read():
+                    break
+                await response.write(b": still here\n\n")
+            full = max(len(recent.begun), len(recent.answered), len(recent.events)) >= BATCH
+            if not full:
+                await self._pause()
+        return response
+
+    async def _pause(self) -> None:
+        """Until the next poll, or until the streams end."""
+        try:
+            async with asyncio.timeout(POLL_S):
+                await self._closing.wait()
+        except TimeoutError:
+            pass

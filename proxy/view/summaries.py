@@ -1,0 +1,78 @@
+"""Sessions, turns and events as JSON for the page's lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from proxy.store.browser import Recent, SessionSummary, TurnHead
+
+MAX_METADATA_BYTES = 2_000
+
+
+def summary_json(summary: SessionSummary) -> dict[str, Any]:
+    session = summary.session
+    metadata = dict(session.metadata)
+    if len(orjson.dumps(metadata)) > MAX_METADATA_BYTES:
+        metadata = {"…": f"{len(metadata)} entries; `GET /sessions/ID` has them"}
+    whole = [reward.value for reward in session.rewards if reward.turn is None]
+    return {
+        "id": session.session_id,
+        "kind": session.kind,
+        "status": session.status,
+        "created_at": session.created_at,
+        "completed_at": session.completed_at,
+        "profile": session.profile,
+        "metadata": metadata,
+        "origin": session.origin
+        and {"session": session.origin.session_id, "turn": session.origin.turn},
+        "reward": sum(whole) if whole else None,
+        "rewards": [
+            {
+                "key": reward.key,
+                "value": reward.value,
+                "parts": dict(reward.parts),
+                "turn": reward.turn,
+                "branch": reward.branch,
+            }
+            for reward in session.rewards[:100]
+        ],
+        "turns": summary.turns + session.recorded_turns,
+        "running": summary.running,
+        "cut": summary.cut,
+        "sampled_tokens": summary.sampled_tokens,
+        "longest_path": summary.longest_path,
+        "last_at": summary.last_at,
+        "forks": summary.forks,
+    }
+
+
+def head_json(head: TurnHead) -> dict[str, Any]:
+    return {
+        "session": head.session_id,
+        "index": head.index,
+        "parent": head.parent,
+        "after": head.after,
+        "same_as": head.same_as,
+        "fork": head.fork_cause,
+        "status": head.status,
+        "finish": head.finish_reason,
+        "dialect": head.dialect,
+        "agent": head.agent_id,
+        "shared": head.shared_tokens,
+        "new": head.new_tokens,
+        "sampled": head.sampled_tokens,
+        "versions": [[span.version, span.start, span.end] for span in head.versions],
+        "started_at": head.started_at,
+        "first_token_s": head.first_token_s,
+        "duration_s": head.duration_s,
+    }
+
+
+def recent_json(recent: Recent) -> dict[str, Any]:
+    return {
+        "begun": [head_json(head) for head in recent.begun],
+        "answered": [head_json(head) for head in recent.answered],
+        "events": recent.events,
+    }

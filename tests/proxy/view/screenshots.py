@@ -1,0 +1,91 @@
+"""Takes a picture of each view: python -m tests.proxy.view.screenshots FOLDER
+
+The pictures of docs/view.md: `make screenshots`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from proxy.app import STORE, build_app
+from proxy.client import ProxyClient
+from proxy.config import RenderingConfig, load_config
+from proxy.engines.scripted import ScriptedEngine
+from proxy.http_request import app_runner
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
+from tests.proxy.checkpoint import write_checkpoint
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+from tests.proxy.view.chromium import Tab, chromium
+from tests.proxy.view.conftest import enter
+from tests.proxy.view.recording import record, record_many
+
+NAME = "fix%2Fsum-1"
+VIEWS = {
+    "now": ("/now", "document.querySelectorAll('.view-now tbody tr').length > 3"),
+    "sessions": ("/sessions", "document.querySelectorAll('.sessions tbody tr').length > 3"),
+    "trial": (f"/trial/{NAME}?turn=3", "document.querySelectorAll('.message').length > 6"),
+    "fork": (f"/trial/{NAME}?turn=4", "document.querySelector('.diff del')"),
+    "tokens": (f"/tokens/{NAME}?turn=3", "document.querySelectorAll('.flow .token').length > 9"),
+    "table": (f"/tokens/{NAME}?turn=3&as=table", "document.querySelector('.token-table .p')"),
+    "forks": ("/forks?cause=foreign_assistant", "document.querySelector('.view-forks tbody tr')"),
+}
+
+
+async def main(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        temporary = Path(name)
+        model = write_checkpoint(temporary / "model")
+        store = f"sqlite:///{temporary}/s.db"
+        async with ScriptedEngine(lambda _: []) as engine:
+            config = load_config(
+                None, model=model, engines=[{"url": engine.url}], store=store, admin_key=ADMIN_KEY
+            )
+            app = build_app(config)
+            runner = app_runner(app, handler_cancellation=True)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await app[STORE].announce(url)
+            rendering = Rendering(load_tokenizer(model), RenderingConfig())
+            async with ProxyClient(url, ADMIN_KEY) as control, aiohttp.ClientSession() as http:
+                proxy = RunningProxy(url, engine, control, http, rendering)
+                await record(proxy)
+                await record_many(proxy, 12)
+                async with chromium(temporary / "profile") as browser:
+                    await take_all(await browser.tab(), proxy, folder)
+            await runner.cleanup()
+
+
+async def take_all(tab: Tab, proxy: RunningProxy, folder: Path) -> None:
+    await enter(tab, proxy)
+    for name, (place, ready) in VIEWS.items():
+        await show(tab, place, ready)
+        await tab.picture(folder / f"{name}.png")
+    await tab.colours("dark")
+    for name in ("trial", "tokens"):
+        await show(tab, *VIEWS[name])
+        await tab.picture(folder / f"{name}-dark.png")
+    await tab.colours("light")
+    await tab.size(390, 844, phone=True)
+    for name in ("now", "trial", "tokens"):
+        await show(tab, *VIEWS[name])
+        await tab.picture(folder / f"{name}-phone.png")
+    if tab.complaints:
+        sys.exit("\n".join(tab.complaints))
+
+
+async def show(tab: Tab, place: str, ready: str) -> None:
+    await tab.evaluate(f"location.hash = '#/now?'; location.hash = '#{place}'")
+    await tab.until(ready)
+    await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)))")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
