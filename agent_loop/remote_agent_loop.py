@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import shortuuid
@@ -39,10 +39,10 @@ from agent_loop.threads import run_to_end
 from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
 from agent_loop.trial_outcome import Attempt, failed_rollout, grade_trial
 from agent_loop.trial_retention import FinishedTrials
-from proxy.client import ProxyClient, ProxyClientError
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.config import RetentionConfig
 from proxy.record_format import RecordFormatError
-from proxy.records import SessionKind, Turn
+from proxy.records import Origin, SessionKind, Turn
 from proxy.wall import Wall
 
 Result = TypeVar("Result")
@@ -92,9 +92,16 @@ class RemoteAgentLoop:
         self.wall = self.trial.wall((trials_dir, *hidden), shown)
 
     async def run(
-        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
     ) -> Rollout:
-        """Returns a rollout of the task, even if all of its trials fail.
+        """Returns a rollout of the task, even if all of its trials fail. With `origin`, the agent's
+        first calls are answered from that recording.
 
         Cancelling ends the agent and completes the session before it raises.
         """
@@ -102,7 +109,7 @@ class RemoteAgentLoop:
         while True:
             trial_id = f"{re.sub('[^A-Za-z0-9._-]+', '_', task.task_id)[:80]}-{_unique()}"
             logs = str(self.trials_dir / trial_id)
-            attempt = Attempt(trial_id, task, kind, seed, version, logs, failures)
+            attempt = Attempt(trial_id, task, kind, seed, version, logs, failures, origin)
             rollout = await _TrialRun(self, attempt).run()
             if rollout.status is not RolloutStatus.FAILED or failures == self.trial.max_retries:
                 self.on_rollout(rollout)
@@ -167,17 +174,8 @@ class _TrialRun:
         self._directory.mkdir(parents=True, mode=0o700)
         overhead_s = max(loop.launcher.overhead_s, config.await_reward_s)
         # If the response is lost, the repeated request gets 409: this trial fails and is retried.
-        session = await self._patiently(
-            lambda: loop.proxy.create_session(
-                attempt.trial_id,
-                kind=attempt.kind,
-                sampling=self._pinned(),
-                profile=loop.recording.profile,
-                limits=loop.sampling.session_limits,
-                metadata={"task_id": attempt.task.task_id, "source": attempt.task.source},
-                ttl_s=config.timeout_s + overhead_s,
-            )
-        )
+        ttl_s = config.timeout_s + overhead_s
+        session = await self._patiently(lambda: self._session(ttl_s))
         return Trial(
             trial_id=session.trial_id,
             task=attempt.task,
@@ -190,6 +188,21 @@ class _TrialRun:
             wall=await self._wall(session.base_url),
             hidden_fields=config.fields_hidden,
         )
+
+    async def _session(self, ttl_s: float) -> SessionHandle:
+        loop, attempt = self._loop, self._attempt
+        metadata = {"task_id": attempt.task.task_id, "source": attempt.task.source}
+        settings: dict[str, Any] = {
+            "kind": attempt.kind,
+            "sampling": self._pinned(),
+            "limits": loop.sampling.session_limits,
+            "metadata": metadata,
+            "ttl_s": ttl_s,
+        }
+        if attempt.origin is not None:
+            return await loop.proxy.branch(attempt.origin, attempt.trial_id, **settings)
+        profile = loop.recording.profile
+        return await loop.proxy.create_session(attempt.trial_id, profile=profile, **settings)
 
     async def _wall(self, base_url: str) -> Wall | None:
         loop = self._loop

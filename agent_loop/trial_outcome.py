@@ -30,7 +30,7 @@ from agent_loop.records import (
 )
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.trajectory import build_segments
-from proxy.records import FinishReason, Reward, SessionKind, Turn, TurnStatus
+from proxy.records import FinishReason, Origin, Reward, SessionKind, Turn, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Attempt:
     """Folder with the agent's output."""
     failed_before: int = 0
     """Number of earlier trials of the same rollout that failed."""
+    origin: Origin | None = None
+    """The recorded turns with which the trial begins (docs/rewind.md)."""
 
 
 async def grade_trial(
@@ -164,8 +166,10 @@ def _ending(attempt: Attempt, agent: AgentResult, turns: Sequence[Turn], graded:
     log = f"; see {attempt.logs}/agent.log" if attempt.logs else ""
     if not _answered(turns):
         reason = f" ({agent.error}){log}" if agent.error else ""
+        replayed = sum(turn.status is TurnStatus.CONTEXT for turn in turns)
+        after = f" after the {replayed} recorded ones" if replayed else ""
         return _Ending(
-            RolloutStatus.FAILED, f"the agent never had an answer from the model{reason}"
+            RolloutStatus.FAILED, f"the agent never had an answer from the model{after}{reason}"
         )
     if crashed and (cut or graded.value is None):
         return _Ending(RolloutStatus.FAILED, f"the agent crashed: {agent.error}{log}")
@@ -201,7 +205,8 @@ def _forks(turns: Sequence[Turn]) -> Mapping[str, int]:
 def _times_s(agent: AgentResult | None, turns: Sequence[Turn]) -> Mapping[str, float]:
     if agent is None:
         return {}
-    return {"agent": agent.wall_s, "generate": sum(turn.duration_s or 0.0 for turn in turns)}
+    own = (turn.duration_s or 0.0 for turn in turns if turn.status is not TurnStatus.CONTEXT)
+    return {"agent": agent.wall_s, "generate": sum(own)}
 
 
 def _metrics(
@@ -214,5 +219,6 @@ def _metrics(
         "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
         "cut_turns": statuses[TurnStatus.CUT] + statuses[TurnStatus.OPEN],
         "superseded_turns": statuses[TurnStatus.SUPERSEDED],
+        "context_turns": statuses[TurnStatus.CONTEXT],
         "failed_attempts": attempt.failed_before,
     }

@@ -32,7 +32,7 @@ from proxy.rendering.tokenizer import load_tokenizer
 from proxy.retention import keep_removing
 from proxy.routing import Router
 from proxy.serving.arrived_answers import Deliveries
-from proxy.serving.call import Backend
+from proxy.serving.backend import Backend
 from proxy.serving.calls import Calls
 from proxy.serving.endpoints import AgentEndpoints
 from proxy.serving.forwarding import CONFIRMED_PATH

@@ -18,8 +18,8 @@ import aiohttp
 import orjson
 
 from proxy.admin_key import client_key
-from proxy.record_format import CONTENT_TYPE, decode_record
-from proxy.records import Reward, Session, SessionKind, Turn
+from proxy.record_format import CONTENT_TYPE, decode_record, origin_fields
+from proxy.records import Origin, Reward, Session, SessionKind, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,30 @@ class ProxyClient:
             "metadata": dict(metadata or {}),
             "ttl_s": ttl_s,
         }
+        path = "/sessions" if trial_id is None else _session_path(trial_id)
+        return SessionHandle(**await self._json("POST", path, body))
+
+    async def branch(
+        self,
+        origin: Origin,
+        trial_id: str | None = None,
+        *,
+        kind: SessionKind | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        limits: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ttl_s: float | None = None,
+    ) -> SessionHandle:
+        """Creates a session that begins with the turns of another one (docs/rewind.md). What is
+        None is taken over from that session, except for the metadata and the time to live.
+
+        Raises:
+            ProxyClientError: with status 404 if there is no such session, 400 if it has fewer
+                turns, 409 if the id exists or the session is salvaged already.
+        """
+        given = {"kind": kind, "sampling": sampling, "limits": limits, "metadata": metadata}
+        body: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        body |= {"ttl_s": ttl_s, "from": origin_fields(origin)}
         path = "/sessions" if trial_id is None else _session_path(trial_id)
         return SessionHandle(**await self._json("POST", path, body))
 

@@ -3,6 +3,7 @@
 ProxyError
 ├── RequestError        the agent's request cannot be answered            400 / 413 / 429
 │   ├── ContextOverflow the prompt does not fit the model's context       400
+│   ├── Diverged        a branch's request is not the recorded one        403
 │   └── EngineRefusal   the engine refuses the call's parameters          400
 ├── SessionError        unknown key 401, unknown id 404, completed 409, expired 410
 ├── HeldElsewhere       another process serves the session now            421 / 503
@@ -61,6 +62,16 @@ class ContextOverflow(RequestError):
         )
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
+
+
+class Diverged(RequestError):
+    """A strict branch got a request that is not the recorded one, and refuses all further ones.
+    SDKs do not repeat a call that gets 403."""
+
+    status = 403
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="diverged", param="messages")
 
 
 class EngineRefusal(RequestError):

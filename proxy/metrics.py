@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from proxy.errors import ProxyError
-from proxy.records import Turn, TurnStatus
+from proxy.records import BranchMode, Turn, TurnStatus
 
 
 class Metrics:
@@ -48,6 +48,18 @@ class Metrics:
             ["cause"],
             registry=self._registry,
         )
+        self._replayed = Counter(
+            "agentic_proxy_replayed_turns",
+            "Recorded turns that answered a call of a branch: exact, or with tolerated differences",
+            ["match"],
+            registry=self._registry,
+        )
+        self._diverged = Counter(
+            "agentic_proxy_diverged_calls",
+            "Calls of a branch that were not the recorded ones",
+            ["mode"],
+            registry=self._registry,
+        )
         self._turns_of = {status: self._turns.labels(status.value) for status in TurnStatus}
         self._shared, self._new = (self._prompt.labels(part) for part in ("shared", "new"))
         self.in_flight = Gauge(
@@ -70,6 +82,12 @@ class Metrics:
 
     def resumed(self, cause: str) -> None:
         self._resumed.labels(cause).inc()
+
+    def replayed(self, turns: int, *, tolerated: bool) -> None:
+        self._replayed.labels("tolerated" if tolerated else "exact").inc(turns)
+
+    def diverged(self, mode: BranchMode) -> None:
+        self._diverged.labels(mode.value).inc()
 
     def exposition(self, others: Sequence[bytes] = ()) -> bytes:
         """The metrics in Prometheus' text format, added to those of the expositions in `others`."""

@@ -24,11 +24,24 @@ class AgentProfile(BaseModel):
     """Matches are removed from system messages because they change with every request."""
     agents: tuple[str, ...] = ()
     """Names of request headers that identify the sub-agent."""
+    tolerate: Mapping[str, tuple[re.Pattern[str], ...]] = {}
+    """Name → what may differ, in a branch, between a request and the recorded one. The name is a
+    Python identifier."""
 
     @field_validator("agents")
     @classmethod
     def _lower(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name.lower() for name in names)
+
+    @field_validator("tolerate")
+    @classmethod
+    def _named(
+        cls, patterns: Mapping[str, tuple[re.Pattern[str], ...]]
+    ) -> Mapping[str, tuple[re.Pattern[str], ...]]:
+        wrong = [name for name in patterns if not name.isidentifier()]
+        if wrong:
+            raise ValueError(f"tolerate: {wrong[0]!r} is not a name; use letters and _")
+        return patterns
 
     @property
     def follows(self) -> bool:

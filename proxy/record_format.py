@@ -58,6 +58,18 @@ def decode_record(data: bytes) -> tuple[Session, list[Turn]]:
         raise RecordFormatError(f"not a recorded session: {error}") from error
 
 
+def origin_fields(origin: Origin) -> dict[str, Any]:
+    """The field `from` of a branch, as `POST /sessions` takes it."""
+    return {
+        "session": origin.session_id,
+        "turn": origin.turn,
+        "mode": origin.mode,
+        "salvage": origin.salvage,
+        "system": origin.system,
+        "answer": origin.answer,
+    }
+
+
 class _SessionFields(msgspec.Struct, array_like=True):
     session_id: str
     kind: str

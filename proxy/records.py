@@ -28,6 +28,9 @@ Logprobs = npt.NDArray[np.float32]
 EMPTY_IDS: Ids = np.zeros(0, np.int32)
 EMPTY_LOGPROBS: Logprobs = np.zeros(0, np.float32)
 
+FOLDER = "folder"
+"""The entry of a session's metadata that names the folder in which its agent works."""
+
 
 class SessionKind(StrEnum):
     """Whether a session's tokens are for training or for evaluation."""
@@ -119,7 +122,7 @@ class BranchMode(StrEnum):
     """What happens in a branch to a request that is not the recorded one."""
 
     STRICT = "strict"
-    """The call is refused with the difference, and the session ends."""
+    """The call is refused with the difference, and so are all later ones."""
     LIVE = "live"
     """The answer is sampled, and the turn forks with the cause `DIVERGED`."""
 

@@ -20,8 +20,9 @@ long to import; a test compares them."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `run`, `sessions`, `export`, `replay`, `view` and `view-key`."""
+    """Adds `run`, `rewind`, `sessions`, `export`, `replay`, `view` and `view-key`."""
     _add_run(commands.add_parser("run", help="run an agent in a recorded session"))
+    _add_rewind(commands.add_parser("rewind", help="run an agent again from a recorded turn"))
     sessions = commands.add_parser("sessions", help="read the recorded sessions")
     actions = sessions.add_subparsers(required=True, metavar="list|show")
     _add_list(actions.add_parser("list", help="one line per session"))
@@ -87,15 +88,109 @@ def _run(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _rewind(arguments: argparse.Namespace) -> int:
+    from proxy.commands.rewind import rewind
+
+    return rewind(arguments)
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] [-- PROGRAM ARGUMENT …]"
+    _add_agent(parser)
+    parser.add_argument("--session", metavar="NAME", help="the session's name (default: random)")
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        metavar="SESSION",
+        help="answer the first calls from this recorded session (see --turn and `rewind`)",
+    )
+    parser.add_argument("--turn", type=int, metavar="K", help="with --from: the first K turns")
+    _add_branch(parser)
+    parser.add_argument(
+        "--hide",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="with --sandbox light: also hide this file or folder from the agent",
+    )
+    parser.add_argument(
+        "program",
+        nargs="*",
+        metavar="PROGRAM ARGUMENT",
+        help="the agent's command, after --; without it, prints lines to paste into a shell",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _add_rewind(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s SESSION --turn K [options] -- PROGRAM ARGUMENT …"
+    parser.add_argument("origin", metavar="SESSION", help="the recorded session")
+    parser.add_argument(
+        "--turn",
+        type=int,
+        required=True,
+        metavar="K",
+        help="the first K turns are answered from the recording",
+    )
+    _add_branch(parser)
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="number of continuations (1)")
+    parser.add_argument(
+        "--jobs", type=int, default=4, metavar="N", help="continuations that run at once (4)"
+    )
+    parser.add_argument(
+        "--workspace",
+        type=Path,
+        metavar="FOLDER",
+        help="the agent's folder as it was at its start; each continuation gets a copy (default:"
+        " an empty folder)",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="COMMAND",
+        help="a shell command, run in each folder after the agent: the reward is 1 if it succeeds",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("rewind"),
+        metavar="FOLDER",
+        help="where the continuations' folders and logs are kept (rewind)",
+    )
+    _add_agent(parser)
+    parser.add_argument(
+        "program", nargs="+", metavar="PROGRAM ARGUMENT", help="the agent's command, after --"
+    )
+    parser.set_defaults(run=_rewind)
+
+
+def _add_branch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="when the agent asks something else than was recorded, go on (default: stop)",
+    )
+    after = parser.add_mutually_exclusive_group()
+    after.add_argument(
+        "--edit",
+        metavar="TEXT",
+        help="another system message for the calls after the recorded ones",
+    )
+    after.add_argument(
+        "--answer",
+        type=Path,
+        metavar="FILE",
+        help="a text that answers the first call after the recorded ones, instead of the model",
+    )
+
+
+def _add_agent(parser: argparse.ArgumentParser) -> None:
+    """The proxy that is used, and how the agent runs."""
     _add_store(parser)
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="start a proxy for this model")
     parser.add_argument(
         "--engine", action="append", metavar="URL", help="with --model: a running vLLM"
     )
     parser.add_argument("--url", help="the running proxy (default: the configured host and port)")
-    parser.add_argument("--session", metavar="NAME", help="the session's name (default: random)")
     _add_tags(parser, "add this entry to the session's metadata")
     parser.add_argument(
         "--agent", metavar="NAME", help="claude-code, codex, …; default: found by the program"
@@ -106,13 +201,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default="light",
         help="light: the proxy's files and other processes are hidden from the agent",
     )
-    parser.add_argument(
-        "program",
-        nargs="*",
-        metavar="PROGRAM ARGUMENT",
-        help="the agent's command, after --; without it, prints lines to paste into a shell",
-    )
-    parser.set_defaults(run=_run)
 
 
 def _add_tags(parser: argparse.ArgumentParser, meaning: str) -> None:

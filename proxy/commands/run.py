@@ -9,6 +9,7 @@ a proxy that it started has stopped.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shlex
 import subprocess
@@ -28,6 +29,7 @@ from proxy.commands.foreground import run_agent
 from proxy.commands.sessions import tags
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
+from proxy.records import FOLDER, BranchMode, Origin
 
 FIND_TIMEOUT_S = 5.0
 """Seconds in which a running proxy answers /health."""
@@ -37,14 +39,14 @@ _LISTENS = re.compile(r"recording proxy on (\S+), ")
 def run(arguments: Namespace) -> int:
     """Returns the exit code of the agent."""
     argv: list[str] = arguments.program
-    config = _config(arguments)
+    config = configuration(arguments)
     if not argv:
-        with _running(arguments, config, may_start=False) as client:
+        with running(arguments, config, may_start=False) as client:
             print(asyncio.run(_lines(client, arguments)))
         return 0
     agent = find_agent(argv, arguments.agent)
     with (
-        _running(arguments, config, may_start=True) as client,
+        running(arguments, config, may_start=True) as client,
         tempfile.TemporaryDirectory(prefix="agentic-proxy-run-") as directory,
     ):
         session = asyncio.run(_open(client, arguments, agent.name))
@@ -52,7 +54,7 @@ def run(arguments: Namespace) -> int:
             code = run_agent(
                 agent.command(argv, placeholders(session, Path(directory))),
                 agent_environment(agent, session, Path(directory)),
-                [str(path) for path in _private(config)],
+                [str(path) for path in (*private_files(config), *arguments.hide)],
                 walled=arguments.sandbox == "light",
             )
         finally:
@@ -63,18 +65,37 @@ def run(arguments: Namespace) -> int:
 async def _open(
     client: ProxyClient, arguments: Namespace, agent: str | None = None
 ) -> SessionHandle:
+    metadata = {**tags(arguments.tag), **({"agent": agent} if agent else {})}
+    metadata[FOLDER] = os.getcwd()
     async with client:
         try:
-            return await client.create_session(
-                arguments.session,
-                metadata={**tags(arguments.tag), **({"agent": agent} if agent else {})},
-            )
+            if (origin := origin_of(arguments)) is not None:
+                return await client.branch(origin, arguments.session, metadata=metadata)
+            return await client.create_session(arguments.session, metadata=metadata)
         except ProxyClientError as error:
-            if error.status == 409:
+            if error.status == 409 and "already exists" in str(error):
                 raise ConfigurationError(
                     f"--session {arguments.session}: exists; choose another name"
                 ) from error
             raise ConfigurationError(str(error)) from error
+
+
+def origin_of(arguments: Namespace) -> Origin | None:
+    """The recorded turns with which the session begins, if the arguments name them.
+
+    Raises:
+        ConfigurationError: only one of --from and --turn is given, or the file cannot be read.
+    """
+    if (arguments.origin is None) != (arguments.turn is None):
+        raise ConfigurationError("--from SESSION and --turn K belong together; give both")
+    if arguments.origin is None:
+        return None
+    try:
+        answer = None if arguments.answer is None else arguments.answer.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--answer {arguments.answer}: {error}") from error
+    mode = BranchMode.LIVE if arguments.live else BranchMode.STRICT
+    return Origin(arguments.origin, arguments.turn, mode, system=arguments.edit, answer=answer)
 
 
 async def _closed(client: ProxyClient, trial_id: str) -> str:
@@ -114,9 +135,7 @@ async def _lines(client: ProxyClient, arguments: Namespace) -> str:
 
 
 @contextmanager
-def _running(
-    arguments: Namespace, config: ProxyConfig, *, may_start: bool
-) -> Iterator[ProxyClient]:
+def running(arguments: Namespace, config: ProxyConfig, *, may_start: bool) -> Iterator[ProxyClient]:
     """A client of the proxy that answers at the configured address, or of one that is started and
     stopped."""
     url = arguments.url or config.public_url or f"http://{config.host}:{config.port}"
@@ -176,14 +195,15 @@ def _served(arguments: Namespace) -> Iterator[str]:
         process.stdout.close()
 
 
-def _config(arguments: Namespace) -> ProxyConfig:
+def configuration(arguments: Namespace) -> ProxyConfig:
+    """The proxy's configuration with the flags that are given."""
     given = {name: getattr(arguments, name) for name in ("model", "store")}
     engines = [{"url": url} for url in arguments.engine or ()]
     overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return load_config(arguments.config, **overrides, **({"engines": engines} if engines else {}))
 
 
-def _private(config: ProxyConfig) -> list[Path]:
+def private_files(config: ProxyConfig) -> list[Path]:
     """The proxy's files, which an agent must not read: other sessions, and the admin key."""
     files = [key_file(config), Path("agentic-proxy-vllm.url").absolute()]
     scheme, _, rest = config.store.partition(":///")

@@ -45,7 +45,11 @@ OPERATIONS = {
         "Lists sessions in order of their ids", schema.SessionList, query=_FILTER, refusals=(400,)
     ),
     "create": Operation(
-        "Creates a session", schema.SessionCreated, schema.NewSession, 201, (400, 409)
+        "Creates a session, or a branch of one",
+        schema.SessionCreated,
+        schema.NewSession,
+        201,
+        (400, 404, 409),
     ),
     "show": Operation(
         "A session with its turns, forks and rewards", schema.SessionRecord, refusals=(404,)
@@ -71,7 +75,9 @@ OPERATIONS = {
         schema.Nothing,
         refusals=(404, 503),
     ),
-    "delete": Operation("Removes a session and its record", schema.Nothing, refusals=(404, 503)),
+    "delete": Operation(
+        "Removes a session and its record", schema.Nothing, refusals=(404, 409, 503)
+    ),
     "engines": Operation("Lists the engines", schema.Engines),
     "add_engine": Operation(
         "Adds an engine", schema.EngineAdded, schema.NewEngine, 201, (400, 409)

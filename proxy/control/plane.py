@@ -18,6 +18,7 @@ from aiohttp import web
 
 from proxy.admin_key import check_admin_key
 from proxy.config import EngineConfig, LimitsConfig, ListenConfig
+from proxy.control.branch_request import with_origin
 from proxy.control.event_stream import EventStream
 from proxy.control.openapi import OPERATIONS, document
 from proxy.control.record_view import session_view, trajectories_view, turn_view
@@ -111,7 +112,7 @@ class ControlPlane:
 
     async def _create(self, request: web.Request) -> web.Response:
         trial_id = request.match_info.get("trial_id")
-        new = parsed(NewSession, await read_body(request))
+        new = await with_origin(self._store, parsed(NewSession, await read_body(request)))
         session, key = await self._sessions.create(
             unquote(trial_id) if trial_id is not None else new.trial_id,
             kind=new.kind,
@@ -121,6 +122,7 @@ class ControlPlane:
             limits=new.limits.model_dump(exclude_none=True),
             metadata=new.metadata,
             ttl_s=new.ttl_s,
+            origin=None if new.branch_of is None else new.branch_of.origin,
         )
         root = self._public_url(request)
         return _json(
@@ -149,7 +151,12 @@ class ControlPlane:
     async def _show(self, request: web.Request) -> web.Response:
         session = await self._session(request)
         turns = await self._store.get_turns(session.session_id)
-        return _json({**session_view(session), "turns": [turn_view(turn) for turn in turns]})
+        return _json(
+            {
+                **session_view(session),
+                "turns": [turn_view(session.session_id, turn) for turn in turns],
+            }
+        )
 
     async def _trajectories(self, request: web.Request) -> web.Response:
         session = await self._session(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxy.record_format import origin_fields
 from proxy.records import Session, Turn
 from proxy.token_tree.sampled_paths import sampled_paths
 
@@ -20,6 +21,7 @@ def session_view(session: Session) -> dict[str, Any]:
         "profile": session.profile,
         "limits": dict(session.limits),
         "metadata": dict(session.metadata),
+        "from": None if session.origin is None else origin_fields(session.origin),
         "rewards": [
             {
                 "key": reward.key,
@@ -33,9 +35,10 @@ def session_view(session: Session) -> dict[str, Any]:
     }
 
 
-def turn_view(turn: Turn) -> dict[str, Any]:
+def turn_view(session_id: str, turn: Turn) -> dict[str, Any]:
     return {
         "index": turn.index,
+        "recorded_by": None if turn.session_id == session_id else turn.session_id,
         "parent": turn.parent,
         "fork_cause": turn.fork_cause,
         "status": turn.status,

@@ -22,7 +22,15 @@ from pydantic import (
 from proxy.engines.registry import ENGINES
 from proxy.errors import RequestError
 from proxy.policies import MAX_ADAPTER_CHARS, POLICY_NAME
-from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, TurnStatus
+from proxy.records import (
+    BranchMode,
+    FinishReason,
+    ForkCause,
+    Origin,
+    SessionKind,
+    SessionStatus,
+    TurnStatus,
+)
 
 M = TypeVar("M", bound=BaseModel)
 MAX_TTL_S = 10 * 365 * 86400.0
@@ -83,8 +91,29 @@ class SessionLimits(Schema):
     max_concurrent_calls: int | None = Field(None, ge=1, le=2**53)
 
 
+class BranchOf(Schema):
+    """Where a branch begins: the `turn` first turns of `session` are replayed to its agent."""
+
+    session: str
+    turn: int = Field(ge=1, le=2**31 - 1)
+    mode: BranchMode = BranchMode.STRICT
+    salvage: bool = False
+    """Whether the branch continues a failed trial and trains the turns of `session`, too."""
+    system: str | None = None
+    """The system message of the calls after the recorded ones, instead of the agent's."""
+    answer: str | None = None
+    """Text that answers the first of these calls, instead of the engine."""
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.session, self.turn, self.mode, self.salvage, self.system, self.answer)
+
+
 class NewSession(Schema):
-    """Body of `POST /sessions`."""
+    """Body of `POST /sessions`. A branch (`from`) takes over what it does not set of the other
+    session's kind, sampling, profile and limits; its profile is always the same."""
+
+    branch_of: BranchOf | None = Field(None, alias="from")
 
     trial_id: str | None = None
     kind: SessionKind = SessionKind.TRAIN
@@ -168,6 +197,8 @@ class SessionCreated(Schema):
 class SessionView(Schema):
     """A session without its turns. Times are in Unix seconds."""
 
+    branch_of: BranchOf | None = Field(None, alias="from")
+
     trial_id: str
     kind: SessionKind
     status: SessionStatus
@@ -191,6 +222,8 @@ class TurnView(Schema):
     """One turn of a session, without its token ids."""
 
     index: int
+    recorded_by: str | None
+    """The session that recorded the turn, if it is another one: a branch's first turns."""
     parent: int | None
     fork_cause: ForkCause | None
     status: TurnStatus

@@ -39,6 +39,29 @@ def dump_request(conversation: Conversation, answered: int, after: int | None) -
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """What a turn has recorded of its request: one of the three forms above."""
+
+    messages: list[Message]
+    after: int | None
+    """The turn whose answer comes before `messages`."""
+    tools: list[dict[str, Any]]
+    """Empty with `after`, because they are those of the first request of the conversation."""
+    same_as: int | None = None
+
+
+def load_request(turn: Turn) -> RecordedRequest | None:
+    """None if it was not recorded: see `load_conversation`."""
+    if not turn.request:
+        return None
+    fields = orjson.loads(turn.request)
+    if "same_as" in fields:
+        return RecordedRequest([], None, [], fields["same_as"])
+    messages = [load_message(each) for each in fields["messages"]]
+    return RecordedRequest(messages, fields["after"], fields.get("tools", []))
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedConversation:
     """The conversation that a turn answers."""
 
@@ -53,30 +76,27 @@ def load_conversation(
     """The conversation that turn `index` answers. None if it was not recorded: a prompt without
     messages, or a turn of a version that did not record them."""
     parts: list[list[tuple[Message, int | None]]] = []
-    while turns[index].request:
-        fields = orjson.loads(turns[index].request)
-        if "same_as" in fields:
-            index = fields["same_as"]
+    while (request := load_request(turns[index])) is not None:
+        if request.same_as is not None:
+            index = request.same_as
             continue
-        parts.append([(load_message(each), None) for each in fields["messages"]])
-        if fields["after"] is None:
+        parts.append([(message, None) for message in request.messages])
+        if request.after is None:
             found = [message for part in reversed(parts) for message in part]
             answers = {at: turn for at, (_, turn) in enumerate(found) if turn is not None}
             messages = [message for message, _ in found]
-            return RecordedConversation(Conversation(messages, fields["tools"]), answers)
-        index = fields["after"]
+            return RecordedConversation(Conversation(messages, request.tools), answers)
+        index = request.after
         parts.append([(load_answer(turns[index].answer), index)])
     return None
 
 
 def continued_turn(turns: Sequence[Turn], index: int) -> int | None:
     """The turn whose answer is the last recorded one in the conversation that `index` answers."""
-    while turns[index].request:
-        fields = orjson.loads(turns[index].request)
-        if "same_as" not in fields:
-            after: int | None = fields["after"]
-            return after
-        index = fields["same_as"]
+    while (request := load_request(turns[index])) is not None:
+        if request.same_as is None:
+            return request.after
+        index = request.same_as
     return None
 
 

@@ -26,7 +26,6 @@ from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.rendering.stream import AnswerParser
 from proxy.serving.asked import Asked
-from proxy.serving.stream import AnswerStream
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
 if TYPE_CHECKING:
@@ -50,16 +49,18 @@ class LiveAnswer:
         sampling: Sampling,
         asked: Asked,
         continued: Outcome | None = None,
+        given: str | None = None,
     ) -> None:
         """`choice` is the answer's index in the call; `intent` is its turn before sampling, and
         `prompt` that turn's whole prompt; `continued` is the recorded answer that this one
-        continues with a call."""
+        continues with a call; `given` is the text of an answer that is not sampled."""
         self._call = call
         self._choice = choice
         self._intent = intent
         self._sampling = sampling
         self._asked = asked
         self._continued = continued
+        self._given = given
         self._prompt = prompt
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -82,6 +83,9 @@ class LiveAnswer:
     async def sample(self) -> None:
         """Samples the answer. Raises EngineError or RequestError if it does not reach its end."""
         self._begun = time.perf_counter()
+        if self._given is not None:
+            self._take_given(self._given)
+            return
         async with aclosing(self._generation.stream()) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Seam):
@@ -96,6 +100,12 @@ class LiveAnswer:
                 if self._parser.ended:
                     self._finish = FinishReason.STOP
                     return
+
+    def _take_given(self, text: str) -> None:
+        rendering = self._call.backend.rendering
+        ids = [*rendering.tokenizer.encode(text), *rendering.stop_token_ids[:1]]
+        self._take(Chunk(ids, [0.0] * len(ids)))
+        self._finish = FinishReason.STOP
 
     def finished(self) -> Turn:
         """The turn to record: DONE, or CUT with what was sampled. Call it once."""
@@ -113,7 +123,7 @@ class LiveAnswer:
             logprobs=np.array(self._logprobs, np.float32),
             versions=self._generation.versions,
             finish_reason=self._finish,
-            status=TurnStatus.CUT if cut else TurnStatus.DONE,
+            status=TurnStatus.CUT if cut else self._ended_as,
             first_token_s=self._first_token_s,
             duration_s=time.perf_counter() - self._begun,
             answer=dump_answer(said) if size else b"",
@@ -136,6 +146,10 @@ class LiveAnswer:
             self._call.stream.push(Piece(self._choice, visible, turn=self._intent.index))
         return turn
 
+    @property
+    def _ended_as(self) -> TurnStatus:
+        return TurnStatus.DONE if self._given is None else TurnStatus.CONTEXT
+
     def _resumed(self, seam: Seam) -> None:
         """An engine failed in mid-answer, and another call of an engine continues the answer."""
         self._call.backend.metrics.resumed(seam.cause.value)
@@ -151,7 +165,7 @@ class LiveAnswer:
     def _take(self, chunk: Chunk) -> None:
         self._ids += chunk.ids
         self._logprobs += chunk.logprobs
-        tokens = self._shown(chunk) if self._asked.request.options.logprobs else []
+        tokens = _shown(self._call, chunk)
         self._tokens += tokens
         deltas = self._visible(self._parser.feed(chunk.ids))
         if deltas or tokens:
@@ -214,16 +228,6 @@ class LiveAnswer:
         raw = self._asked.request.conversation.raw or ""
         return raw_key(raw + message.text if isinstance(raw, str) else [*raw, *self._ids])
 
-    def _shown(self, chunk: Chunk) -> list[SampledToken]:
-        decode = self._call.backend.rendering.tokenizer.decode
-        tops = chunk.top_logprobs or [[] for _ in chunk.ids]
-        return [
-            SampledToken(
-                decode([token]), logprob, tuple((decode([other]), value) for other, value in top)
-            )
-            for token, logprob, top in zip(chunk.ids, chunk.logprobs, tops, strict=True)
-        ]
-
 
 async def sample_all(answers: Sequence[LiveAnswer]) -> None:
     """Samples all answers. If one fails, ends the others and raises its error."""
@@ -239,19 +243,42 @@ async def sample_all(answers: Sequence[LiveAnswer]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def replayed_outcome(stream: AnswerStream, choice: int, turn: Turn) -> Outcome:
-    """Pushes a recorded answer to the watchers in one piece."""
+def replayed_outcome(
+    call: LiveCall, choice: int, turn: Turn, prompt: Ids, *, only_calls: bool
+) -> Outcome:
+    """Pushes a recorded answer to the watchers in one piece. `only_calls`: its text and reasoning
+    were sent before, with the answer that it continues."""
     message = load_answer(turn.answer)
-    deltas: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
-    if message.text:
+    deltas: list[Delta] = []
+    if message.reasoning and not only_calls:
+        deltas.append(ReasoningDelta(message.reasoning))
+    if message.text and not only_calls:
         deltas.append(TextDelta(message.text))
     send_calls([], message.tool_calls, deltas)
-    stream.push(Piece(choice, deltas, turn=turn.index))
+    tokens = _shown(call, Chunk(turn.sampled_ids.tolist(), turn.logprobs.tolist()))
+    call.stream.push(Piece(choice, deltas, tokens, turn.index))
     return Outcome(
         message=message,
         finish_reason=turn.finish_reason or FinishReason.STOP,
         prompt_tokens=turn.prompt_tokens,
         cached_tokens=turn.shared_tokens,
         completion_tokens=len(turn.sampled_ids),
+        tokens=tokens,
         turn=turn.index,
+        prompt_ids=prompt,
+        sampled_ids=turn.sampled_ids,
     )
+
+
+def _shown(call: LiveCall, chunk: Chunk) -> list[SampledToken]:
+    """The chunk's tokens as the agent gets them, if it asks for log-probabilities."""
+    if not call.asked.request.options.logprobs:
+        return []
+    decode = call.backend.rendering.tokenizer.decode
+    tops = chunk.top_logprobs or [[] for _ in chunk.ids]
+    return [
+        SampledToken(
+            decode([token]), logprob, tuple((decode([other]), value) for other, value in top)
+        )
+        for token, logprob, top in zip(chunk.ids, chunk.logprobs, tops, strict=True)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from proxy.branching.prefix import Recognised
 from proxy.conversation.message_keys import Key
 from proxy.records import Ids
 from proxy.wire.dialect import Call
@@ -34,6 +35,8 @@ class Asked:
     """The answer's first tokens, which are not sampled: a forced call's opening, or a prefill."""
     policy: str = ""
     """The policy that the session maps the requested model name to."""
+    recognised: Recognised | None = None
+    """In a branch: how much of the request is recorded."""
 
 
 def required_tool(request: Call) -> str | None:

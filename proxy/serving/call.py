@@ -38,21 +38,17 @@ from enum import Enum, auto
 
 from proxy.conversation import Key
 from proxy.errors import EngineError, ProxyError, StoreError
-from proxy.metrics import Metrics
-from proxy.records import Turn, TurnStatus
-from proxy.rendering.rendering import Rendering
-from proxy.routing import Router
+from proxy.records import ForkCause, Turn, TurnStatus
 from proxy.sampling import as_record, resolve
 from proxy.serving.answer import LiveAnswer, replayed_outcome, sample_all
-from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.asked import Asked
+from proxy.serving.backend import Backend
 from proxy.serving.forced_call import joined, lacks_call, place_call
-from proxy.serving.ownership import Ownership
 from proxy.serving.prompt_bounds import refuse_overlong
 from proxy.serving.retries import Replay
 from proxy.serving.sessions import LiveSession
 from proxy.serving.stream import AnswerStream, Watcher
-from proxy.store.protocol import Store, TurnConflict
+from proxy.store.protocol import TurnConflict
 from proxy.token_tree import Placement
 from proxy.wire.dialect import Outcome
 
@@ -72,27 +68,6 @@ class Replayed:
     """Recorded answers that are sent again."""
 
     turns: tuple[Turn, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The parts of the proxy that every call uses."""
-
-    store: Store
-    router: Router
-    rendering: Rendering
-    metrics: Metrics
-    ownership: Ownership
-    deliveries: Deliveries
-    context_tokens: int | None
-    """The configured limit on prompt and answer together, besides the engines' own."""
-    call_timeout_s: float
-
-    @property
-    def room(self) -> int | None:
-        """The smallest known limit on prompt and answer together."""
-        known = [n for n in (self.context_tokens, self.router.context_tokens) if n is not None]
-        return min(known, default=None)
 
 
 class CallState(Enum):
@@ -122,6 +97,8 @@ class LiveCall:
         self._unrecorded: set[int] = set()
         """Turns whose intent is or may be durable, and whose answer is not."""
         self._begun: list[LiveAnswer] = []
+        self._diverged = False
+        """Whether a branch's request is not the recorded one."""
         self._answered: list[int] = []
         """Turns whose answers are recorded and sent to the watchers."""
         self._interruptible = True
@@ -178,9 +155,7 @@ class LiveCall:
             opening = await self._open(self._decide)
             if isinstance(opening, Replayed):
                 self.state = CallState.RECORDING
-                outcomes = [
-                    replayed_outcome(self.stream, n, turn) for n, turn in enumerate(opening.turns)
-                ]
+                outcomes = [self._sent_again(n, turn) for n, turn in enumerate(opening.turns)]
             else:
                 outcomes = await self._answer(opening.answers)
             return [await self._with_call(n, outcome) for n, outcome in enumerate(outcomes)]
@@ -204,7 +179,13 @@ class LiveCall:
 
     async def _decide(self) -> Fresh | Replayed:
         live = self.live
+        if live.branch is not None and not self._begun and not self._diverged:
+            found = await live.branch.open(live, self.asked, self.backend, self._uninterrupted)
+            if isinstance(found, Replay):
+                return await self._replay(found)
+            self._diverged = found is not None
         same = live.tree.same_requests(self.asked.request_key)
+        same = [node for node in same if node.index >= live.session.recorded_turns]
         if same and not self._begun:
             decision = live.retries.decide(same, _being_sent(live), self.asked)
             if isinstance(decision, Replay):
@@ -221,23 +202,37 @@ class LiveCall:
         if not self.watchers or not lacks_call(self.asked, said):
             return said
 
-        async def begin() -> Fresh:
+        live, backend = self.live, self.backend
+
+        async def begin() -> Fresh | Replayed:
+            if (branch := live.branch) is not None:
+                recorded = branch.required_call(live, self.asked, said, backend.rendering)
+                if recorded is not None:
+                    return await self._replay(recorded)
             return Fresh((await self._begin(choice, said),))
 
         self.state, self._interruptible = CallState.PLACING, True
         opening = await self._open(begin)
-        assert isinstance(opening, Fresh)
-        (called,) = await self._answer(opening.answers)
+        if isinstance(opening, Replayed):
+            called = self._sent_again(choice, opening.turns[0], continues=True)
+        else:
+            (called,) = await self._answer(opening.answers)
         return joined(said, called)
+
+    def _sent_again(self, choice: int, turn: Turn, *, continues: bool = False) -> Outcome:
+        prompt = self.live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
+        return replayed_outcome(self, choice, turn, prompt, only_calls=continues)
 
     async def _replay(self, decision: Replay) -> Replayed:
         live, indexes = self.live, decision.indexes
         live.own.update(indexes)
-        self.turns, self._answered = list(indexes), list(indexes)
-        turns = await self.backend.store.get_turns(live.session.session_id, since=indexes[0])
-        found = tuple(turn for turn in turns if turn.index in indexes)
-        self.prompt_tokens = found[0].prompt_tokens
-        return Replayed(found)
+        self.prompt_tokens = self.prompt_tokens or live.tree.nodes[indexes[0]].prompt_tokens
+        self.turns += indexes
+        self._answered += indexes
+        turns = await self.backend.store.get_turns(
+            live.session.session_id, since=indexes[0], until=indexes[-1] + 1
+        )
+        return Replayed(tuple(turn for turn in turns if turn.index in indexes))
 
     async def _supersede(self, indexes: Sequence[int]) -> None:
         live = self.live
@@ -254,6 +249,7 @@ class LiveCall:
 
         Raises TurnConflict if the index is taken."""
         live, backend, asked = self.live, self.backend, self.asked
+        diverged = self._diverged and said is None and not self.turns
         if said is not None:
             asked, placement = place_call(asked, said, live.tree, backend.rendering)
         elif self.turns:
@@ -275,7 +271,7 @@ class LiveCall:
             index=len(live.tree),
             parent=placement.parent,
             shared_tokens=placement.shared_tokens,
-            fork_cause=placement.cause,
+            fork_cause=ForkCause.DIVERGED if diverged else placement.cause,
             prompt_ids=placement.prompt_ids,
             request_key=asked.request_key.stored(),
             sampling=as_record(sampling),
@@ -285,7 +281,8 @@ class LiveCall:
             request=live.tree.new_messages(asked.request.conversation, asked.keys),
         )
         await self._record_intent(turn, asked.request_key)
-        return LiveAnswer(self, choice, turn, placement.prompt, sampling, asked, said)
+        given = None if live.branch is None else live.branch.given_answer(turn.index)
+        return LiveAnswer(self, choice, turn, placement.prompt, sampling, asked, said, given)
 
     async def _place(self) -> Placement:
         tree, rendering, asked = self.live.tree, self.backend.rendering, self.asked

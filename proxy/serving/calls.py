@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from proxy.branching.prefix import Recognised
 from proxy.config import SessionsConfig
 from proxy.conversation.message_keys import (
     Key,
@@ -22,7 +23,8 @@ from proxy.conversation.references import ReferringConversation
 from proxy.errors import EngineError, RequestError
 from proxy.records import EMPTY_IDS, Ids
 from proxy.serving.asked import Asked, Caller, required_tool
-from proxy.serving.call import Backend, LiveCall
+from proxy.serving.backend import Backend
+from proxy.serving.call import LiveCall
 from proxy.serving.prompt_bounds import refuse_too_many_chars
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.body import scrub
@@ -55,20 +57,25 @@ class Calls:
         if not live.up_to_date:
             async with live.placing:
                 await self._backend.ownership.settle(live)
+        if request.referring is not None:
+            await self._resolve(live, request.referring)
+        recognised = await self._recognised(live, request.conversation, large=request.is_large)
         keys = await self._keys(live, request)
         policy = live.session.policy_of(request.model)
         request_key = _request_key(keys[-1], request, policy)
-        asked = Asked(request, caller, keys, request_key, opening, policy)
+        asked = Asked(request, caller, keys, request_key, opening, policy, recognised)
         joined = live.retries.joinable(asked)
         if joined is not None:
             return joined
-        self._admit(live, request)
+        if live.branch is None or not live.branch.recorded(live.tree, asked):
+            self._admit(live, request)
         call = LiveCall(self._backend, live, asked)
         call.start()
         return call
 
-    async def count_tokens(self, conversation: Conversation) -> int:
+    async def count_tokens(self, live: LiveSession, conversation: Conversation) -> int:
         """Number of tokens of a prompt. Raises RequestError."""
+        await self._recognised(live, conversation, large=True)
         rendering, prefill = self._backend.rendering, conversation.prefill
         refuse_too_many_chars(conversation, 0, self._backend.room)
         ids = await asyncio.to_thread(rendering.full, conversation)
@@ -90,14 +97,23 @@ class Calls:
     async def _keys(self, live: LiveSession, request: Call) -> list[Key]:
         """One key per message; the last one is the key of the whole conversation."""
         conversation = request.conversation
-        if request.referring is not None:
-            await self._resolve(live, request.referring)
         if conversation.raw is not None:
             return [raw_key(conversation.raw)]
         if conversation.continues is not None:
             return await self._continued(live, conversation, conversation.continues)
         make_keys = partial(live.known_keys.keys, conversation, with_reasoning=live.tree.follows)
         return [*(await asyncio.to_thread(make_keys) if request.is_large else make_keys())]
+
+    async def _recognised(
+        self, live: LiveSession, conversation: Conversation, *, large: bool
+    ) -> Recognised | None:
+        """See `LiveBranch.recognise`; None if the session is not a branch."""
+        if live.branch is None:
+            return None
+        recognise = live.branch.recognise
+        return (
+            await asyncio.to_thread(recognise, conversation) if large else recognise(conversation)
+        )
 
     async def _resolve(self, live: LiveSession, referring: ReferringConversation) -> None:
         """Resolves references. Raises RequestError (404) for one that is not in the record."""

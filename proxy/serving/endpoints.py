@@ -203,7 +203,7 @@ class AgentEndpoints:
     async def _count(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
         """Counts the tokens of a prompt; nothing is sampled or recorded."""
         call = await self._parse(exchange, live)
-        return _json({"input_tokens": await self._calls.count_tokens(call.conversation)})
+        return _json({"input_tokens": await self._calls.count_tokens(live, call.conversation)})
 
     def _not_found(self, request: web.Request, route: str) -> web.Response:
         """Says what to type instead, in OpenAI's form, which the clients print."""

@@ -115,7 +115,7 @@ class RetryBook:
             if node.status is not TurnStatus.CUT or node.index in self.repeated:
                 continue
             attempt = self.ended.get(node.index)
-            if asked.caller.is_retry or _in_another_form(attempt, asked):
+            if asked.caller.is_retry or in_another_form(attempt, asked):
                 self.repeated.update(attempt.turns if attempt else (node.index,))
                 return True
         return False
@@ -126,7 +126,7 @@ class RetryBook:
             return ()
         latest = [node.index for node in arrived][-asked.request.n :]
         new = self.repeated.isdisjoint(latest) and not any(
-            _in_another_form(self.ended.get(index), asked) for index in latest
+            in_another_form(self.ended.get(index), asked) for index in latest
         )
         return tuple(latest) if new and len(latest) == asked.request.n else ()
 
@@ -137,7 +137,7 @@ class RetryBook:
         if before:
             latest = before[-1].index
             attempt = self.ended.get(latest)
-            if asked.caller.is_retry or _in_another_form(attempt, asked):
+            if asked.caller.is_retry or in_another_form(attempt, asked):
                 own = attempt.turns if attempt else (latest,)
                 found.update(node.index for node in before if node.index in own)
         return tuple(sorted(found))
@@ -147,5 +147,6 @@ class RetryBook:
         return attempt is None or attempt.settled_at < asked.caller.arrived_at
 
 
-def _in_another_form(attempt: EndedCall | None, asked: Asked) -> bool:
+def in_another_form(attempt: EndedCall | None, asked: Asked) -> bool:
+    """Whether the ended call was a stream and the request is not, or the other way round."""
     return attempt is not None and attempt.streamed != asked.request.stream

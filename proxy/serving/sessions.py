@@ -26,7 +26,8 @@ from proxy.config import SessionsConfig
 from proxy.conversation.message_keys import KnownKeys
 from proxy.errors import RequestError, SessionError, StoreError
 from proxy.profiles import AgentProfile, Profiles
-from proxy.records import Session, SessionKind, SessionStatus, Turn, TurnStatus
+from proxy.records import Origin, Session, SessionKind, SessionStatus, Turn, TurnStatus
+from proxy.serving.branch import LiveBranch, open_branch
 from proxy.serving.retries import RetryBook
 from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree import TokenTree
@@ -56,6 +57,7 @@ class LiveSession:
 
     session: Session
     profile: AgentProfile
+    branch: LiveBranch | None = None
     tree: TokenTree = field(init=False)
     retries: RetryBook = field(default_factory=RetryBook)
     known_keys: KnownKeys = field(default_factory=KnownKeys)
@@ -97,7 +99,14 @@ class LiveSession:
         still_open = {turn.index for turn in turns if turn.status is TurnStatus.OPEN}
         self.unsettled = frozenset((still_open | undelivered.pending) - self.own)
         self.retries.lost = (self.retries.lost & self.own) | (undelivered.lost - self.own)
+        if self.branch is not None:
+            self.branch.read(turns, undelivered, self.own)
         self.stale = False
+
+    async def record(self, store: Store, kind: str, **data: Any) -> None:
+        """Stores an event and sends it to all listeners."""
+        seq = await store.add_event(self.session.session_id, kind, data)
+        self.publish(kind, seq=seq, **data)
 
     def publish(self, kind: str, **data: Any) -> None:
         """Sends an event to every listener; a listener that is too slow loses events."""
@@ -135,12 +144,13 @@ class Sessions:
         limits: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         ttl_s: float | None = None,
+        origin: Origin | None = None,
     ) -> tuple[Session, str]:
         """Creates a session. Returns it and its API key, which is not stored.
 
         Raises:
             RequestError: the id cannot be part of a path, or the profile does not exist.
-            SessionError: 409, the id exists.
+            SessionError: 409, the id exists; see also `Store.create_session`.
         """
         self._profiles.get(profile)
         session_id = shortuuid.uuid() if trial_id is None else check_id(trial_id)
@@ -157,6 +167,7 @@ class Sessions:
             profile=profile,
             limits=dict(limits or {}),
             metadata=dict(metadata or {}),
+            origin=origin,
         )
         if not await self._store.create_session(session):
             raise SessionError(f"session {session_id!r} already exists", status=409)
@@ -234,9 +245,8 @@ class Sessions:
             self._close(live, kind)
 
     async def record_event(self, live: LiveSession, kind: str, **data: Any) -> None:
-        """Stores an event and sends it to all listeners."""
-        seq = await self._store.add_event(live.session.session_id, kind, data)
-        live.publish(kind, seq=seq, **data)
+        """See `LiveSession.record`."""
+        await live.record(self._store, kind, **data)
 
     async def refused(self, live: LiveSession, **what: Any) -> None:
         """Records a call that was answered with an error, at most MAX_REFUSALS per session."""
@@ -307,9 +317,12 @@ class Sessions:
             raise SessionError(f"session {session_id!r} does not exist", status=404)
         turns = await self._store.get_turns(session_id)
         undelivered = await self._store.undelivered(session_id)
+        profile, branch = self._profiles.get(session.profile), None
+        if session.origin is not None:
+            branch = await open_branch(self._store, session, session.origin, turns, profile)
         if session_id in self._live:  # it was read twice concurrently
             return self._live[session_id]
-        live = LiveSession(session, self._profiles.get(session.profile))
+        live = LiveSession(session, profile, branch)
         live.read(turns, undelivered)
         if session.status is not SessionStatus.OPEN:
             live.closed.set()

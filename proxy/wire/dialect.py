@@ -101,7 +101,7 @@ class Outcome:
     tokens: list[SampledToken] = field(default_factory=list)
     turn: int = 0
     prompt_ids: Ids | None = None
-    """The prompt that the engine got; None for an answer that is replayed."""
+    """The prompt that the engine got."""
     sampled_ids: Ids | None = None
 
 

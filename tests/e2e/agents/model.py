@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 COMMANDS = ("echo hi > out.txt", "cat out.txt")
@@ -41,7 +42,7 @@ LISTING = "*file listing* format"
 _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 
 
-def play(prompt: str) -> str:
+def play(prompt: str, commands: Sequence[str] = COMMANDS) -> str:
     """The answer to a rendered prompt (ChatML, Qwen3's tool format)."""
     offered = _offered(prompt)
     shell = next((name for name in offered if name in SHELLS), None)
@@ -51,11 +52,11 @@ def play(prompt: str) -> str:
     if shell is None:
         return DONE
     if prompt.endswith(FORCED):  # `tool_choice` is required: the call has been begun
-        return play(prompt.removesuffix(FORCED)).partition(FORCED)[2]
+        return play(prompt.removesuffix(FORCED), commands).partition(FORCED)[2]
     # smolagents puts results into user messages.
     done = max(prompt.count("<tool_response>\n"), prompt.count("\nObservation:\n"))
-    if done < len(COMMANDS):
-        return f"Step {done + 1}.\n" + _run(shell, COMMANDS[done], offered)
+    if done < len(commands):
+        return f"Step {done + 1}.\n" + _run(shell, commands[done], offered)
     end = next((name for name in offered if name in ENDS), None)
     if end is not None:
         return call(end, ENDS[end])

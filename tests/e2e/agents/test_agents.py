@@ -23,7 +23,7 @@ from agent_loop.trajectory import flatten
 from agent_loop.trial_config import SamplingConfig, TrialConfig
 from proxy.client import ProxyClient
 from proxy.engines.scripted import text_script
-from proxy.records import SessionKind
+from proxy.records import Origin, SessionKind
 from tests.e2e.agents.model import COMMANDS, play
 from tests.needs import needs
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -111,8 +111,9 @@ async def trial(
     sampling: SamplingConfig | None = None,
     timeout_s: float = 120,
     check: Sequence[str] = ("grep", "-qx", "hi", "out.txt"),
+    origin: Origin | None = None,
 ) -> Rollout:
-    """`check`: the verifier's command."""
+    """`check`: the verifier's command. `origin`: the recorded turns that the trial begins with."""
     path = f"{programs}:{os.environ['PATH']}"
     env = {"PATH": path, **command.env}
     verifier = VerifierConfig(argv=tuple(check))
@@ -125,7 +126,7 @@ async def trial(
         trial=TrialConfig(timeout_s=timeout_s, max_retries=0, keep_workspaces=True),
     )
     try:
-        return await loop.run(Task("hi", {"prompt": prompt}), kind=kind)
+        return await loop.run(Task("hi", {"prompt": prompt}), kind=kind, origin=origin)
     finally:
         await loop.close()
 

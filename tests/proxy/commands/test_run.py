@@ -67,7 +67,11 @@ async def test_agent_runs_in_a_recorded_session_and_its_exit_code_is_kept(
     assert "agentic-proxy export team/one --format messages" in err
     session, turns = await proxy.control.get_turns("team/one")
     assert (session.status, len(turns)) == ("completed", 1)
-    assert session.metadata == {"task_id": "t-1", "agent": Path(sys.executable).name}
+    assert session.metadata == {
+        "task_id": "t-1",
+        "agent": Path(sys.executable).name,
+        "folder": str(work),
+    }
 
     code, _, err = await run(work, *more, *agent)
     assert (code, err) == (2, "agentic-proxy: --session team/one: exists; choose another name\n")

@@ -31,7 +31,7 @@ from proxy.routing import Router
 from proxy.serving import arrived_answers, ownership
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.asked import Caller
-from proxy.serving.call import Backend
+from proxy.serving.backend import Backend
 from proxy.serving.calls import Calls
 from proxy.serving.ownership import Ownership
 from proxy.serving.sessions import LiveSession, Sessions

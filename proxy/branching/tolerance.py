@@ -1,0 +1,61 @@
+"""Decides which differences between a request and the recorded one do not count.
+
+Two texts are the same request if they are equal outside of what the profile's `tolerate` matches,
+and outside of the names that stand for each other: the ids of the branch and of its origins, and
+the folders in which their agents work. Invariant: what is tolerated is found and reported by the
+same expression, so that nothing is tolerated without being reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from proxy.profiles import AgentProfile
+
+SHOWN_CHARS = 200
+"""Characters that are recorded of each side of a tolerated difference."""
+MIN_NAME_CHARS = 4
+"""Shorter ids and folders are compared like any text: they may be part of any word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerated:
+    """Example: Tolerated("duration", recorded="0.21 s", seen="0.19 s")"""
+
+    name: str
+    recorded: str
+    seen: str
+
+
+class Tolerance:
+    """The differences that do not count in one branch."""
+
+    def __init__(self, profile: AgentProfile, names: Mapping[str, Sequence[str]]) -> None:
+        """`names`: kind → texts that stand for each other, such as the sessions' ids."""
+        parts = []
+        for kind, same in names.items():
+            known = sorted({n for n in same if len(n) >= MIN_NAME_CHARS}, key=len, reverse=True)
+            if known:
+                parts.append(f"(?P<{kind}>{'|'.join(map(re.escape, known))})")
+        for name, patterns in profile.tolerate.items():
+            parts.append(f"(?P<{name}>{'|'.join(pattern.pattern for pattern in patterns)})")
+        self._pattern = re.compile("|".join(parts)) if parts else None
+
+    def masked(self, text: str) -> str:
+        """The text with a mark in the place of everything that may differ."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda found: f"\0{found.lastgroup}\0", text)
+
+    def differences(self, recorded: str, seen: str) -> list[Tolerated]:
+        """The tolerated differences of two texts that are equal when masked."""
+        if self._pattern is None or recorded == seen:
+            return []
+        pairs = zip(self._pattern.finditer(recorded), self._pattern.finditer(seen), strict=True)
+        return [
+            Tolerated(str(one.lastgroup), one[0][:SHOWN_CHARS], other[0][:SHOWN_CHARS])
+            for one, other in pairs
+            if one[0] != other[0]
+        ]

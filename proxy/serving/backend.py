@@ -1,0 +1,33 @@
+"""What every call uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxy.metrics import Metrics
+from proxy.rendering.rendering import Rendering
+from proxy.routing import Router
+from proxy.serving.arrived_answers import Deliveries
+from proxy.serving.ownership import Ownership
+from proxy.store.protocol import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The parts of the proxy that every call uses."""
+
+    store: Store
+    router: Router
+    rendering: Rendering
+    metrics: Metrics
+    ownership: Ownership
+    deliveries: Deliveries
+    context_tokens: int | None
+    """The configured limit on prompt and answer together, besides the engines' own."""
+    call_timeout_s: float
+
+    @property
+    def room(self) -> int | None:
+        """The smallest known limit on prompt and answer together."""
+        known = [n for n in (self.context_tokens, self.router.context_tokens) if n is not None]
+        return min(known, default=None)
