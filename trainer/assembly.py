@@ -34,6 +34,7 @@ from proxy.records import Ids
 from trainer.checkpoint import Checkpoints
 from trainer.cluster import open_cluster
 from trainer.cluster.cluster import Cluster
+from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
 from trainer.cluster.services import RunServices
@@ -174,6 +175,7 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
     check_models(config.model, config.algorithm)
     if config.cluster.backend == "local":
         device_of(config.trainer.device)
+        plan_devices(config, gpus_here())
     in_swarm = config.swarm is not None
     agents = build_agents(config.agent_sections, config.data, in_swarm=in_swarm)
     if config.agents:

@@ -20,6 +20,7 @@ from proxy.secrecy import hide_memory
 from trainer import main_colocated, main_separate, main_sft, main_swarm
 from trainer.assembly import SwarmParts, TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Saved
+from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
@@ -159,6 +160,9 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"
     )
+    plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
+    for line in () if plan is None else plan.describe():
+        log.progress.say(line)
     for note in notes:
         log.progress.say(note)
     if saved is not None:

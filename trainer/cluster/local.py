@@ -25,6 +25,7 @@ from proxy.engines import guard
 from proxy.engines.vllm_server import socket_folder
 from proxy.secrecy import inherited, pipe_with
 from trainer.cluster.cluster import ProcessesConfig
+from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import OneThread, RankZero
@@ -82,6 +83,7 @@ class LocalCluster:
         self._config = config
         self._folder = folder
         self._control = control
+        self._plan = plan_devices(config, gpus_here())
 
     @property
     def private_paths(self) -> list[Path]:
@@ -92,7 +94,8 @@ class LocalCluster:
         return listening_ports([os.getpid()]) | engines | rendezvous_ports(os.environ)
 
     def replica(self, number: int) -> LocalReplica:
-        return LocalReplica(replica_server(self._config, self._folder, number))
+        make = replica_server(self._config, self._folder, number, plan=self._plan)
+        return LocalReplica(make)
 
     def proxy(self, settings: dict[str, Any]) -> ProxyProcess:
         return ProxyProcess(self._config.proxy_server, settings, self._folder.logs)

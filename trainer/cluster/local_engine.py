@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -12,6 +13,7 @@ import aiohttp
 
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmServer
+from trainer.cluster.device_plan import VISIBLE, DevicePlan
 from trainer.errors import TrainerError
 from trainer.learner import RanksConfig
 from trainer.run.folder import RunFolder
@@ -25,10 +27,17 @@ MakeServer = Callable[..., VllmServer]
 
 
 def replica_server(
-    config: RanksConfig, folder: RunFolder, number: int, server: type[VllmServer] = VllmServer
+    config: RanksConfig,
+    folder: RunFolder,
+    number: int,
+    server: type[VllmServer] = VllmServer,
+    plan: DevicePlan | None = None,
 ) -> MakeServer:
-    """Makes the server of replica `number`; each replica has its own seed."""
+    """Makes the server of replica `number`, on the GPUs of the plan if there is one; each replica
+    has its own seed."""
     engine, model = config.engine, config.model
+    if plan is not None:
+        engine = plan.engine_config(engine, number, os.environ.get(VISIBLE, ""))
     return partial(
         server,
         engine,

@@ -33,7 +33,7 @@ _WIDTHS = {
     "linear_head_dim": 16,
 }
 """Sizes that no other setting must fit → the largest in a small copy."""
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size")
 
@@ -42,10 +42,17 @@ def shrunk(settings: Any) -> Any:
     """A small copy of the text settings with every kind of layer of the original."""
     small = copy.deepcopy(settings.get_text_config())
     _narrow(small)
-    kinds = _layer_kinds(small)
+    kinds = layer_kinds(small)
     depth = 1 + max(kinds.index(kind) for kind in set(kinds))
     _cut(small, min(max(depth, 2), len(kinds)))
     return small
+
+
+def with_depth(settings: Any, depth: int) -> Any:
+    """A copy of the text settings with the first `depth` layers only."""
+    short = copy.deepcopy(settings.get_text_config())
+    _cut(short, depth)
+    return short
 
 
 def _narrow(small: Any) -> None:
@@ -58,7 +65,7 @@ def _narrow(small: Any) -> None:
         small.num_key_value_heads = min(groups, 2)
     for name, size in _WIDTHS.items():
         _lower(small, name, size)
-    for name in _EXPERTS:
+    for name in EXPERTS:
         _lower(small, name, max(8, 2 * (getattr(small, "n_group", None) or 1)))
     for name in _CHOSEN:
         _lower(small, name, 3)
@@ -96,7 +103,7 @@ def _cut(small: Any, depth: int) -> None:
         small.num_kv_shared_layers = max(0, depth - (whole - shared))
 
 
-def _layer_kinds(small: Any) -> list[tuple[Any, ...]]:
+def layer_kinds(small: Any) -> list[tuple[Any, ...]]:
     """What the code of each layer depends on: its modules, and their settings except its index."""
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(small))

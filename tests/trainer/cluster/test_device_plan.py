@@ -1,0 +1,154 @@
+"""Which GPU holds what, for lists of GPUs that this machine does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from trainer.cluster import device_plan, local
+from trainer.cluster.device_plan import DevicePlan, Gpu, plan_devices, tensor_parallel
+from trainer.cluster.local import LocalCluster
+from trainer.cluster.local_engine import replica_server
+from trainer.errors import ConfigError
+from trainer.learner import RanksConfig
+from trainer.run.folder import RunFolder
+
+GIB = 2**30
+LARGE = Gpu("made-up 16", 16 * GIB)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a model of 91 million weights."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3Config(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=2048,
+        vocab_size=64000,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def config(model: Path, **sections: dict[str, Any]) -> RanksConfig:
+    sections = {"model": {}, **sections}
+    sections["model"] = {"path": model, "max_micro_batch_tokens": 2048, **sections["model"]}
+    return RanksConfig.model_validate(sections)
+
+
+def planned(model: Path, gpus: Sequence[Gpu], **sections: dict[str, Any]) -> DevicePlan:
+    plan = plan_devices(config(model, **sections), gpus)
+    assert plan is not None
+    return plan
+
+
+def test_ranks_and_engines_have_gpus_of_their_own_if_there_are_enough(model: Path) -> None:
+    sections = {
+        "trainer": {"ranks": 2, "mode": "separate"},
+        "engine": {"replicas": 3, "args": ("--tensor-parallel-size", "2")},
+    }
+    plan = planned(model, [LARGE] * 8, **sections)
+    assert (plan.ranks, plan.engines) == ((0, 1), ((2, 3), (4, 5), (6, 7)))
+    assert plan.share is None
+    lines = list(plan.describe())
+    assert len(lines) == 8
+    assert lines[0].startswith("GPU 0 (made-up 16, 16.0 GiB): rank 0, ")
+    assert "engine 2 (1/2)" in lines[7]
+
+
+def test_a_single_gpu_is_shared_by_what_each_needs(model: Path) -> None:
+    plan = planned(model, [LARGE])
+    assert (plan.ranks, plan.engines) == ((0,), ((0,),))
+    assert plan.share is not None
+    assert plan.share * LARGE.memory + plan.rank.total < LARGE.memory
+    asleep = planned(model, [LARGE], engine={"sleep": True})
+    assert asleep.share is not None
+    assert asleep.share > plan.share
+
+
+def test_sleeping_engines_share_also_where_there_are_more_gpus(model: Path) -> None:
+    plan = planned(model, [LARGE] * 4, engine={"sleep": True, "replicas": 2})
+    assert plan.engines == ((0,), (1,))
+
+
+def test_a_rank_on_a_chosen_gpu_leaves_the_others_to_engines(model: Path) -> None:
+    plan = planned(model, [LARGE] * 3, trainer={"device": "cuda:1"}, engine={"replicas": 2})
+    assert (plan.ranks, plan.engines) == ((1,), ((0,), (2,)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "count", "memory", "message"),
+    [
+        ({"trainer": {"ranks": 3}}, 2, 16, r"trainer\.ranks=3, .*this machine has 2 GPUs"),
+        (
+            {"trainer": {"mode": "separate", "ranks": 2}, "engine": {"replicas": 2}},
+            3,
+            16,
+            r"2 GPUs for engines \(engine\.replicas=2, 1 each\) and 2 .* more than the 3 GPUs",
+        ),
+        ({}, 2, 2, r"a rank needs .* GiB of a GPU's 2\.0 GiB \(weights .*gradient_checkpointing"),
+        (
+            {"engine": {"gpu_memory_share": 0.9}},
+            1,
+            16,
+            r"gpu_memory_share=0\.9: a rank .* use at most 0\.\d+, or engine\.sleep=true",
+        ),
+        ({"engine": {"max_context_tokens": 400_000}}, 2, 16, r"a rank needs .* GiB of"),
+        (
+            {"engine": {"gpu_memory_share": 0.1}},
+            2,
+            16,
+            r"an engine needs 2\.\d GiB on each .* gets 1\.6 GiB; use --tensor-parallel-size",
+        ),
+        ({"engine": {"args": ("-tp", "x")}}, 2, 16, r"engine\.args: -tp 'x' is not a number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers(
+    model: Path, sections: dict[str, Any], count: int, memory: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_devices(config(model, **sections), [Gpu("made-up", memory * GIB)] * count)
+
+
+def test_runs_that_use_no_gpu_have_no_plan(model: Path) -> None:
+    assert plan_devices(config(model), []) is None
+    assert plan_devices(config(model, trainer={"device": "cpu"}), [LARGE]) is None
+    own = {"env": {"CUDA_VISIBLE_DEVICES": "3"}}
+    assert plan_devices(config(model, engine=own), [LARGE]) is None
+
+
+def test_tensor_parallel_size_of_vllms_arguments() -> None:
+    assert tensor_parallel(()) == 1
+    assert tensor_parallel(("--tensor-parallel-size=4",)) == 4
+    assert tensor_parallel(("--seed", "1", "-tp", "2")) == 2
+
+
+def test_engine_process_sees_its_own_gpus_only(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(local, "gpus_here", lambda: (LARGE,) * 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,7")
+    settings = {"model": {"path": model}, "engine": {"replicas": 2}}
+    cluster = LocalCluster(
+        local.ProcessesConfig.model_validate(settings),
+        RunFolder.create(tmp_path / "run"),
+        None,  # type: ignore[arg-type]
+    )
+    monkeypatch.setattr(
+        local,
+        "replica_server",
+        lambda *args, **more: made.append(replica_server(*args, **more)),
+    )
+    for number in range(2):
+        cluster.replica(number)
+    engines = [each.args[0] for each in made]
+    assert [each.env[device_plan.VISIBLE] for each in engines] == ["GPU-a", "7"]

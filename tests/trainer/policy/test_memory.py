@@ -1,0 +1,91 @@
+"""The estimated memory of a rank, compared with what a process of its own uses on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from trainer.optimizer import OptimizerConfig
+from trainer.policy.memory import rank_memory
+from trainer.policy.model import LoraSettings, ModelConfig
+
+TOKENS = 1024
+SIZES = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "vocab_size": 16000,
+}
+SETTINGS = Qwen3Config(**SIZES)
+MEASURE = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.packing import Layout, MicroBatch
+from trainer.policy.model import DTYPES
+from trainer.policy.scorer import CausalScorer, use_packed_rows
+
+def train(settings, tokens, dtype, checkpointing):
+    model = AutoModelForCausalLM.from_config(settings)
+    use_packed_rows(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    scorer = CausalScorer(model.train(), DTYPES[dtype])
+    stepper = Stepper(scorer, OptimizerConfig(lr=1e-6), None)
+    ids, at = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
+    micro = MicroBatch(ids, at, Layout(torch.full((tokens,), tokens), tokens), at, at)
+    for _ in range(2):
+        scorer(micro, ids, 1.0)[0].sum().backward()
+    stepper.step()
+    scorer(micro, ids, 1.0)[0].sum().backward()
+
+torch.set_num_threads(1)
+settings, tokens, dtype, checkpointing = json.loads(sys.argv[1])
+small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100, "num_hidden_layers": 1}
+train(Qwen3Config(**settings | small), 16, dtype, checkpointing)
+before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+train(Qwen3Config(**settings), tokens, dtype, checkpointing)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+"""
+
+
+def estimated(settings: object = SETTINGS, ranks: int = 1, frozen: int = 0, **model: object) -> int:
+    config = ModelConfig.model_validate(
+        {"path": Path("unused"), "max_micro_batch_tokens": TOKENS, **model}
+    )
+    return rank_memory(settings, config, OptimizerConfig(), ranks=ranks, frozen_models=frozen).total
+
+
+@pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", True)])
+def test_estimate_is_the_measured_peak_within_a_fifth(dtype: str, checkpointing: bool) -> None:
+    argument = json.dumps([SIZES, TOKENS, dtype, checkpointing])
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, argument], capture_output=True, text=True, check=True
+    )
+    expected = estimated(compute_dtype=dtype, gradient_checkpointing=checkpointing)
+    assert 0.8 < int(run.stdout) / expected < 1.2
+
+
+def test_layers_count_by_their_number() -> None:
+    sizes = [
+        estimated(LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=depth))
+        for depth in (4, 8, 12)
+    ]
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+
+
+def test_ranks_divide_weights_and_adapters_need_neither_gradients_nor_moments() -> None:
+    weights = 4 * 4 * 8_000_000
+    assert estimated() - estimated(ranks=8) > weights // 2
+    assert estimated() - estimated(lora=LoraSettings(rank=4)) > weights // 2
+    assert estimated(frozen=1) > estimated()

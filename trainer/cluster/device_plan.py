@@ -1,0 +1,257 @@
+"""Which GPU of this machine holds what: the ranks of the trainer, and the engines.
+
+    enough GPUs      ranks 0 … K-1 on GPUs 0 … K-1, each engine on GPUs of its own after them
+    fewer            mode `colocated`: engine i and rank i share GPUs, from GPU 0 on
+    fewer still      refused, with the numbers
+
+Invariant: a plan is refused before any process starts if the memory that it needs, by
+`trainer.policy.memory`, is more than a GPU has.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from trainer.engine import EnginesConfig
+from trainer.errors import ConfigError
+from trainer.learner import RanksConfig
+from trainer.policy.memory import GIB, RankMemory, rank_memory
+from trainer.policy.model import load_settings
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ENGINE_SHARE = 0.92
+"""vLLM's default share of a GPU's memory."""
+ENGINE_EXTRA_BYTES = 2 * GIB
+"""What an engine needs besides weights and cache: CUDA's context, its graphs, its activations."""
+RANK_EXTRA_BYTES = GIB
+"""What a rank needs besides its tensors: CUDA's context and fragmentation."""
+ASLEEP_BYTES = 2 * GIB
+"""What an engine keeps on a GPU while it sleeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Example: Gpu("NVIDIA H100", 80 * 2**30)"""
+
+    name: str
+    memory: int
+    """In bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """An engine's memory on each of its GPUs, in bytes."""
+
+    weights: int
+    cache_per_token: int
+
+    def least(self, tokens: int) -> int:
+        """The least with which it can serve one sequence of this number of tokens."""
+        return self.weights + ENGINE_EXTRA_BYTES + self.cache_per_token * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """Example: DevicePlan(gpus, ranks=(0,), engines=((1,), (2,)), share=None, …).describe()"""
+
+    gpus: tuple[Gpu, ...]
+    ranks: tuple[int, ...]
+    """The GPU of each rank."""
+    engines: tuple[tuple[int, ...], ...]
+    """The GPUs of each engine."""
+    share: float | None
+    """The share of a GPU's memory for an engine that shares it with a rank."""
+    rank: RankMemory
+    engine: EngineMemory
+
+    def engine_config(self, engine: EnginesConfig, number: int, visible: str) -> EnginesConfig:
+        """The settings of an engine with its GPUs. `visible`: this process's own
+        CUDA_VISIBLE_DEVICES, whose entries the plan's numbers count."""
+        names = [each.strip() for each in visible.split(",")] if visible else None
+        own = [names[n] if names else str(n) for n in self.engines[number]]
+        env = engine.env | {VISIBLE: ",".join(own)}
+        share = engine.gpu_memory_share if self.share is None else self.share
+        return engine.model_copy(update={"env": env, "gpu_memory_share": share})
+
+    def describe(self) -> Iterator[str]:
+        """A line for each GPU."""
+        for number, gpu in enumerate(self.gpus):
+            held = [self._rank(rank) for rank, on in enumerate(self.ranks) if on == number]
+            held += [self._engine(n) for n, on in enumerate(self.engines) if number in on]
+            what = " + ".join(held) or "unused"
+            yield f"GPU {number} ({gpu.name}, {_gib(gpu.memory)}): {what}"
+
+    def _rank(self, rank: int) -> str:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in self.rank.parts().items())
+        unknown = "" if self.rank.passes is not None else ", activations unknown"
+        return f"rank {rank}, {_gib(self.rank.total)} ({parts}{unknown})"
+
+    def _engine(self, number: int) -> str:
+        share = self.share or ENGINE_SHARE
+        smallest = min(self.gpus[n].memory for n in self.engines[number])
+        room = int(smallest * share) - self.engine.weights - ENGINE_EXTRA_BYTES
+        tokens = room // self.engine.cache_per_token
+        size = len(self.engines[number])
+        parallel = f" (1/{size})" if size > 1 else ""
+        return (
+            f"engine {number}{parallel}, {share:.0%} of the memory (weights "
+            f"{_gib(self.engine.weights)}, cache of about {tokens:,} tokens)"
+        )
+
+
+def gpus_here() -> tuple[Gpu, ...]:
+    """The GPUs that PyTorch can use here."""
+    count = torch.cuda.device_count()
+    found = [torch.cuda.get_device_properties(number) for number in range(count)]
+    return tuple(Gpu(each.name, each.total_memory) for each in found)
+
+
+def plan_devices(config: RanksConfig, gpus: Sequence[Gpu]) -> DevicePlan | None:
+    """The plan for a run on one machine; None if the run uses no GPU here, or if `engine.env` says
+    which GPUs engines use.
+
+    Raises:
+        ConfigError: the processes do not fit on the GPUs.
+    """
+    placed_by_user = VISIBLE in config.engine.env
+    if not gpus or config.trainer.device == "cpu" or placed_by_user:
+        return None
+    return _planned(config.model_dump_json(include=set(RanksConfig.model_fields)), tuple(gpus))
+
+
+@functools.lru_cache(maxsize=4)
+def _planned(sections: str, gpus: tuple[Gpu, ...]) -> DevicePlan:
+    config = RanksConfig.model_validate_json(sections)
+    ranks = _gpus_of_ranks(config, gpus)
+    size = tensor_parallel(config.engine.args)
+    replicas = 0 if config.engine.urls else config.engine.replicas
+    rank, engine = _memory(config, size)
+    free = [number for number in range(len(gpus)) if number not in ranks]
+    wanted = replicas * size
+    shared = config.engine.sleep or (
+        wanted > len(free) and config.trainer.mode == "colocated" and wanted <= len(gpus)
+    )
+    if shared:
+        free = list(range(len(gpus)))
+    if wanted > len(free):
+        raise ConfigError(
+            f"{wanted} GPUs for engines (engine.replicas={replicas}, {size} each) and {len(ranks)} "
+            f"for trainer.ranks are more than the {len(gpus)} GPUs of this machine; lower them, or "
+            "share GPUs: trainer.mode=colocated"
+        )
+    engines = tuple(tuple(free[n * size : (n + 1) * size]) for n in range(replicas))
+    shared = shared and bool({gpu for each in engines for gpu in each} & set(ranks))
+    share = _check(config, gpus, ranks, engines, rank, engine, shared=shared)
+    return DevicePlan(gpus, ranks, engines, share, rank, engine)
+
+
+def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu]) -> tuple[int, ...]:
+    _, _, index = config.trainer.device.partition(":")
+    ranks = (int(index),) if index else tuple(range(config.trainer.ranks))
+    if max(ranks) >= len(gpus):
+        raise ConfigError(
+            f"trainer.ranks={config.trainer.ranks}, trainer.device={config.trainer.device}: this "
+            f"machine has {len(gpus)} GPUs, and each rank needs one; use at most that number"
+        )
+    return ranks
+
+
+def tensor_parallel(args: Sequence[str]) -> int:
+    """The number of GPUs of an engine with these arguments of vLLM."""
+    names = ("--tensor-parallel-size", "-tp")
+    for at, argument in enumerate(args):
+        name, _, value = argument.partition("=")
+        if name in names:
+            given = value or (args[at + 1] if at + 1 < len(args) else "")
+            if not given.isdigit() or int(given) < 1:
+                raise ConfigError(f"engine.args: {name} {given!r} is not a number of GPUs")
+            return int(given)
+    return 1
+
+
+def _memory(config: RanksConfig, size: int) -> tuple[RankMemory, EngineMemory]:
+    settings = load_settings(config.model.path)
+    algorithm, lora = config.algorithm, config.model.lora
+    refers = algorithm.kl is not None and (algorithm.kl.reference is not None or lora is None)
+    # A sequence that is longer than a micro-batch has a pass of its own.
+    longest = max(config.model.max_micro_batch_tokens, config.engine.max_context_tokens or 0)
+    rank = rank_memory(
+        settings,
+        config.model.model_copy(update={"max_micro_batch_tokens": longest}),
+        config.optimizer,
+        ranks=config.trainer.ranks,
+        trained_models=1 + (algorithm.critic is not None),
+        frozen_models=refers + (algorithm.distillation is not None),
+    )
+    text = settings.get_text_config()
+    with FakeTensorMode(), no_init_weights():
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(text).parameters())
+    width = 4 if config.engine.served_dtype(config.model) == "float32" else 2
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    cache = 2 * text.num_hidden_layers * max(1, heads // size) * head * width
+    return rank, EngineMemory(count * width // size, cache)
+
+
+def _check(
+    config: RanksConfig,
+    gpus: Sequence[Gpu],
+    ranks: Sequence[int],
+    engines: Sequence[Sequence[int]],
+    rank: RankMemory,
+    engine: EngineMemory,
+    *,
+    shared: bool,
+) -> float | None:
+    """Checks that everything fits. Returns an engine's share of a GPU that it shares."""
+    sleep, share = config.engine.sleep, config.engine.gpu_memory_share
+    smallest = min(gpus[n].memory for n in ranks)
+    needed = rank.total + RANK_EXTRA_BYTES + (ASLEEP_BYTES if shared and sleep else 0)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.parts().items())
+    if needed > smallest:
+        raise ConfigError(
+            f"a rank needs {_gib(needed)} of a GPU's {_gib(smallest)} ({parts})"
+            f"{_advice(config, rank)}"
+        )
+    if shared:
+        beside = (rank.resident if sleep else rank.total) + RANK_EXTRA_BYTES
+        at_most = math.floor(100 * (1 - beside / smallest)) / 100
+        if share is not None and share > at_most:
+            raise ConfigError(
+                f"engine.gpu_memory_share={share:g}: a rank on the same GPU of {_gib(smallest)} "
+                f"needs {_gib(beside)} meanwhile ({parts}); use at most {at_most:g}"
+                f"{'' if sleep else ', or engine.sleep=true'}"
+            )
+        share = at_most if share is None else share
+    least = engine.least(config.engine.max_context_tokens or 1)
+    for each in engines:
+        room = int((share or ENGINE_SHARE) * min(gpus[n].memory for n in each))
+        if least > room:
+            raise ConfigError(
+                f"an engine needs {_gib(least)} on each of its GPUs (weights "
+                f"{_gib(engine.weights)}), and gets {_gib(room)}; use --tensor-parallel-size in "
+                f"engine.args, or a larger engine.gpu_memory_share"
+                f"{', or more GPUs, so that ranks and engines share none' if shared else ''}"
+            )
+    return share if shared else None
+
+
+def _advice(config: RanksConfig, rank: RankMemory) -> str:
+    ways = []
+    if not config.model.gradient_checkpointing:
+        ways.append("model.gradient_checkpointing=true")
+    if (rank.passes or 0) > rank.total // 2:
+        ways.append("a smaller model.max_micro_batch_tokens or engine.max_context_tokens")
+    return "; use " + ", ".join([*ways, "more trainer.ranks"])
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

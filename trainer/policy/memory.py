@@ -1,0 +1,210 @@
+"""How much memory a rank of the trainer needs, before it is started.
+
+The trainer's own forward pass is executed on tensors that have shapes but no memory (torch's
+`FakeTensorMode`), for one and for two repetitions of the model's pattern of layers. What autograd
+keeps for the backward pass is counted there; the rest follows from the number of weights.
+
+Shapes: `T` tokens of a micro-batch, `V` vocabulary, `D` hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from trainer.optimizer import OptimizerConfig
+from trainer.packing import Layout, MicroBatch
+from trainer.policy.model import DTYPES, ModelConfig
+from trainer.policy.scorer import CausalScorer, use_packed_rows
+from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
+from trainer.policy.token_logprobs import CHUNK_LOGITS
+
+_log = logging.getLogger(__name__)
+
+GIB = 2**30
+MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
+"""Bytes of optimizer state per trained weight."""
+LOGIT_COPIES = 3
+"""Number of float32 chunks of logits that exist at the same time in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one rank in bytes, by what it is for.
+
+    Example: RankMemory(weights=…, gradients=…, moments=…, gathered=0, passes=…).total
+    """
+
+    weights: int
+    """float32 weights, or this rank's shard of them, and frozen models."""
+    gradients: int
+    moments: int
+    """Optimizer state."""
+    gathered: int
+    """Weights of two layers and of the embeddings, which FSDP2 gathers while they compute."""
+    passes: int | None
+    """Activations of a forward and backward pass over the largest micro-batch; None: unknown,
+    because the shapes in the model's code depend on values."""
+
+    @property
+    def resident(self) -> int:
+        """What stays between the steps."""
+        return self.weights + self.moments
+
+    @property
+    def total(self) -> int:
+        """The peak of a step, or the known part of it."""
+        return self.resident + self.gradients + self.gathered + (self.passes or 0)
+
+    def parts(self) -> Mapping[str, int]:
+        """The parts that are not 0, by name."""
+        named = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.moments,
+            "gathered": self.gathered,
+            "activations": self.passes,
+        }
+        return {name: size for name, size in named.items() if size is not None and size > 0}
+
+
+def rank_memory(
+    settings: Any,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    ranks: int = 1,
+    trained_models: int = 1,
+    frozen_models: int = 0,
+) -> RankMemory:
+    """The memory of one of `ranks` that train the model of these settings (a checkpoint's
+    `config.json`). `trained_models`: the policy, and a critic of its size; `frozen_models`:
+    references and teachers of its size."""
+    settings = settings.get_text_config()
+    compute_bytes = DTYPES[model.compute_dtype].itemsize
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+    count = _weights(whole)
+    layers = [_weights(layer) for layer in whole.get_decoder().layers]
+    trained = count if model.lora is None else _adapter_weights(whole, model)
+    stored = 4 * (count if model.lora is None else count + trained)
+    frozen = frozen_models * count * compute_bytes
+    gathered = 0
+    if ranks > 1:
+        gathered = compute_bytes * (count - sum(layers) + 2 * max(layers)) + 4 * max(layers)
+    return RankMemory(
+        weights=(trained_models * stored + frozen) // ranks,
+        gradients=trained_models * 4 * trained // ranks,
+        moments=trained_models * MOMENT_BYTES[optimizer.name] * trained // ranks,
+        gathered=gathered,
+        passes=_passes(settings, model),
+    )
+
+
+def _weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _adapter_weights(whole: Any, model: ModelConfig) -> int:
+    """Number of weights of adapters on all linear layers except the output layer."""
+    assert model.lora is not None
+    head = whole.get_output_embeddings()
+    linear = [m for m in whole.modules() if isinstance(m, nn.Linear) and m is not head]
+    return sum(model.lora.rank * (m.in_features + m.out_features) for m in linear)
+
+
+def _passes(settings: Any, model: ModelConfig) -> int | None:
+    """The peak of what a forward and backward pass adds to weights, gradients and moments."""
+    try:
+        return _counted(settings, model)
+    except RuntimeError as error:  # all that FakeTensorMode raises
+        _log.info("the activations of %s are not estimated: %s", settings.model_type, error)
+        return None
+
+
+def _counted(settings: Any, model: ModelConfig) -> int:
+    layout = _one_path(model.max_micro_batch_tokens)
+    depth = settings.num_hidden_layers
+    period = _period(layer_kinds(settings))
+
+    def saved(model: ModelConfig) -> tuple[float, float]:
+        """Bytes that all layers keep, and the mean of one layer."""
+        if 2 * period > depth:
+            total = _saved(settings, model, layout)
+            return total, total / depth
+        once, twice = (_saved(with_depth(settings, n * period), model, layout) for n in (1, 2))
+        return once + (depth / period - 1) * (twice - once), (twice - once) / period
+
+    kept, _ = saved(model)
+    _, of_a_layer = saved(model.model_copy(update={"gradient_checkpointing": False}))
+    # The backward pass of a layer holds the gradients of what the layer keeps; with gradient
+    # checkpointing also what it keeps, which is computed again.
+    layer = of_a_layer * (2 if model.gradient_checkpointing else 1)
+    return int(kept + max(layer, _head_bytes(settings, model)))
+
+
+def _head_bytes(settings: Any, model: ModelConfig) -> int:
+    """The output layer's backward pass: its gradient, its weights in the compute type, and chunks
+    of logits."""
+    compute_bytes = DTYPES[model.compute_dtype].itemsize
+    weights = settings.vocab_size * settings.hidden_size
+    rows = min(max(1, CHUNK_LOGITS // settings.vocab_size), model.max_micro_batch_tokens)
+    cast = compute_bytes if compute_bytes != 4 else 0
+    return weights * (4 + cast) + LOGIT_COPIES * 4 * rows * settings.vocab_size
+
+
+def _saved(settings: Any, model: ModelConfig, layout: Layout) -> int:
+    """Bytes that autograd keeps after a forward pass of the model, its own weights excepted."""
+    tokens = len(layout.ends)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    micro = MicroBatch(ids, layout.depths, layout, torch.arange(tokens), torch.arange(tokens))
+    dtype, stored, scale = DTYPES[model.compute_dtype], torch.float32, 1
+    if _has_experts(settings):  # torch knows the shapes of grouped products in bfloat16 only
+        scale, dtype, stored = dtype.itemsize // 2, torch.bfloat16, torch.bfloat16
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
+        network = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=stored)
+        use_packed_rows(network)
+        if model.gradient_checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        scorer = CausalScorer(network.train(), dtype)
+        own = {parameter.untyped_storage()._cdata for parameter in scorer.parameters()}
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            scorer(micro, ids, 1.0)
+        return scale * sum(
+            tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own
+        )
+
+
+def _has_experts(settings: Any) -> bool:
+    return any(getattr(settings, name, None) for name in EXPERTS)
+
+
+def _one_path(tokens: int) -> Layout:
+    """The layout of one sequence, whose derived parts are computed outside of fake tensors."""
+    layout = Layout(torch.full((tokens,), tokens), tokens)
+    for part in ("runs", "parents", "parent_runs", "depths"):
+        getattr(layout, part)
+    return layout
+
+
+def _period(kinds: Sequence[Any]) -> int:
+    """The length of the pattern that the kinds of layers repeat."""
+    count = len(kinds)
+    lengths = (n for n in range(1, count) if count % n == 0)
+    return next((n for n in lengths if list(kinds[:n]) * (count // n) == list(kinds)), count)
