@@ -160,7 +160,7 @@ def _head_bytes(settings: Any, model: ModelConfig) -> int:
     weights = settings.vocab_size * settings.hidden_size
     rows = min(max(1, CHUNK_LOGITS // settings.vocab_size), model.max_micro_batch_tokens)
     cast = compute_bytes if compute_bytes != 4 else 0
-    return weights * (4 + cast) + LOGIT_COPIES * 4 * rows * settings.vocab_size
+    return int(weights * (4 + cast) + LOGIT_COPIES * 4 * rows * settings.vocab_size)
 
 
 def _saved(settings: Any, model: ModelConfig, layout: Layout) -> int:
@@ -186,9 +186,9 @@ def _saved(settings: Any, model: ModelConfig, layout: Layout) -> int:
         own = {parameter.untyped_storage()._cdata for parameter in scorer.parameters()}
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             scorer(micro, ids, 1.0)
-        return scale * sum(
-            tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own
-        )
+        others = (tensor for key, tensor in kept.items() if key not in own)
+        size: int = scale * sum(tensor.untyped_storage().nbytes() for tensor in others)
+        return size
 
 
 def _has_experts(settings: Any) -> bool:
