@@ -14,23 +14,37 @@ from proxy.records import Ids
 from proxy.rendering.openings import after_prompt
 from proxy.rendering.rendering import Rendering
 
+_OTHER = Message("user", "…")
+
 
 def answer_ids(
-    rendering: Rendering, conversation: Conversation, answer: Message, *, truncated: bool = False
+    rendering: Rendering,
+    conversation: Conversation,
+    answer: Message,
+    *,
+    truncated: bool = False,
+    as_history: bool = False,
 ) -> list[int] | None:
-    """The ids of the answer to the conversation, which has messages.
+    """The ids of the answer to the conversation, which has messages. With `as_history`, an answer
+    without reasoning is written as the template writes it within a history: some templates write an
+    empty block of reasoning only in the last answer.
 
     None: the template does not write the answer as something that the model can sample, or the
     renderer reads what it writes as another answer.
     """
+    before, after = conversation.messages, []
+    if as_history and not answer.reasoning:  # of which the answer's own form does not depend
+        before, after = [_OTHER], [_OTHER]
+        if answer.tool_calls:
+            after = [Message("tool", _OTHER.text, tool_call_id=answer.tool_calls[-1].id)]
     try:
-        prompt, both = (
+        prompt, asked, whole = (
             rendering.full(Conversation(messages, conversation.tools))
-            for messages in (conversation.messages, [*conversation.messages, answer])
+            for messages in (conversation.messages, before, [*before, answer, *after])
         )
     except RequestError:
         return None
-    added = _added(rendering, prompt, both)
+    added = _added(rendering, asked, whole)
     end = next((at for at, token in enumerate(added) if token in rendering.closes), None)
     if not end:
         return None

@@ -30,11 +30,16 @@ class NotRenderable(Exception):
 
 
 def rendered_turns(
-    turns: Sequence[Turn], rendering: Rendering, *, follows: bool = False
+    turns: Sequence[Turn],
+    rendering: Rendering,
+    *,
+    follows: bool = False,
+    as_history: bool = False,
 ) -> list[Turn]:
     """The session's answered turns in the tokens of `rendering`, with new indices.
 
-    `follows` is that of the session's profile. `logprobs` are NaN and `versions` empty.
+    `follows` is that of the session's profile; `as_history` is that of `answer_ids`. `logprobs` are
+    NaN and `versions` empty.
 
     Raises:
         NotRenderable: a request was recorded without its messages, or an answer cannot be written
@@ -43,7 +48,7 @@ def rendered_turns(
     tree, rendered = TokenTree(follows=follows), []
     for turn in turns:
         if turn.status is TurnStatus.DONE and turn.answer:
-            rendered.append(_rendered(turns, turn, tree, rendering))
+            rendered.append(_rendered(turns, turn, tree, rendering, as_history))
             tree.begin(rendered[-1])
             tree.commit(rendered[-1])
     return rendered
@@ -78,7 +83,9 @@ def _is_token_turn(turns: Sequence[Turn], turn: Turn, rendering: Rendering) -> b
     return reads_as(rendering, sampled.tolist(), prompt, conversation, answer)
 
 
-def _rendered(turns: Sequence[Turn], turn: Turn, tree: TokenTree, rendering: Rendering) -> Turn:
+def _rendered(
+    turns: Sequence[Turn], turn: Turn, tree: TokenTree, rendering: Rendering, as_history: bool
+) -> Turn:
     recorded = load_conversation(turns, turn.index)
     if recorded is None:
         raise NotRenderable("requests without messages, whose ids are of another tokenizer")
@@ -89,7 +96,7 @@ def _rendered(turns: Sequence[Turn], turn: Turn, tree: TokenTree, rendering: Ren
     except RequestError as error:
         raise NotRenderable("requests that the model's chat template refuses") from error
     truncated = turn.finish_reason is FinishReason.LENGTH
-    ids = answer_ids(rendering, conversation, answer, truncated=truncated)
+    ids = answer_ids(rendering, conversation, answer, truncated=truncated, as_history=as_history)
     if ids is None:
         raise NotRenderable("answers that the model's chat template cannot express")
     return Turn(

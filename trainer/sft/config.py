@@ -50,6 +50,10 @@ class SftConfig(Section):
     ids: Literal["auto", "rendered"] = "auto"
     """`auto`: train recorded token ids where the model's own renderer reads and writes them as
     recorded, and render the text of other sessions. `rendered`: render the text of all sessions."""
+    without_reasoning: Literal["as_last", "as_history"] = "as_last"
+    """How a rendered answer without reasoning is written. `as_last`: as the chat template writes
+    the last answer, which for Qwen3 begins with an empty `<think>` block. `as_history`: as it
+    writes earlier answers, for a model that does not know such blocks."""
     epochs: int = Field(1, ge=1)
     """Number of passes over the sessions. `trainer.steps` has no effect."""
     batch_sessions: int = Field(16, ge=1)

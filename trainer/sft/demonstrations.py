@@ -98,7 +98,12 @@ async def read_demonstrations(
             selection = ExportSelection(source, config.filters, _Imitated())
             async for (sample,) in selection.units():
                 try:
-                    each = demonstration(sample, language, ids=config.ids)
+                    each = demonstration(
+                        sample,
+                        language,
+                        ids=config.ids,
+                        as_history=config.without_reasoning == "as_history",
+                    )
                     _refuse_overlong(each.rollout.segments, context_tokens)
                 except NotRenderable as reason:
                     left_out[str(reason)] += 1
@@ -116,7 +121,11 @@ async def read_demonstrations(
 
 
 def demonstration(
-    sample: Sample, rendering: Rendering, *, ids: Literal["auto", "rendered"] = "auto"
+    sample: Sample,
+    rendering: Rendering,
+    *,
+    ids: Literal["auto", "rendered"] = "auto",
+    as_history: bool = False,
 ) -> Demonstration:
     """The session's answers in the model's tokens: the recorded ones if the model's renderer reads
     and writes them like that, else rendered ones.
@@ -128,7 +137,8 @@ def demonstration(
     source: Source = "recorded"
     if ids == "rendered" or not are_tokens_of(turns, rendering):
         source = "rendered"
-        turns = rendered_turns(turns, rendering, follows=_follows(session.profile))
+        follows = _follows(session.profile)
+        turns = rendered_turns(turns, rendering, follows=follows, as_history=as_history)
     try:
         segments = build_segments(turns, imitated=True)
     except TrajectoryError as error:

@@ -120,3 +120,21 @@ async def test_prompt_without_messages_is_refused(
     assert are_tokens_of(turns, rendering)
     with pytest.raises(NotRenderable, match="without messages"):
         rendered_turns(turns, rendering)
+
+
+async def test_answer_without_reasoning_can_be_written_as_in_a_history(
+    proxy: RunningProxy, rendering: Rendering
+) -> None:
+    turns = await recorded(proxy)
+    decode = rendering.tokenizer.decode
+    said = [
+        decode(turn.sampled_ids.tolist())
+        for turn in rendered_turns(turns, rendering, as_history=True)
+    ]
+    assert said == [
+        f"<think>\nLet me look.\n</think>\n\n{CALL}<|im_end|>",
+        "It holds a.txt.<|im_end|>",
+        "The same.<|im_end|>",
+        "5<|im_end|>",
+        "Nothing either.<|im_end|>",
+    ]
