@@ -22,7 +22,8 @@ import aiohttp
 
 PROGRAM = shutil.which("chromium")
 MISSING = None if PROGRAM else "chromium is not installed: apt-get install chromium"
-WAIT_S = 60.0
+WAIT_S = 240.0
+"""Much longer than needed, for a machine on which much else runs."""
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
