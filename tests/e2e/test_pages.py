@@ -35,6 +35,7 @@ LONG = {
     "docs/own-parts.md",
     "docs/proxy.md",
     "docs/results.md",
+    "docs/sft.md",
     "docs/swarm.md",
     *WHOLE,
 }
