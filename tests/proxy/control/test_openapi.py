@@ -15,6 +15,7 @@ from proxy.config import ProxyConfig
 from proxy.control import schema
 from proxy.control.openapi import OPERATIONS, document
 from proxy.control.plane import ROUTES
+from proxy.serving.forwarding import CONFIRMED_PATH
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": "application/json"}
@@ -34,7 +35,8 @@ def test_openapi_document_has_every_route_of_the_control_plane(checkpoint: Any) 
     }
     agents = {(m, path) for m, path in served if path.startswith("/v1/") or path == "/{path}"}
     page = {(m, path) for m, path in served if path == "/" or path.startswith("/view/")}
-    assert served - agents - page == described
+    among_processes = {("POST", CONFIRMED_PATH)}
+    assert served - agents - page - among_processes == described
     assert {name for _, _, name in ROUTES} == set(OPERATIONS)
 
 
