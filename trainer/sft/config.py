@@ -20,6 +20,8 @@ class SessionPredicate(OwnFunction):
     """A function of your own that gets a session and its turns, and returns whether to train on
     it."""
 
+    kind = "where"
+
     def __call__(self, session: Session, turns: Sequence[Turn]) -> bool:
         return bool(self.called(session, turns))
 
