@@ -51,7 +51,9 @@ _COMMIT = (
     f"INSERT INTO answers (session_id, idx, {rows.ANSWER_COLUMNS}) SELECT {_ANSWER} FROM turns"
     " WHERE session_id = $1 AND idx = $2 ON CONFLICT (session_id, idx) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _ANSWER_NAMES)
+    + f" WHERE {rows.MAY_COMMIT}"
 )
+_IS_TURN = "SELECT 1 FROM turns WHERE session_id = $1 AND idx = $2"
 _SET_STATUS = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
     " answer) SELECT $1::text, $2::int, $3::text, '', '', '', '', '' FROM turns"
@@ -94,7 +96,7 @@ _MARK = (
     " FROM sessions WHERE session_id = $1"
     " ON CONFLICT (session_id, idx) DO UPDATE SET arrived = excluded.arrived"
 )
-_CUT_OWN = (
+_CUT = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
     " answer) SELECT $1::text, $2::int, 'cut', '', '', '', '', '' FROM turns"
     " WHERE session_id = $1 AND idx = $2 AND owner = $3 ON CONFLICT DO NOTHING"
@@ -228,14 +230,15 @@ class PostgresStore:
     async def commit_turn(self, turn: Turn) -> None:
         row = (turn.session_id, turn.index, *rows.answer_row(turn))
         if not await self._changed(_COMMIT, *row):
-            raise _unknown_turn(turn.session_id, turn.index)
+            found = await self._fetch(_IS_TURN, turn.session_id, turn.index)
+            raise rows.unrecorded(turn.session_id, turn.index, exists=bool(found))
 
     async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None:
         if not await self._changed(_SET_STATUS, session_id, index, status.value):
-            raise _unknown_turn(session_id, index)
+            raise rows.unrecorded(session_id, index, exists=False)
 
     async def cut_own_turn(self, session_id: str, index: int) -> bool:
-        return await self._changed(_CUT_OWN, session_id, index, await self._owner.number())
+        return await self._changed(_CUT, session_id, index, await self._owner.number())
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
         values = [(mark.session_id, mark.index, int(mark.arrived)) for mark in marks]
@@ -261,8 +264,10 @@ class PostgresStore:
         alive = await self._alive() if left_open else set()
         for at, owner in left_open:
             if owner not in alive:
-                turns[at] = turn = replace(turns[at], status=TurnStatus.CUT)
-                await self.set_turn_status(turn.session_id, turn.index, TurnStatus.CUT)
+                turn = turns[at]
+                if not await self._changed(_CUT, turn.session_id, turn.index, owner):
+                    return await self.get_turns(session_id, since, until)  # recorded meanwhile
+                turns[at] = replace(turn, status=TurnStatus.CUT)
         return turns
 
     async def announce(self, address: str | None) -> None:
@@ -369,9 +374,3 @@ async def _migrate(pool: asyncpg.Pool, url: str, *, create: bool) -> None:
 def _without_password(url: str) -> str:
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"
-
-
-def _unknown_turn(session_id: str, index: int) -> SessionError:
-    return SessionError(
-        f"session {session_id} has no turn {index}; was the session deleted?", status=404
-    )

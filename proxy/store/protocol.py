@@ -106,7 +106,9 @@ class Store(Protocol):
     async def commit_turn(self, turn: Turn) -> None:
         """Records the answer: sampled ids, log-probabilities, versions, status, keys and times.
 
-        Raises SessionError (404) when the session has been deleted since `begin_turn`.
+        Raises SessionError (404) when the session has been deleted since `begin_turn`, and
+        StoreError for an answer that is DONE if another process has closed the turn as CUT: the
+        store considered this process dead, as when PostgreSQL was restarted.
         """
         ...
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from proxy.errors import SessionError
+from proxy.errors import ProxyError, SessionError, StoreError
 from proxy.records import (
     BranchMode,
     FinishReason,
@@ -44,6 +44,9 @@ ANSWER_COLUMNS = (
     "status, sampled_ids, logprobs, versions, finish_reason, answer_key, answer,"
     " first_token_s, duration_s"
 )
+MAY_COMMIT = "answers.status <> 'cut' OR excluded.status = 'cut'"
+"""A turn that another process has closed as CUT does not become DONE any more: that process has
+let the agent's retry be sampled."""
 REWARD_COLUMNS = "reward_key, value, parts, turn, branch"
 TURN_COLUMNS = ", ".join(
     [f"t.{name.strip()}" for name in INTENT_COLUMNS.split(",")]
@@ -53,6 +56,18 @@ TURN_COLUMNS = ", ".join(
 """A turn as `lineage` has it: its row, its owner, and whether the session trains it."""
 IN_LINEAGE = "t.session_id = l.session_id AND t.idx >= l.low AND t.idx < l.high"
 _NO_END = 2**31 - 1
+
+
+def unrecorded(session_id: str, index: int, *, exists: bool) -> ProxyError:
+    """Why no answer could be recorded for the turn: it `exists`, and is closed; or it does not."""
+    if exists:
+        return StoreError(
+            f"turn {index} of session {session_id} was closed by another process: the store "
+            "considered this one dead; try again"
+        )
+    return SessionError(
+        f"session {session_id} has no turn {index}; was the session deleted?", status=404
+    )
 
 
 def lineage(session_id: str, *, least: str) -> str:

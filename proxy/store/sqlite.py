@@ -172,16 +172,17 @@ class SqliteStore:
         await self._writer.write(begin)
 
     async def commit_turn(self, turn: Turn) -> None:
-        values = (*rows.answer_row(turn), turn.session_id, turn.index)
-        if not await self._changed(statements.COMMIT, values):
-            raise _unknown_turn(turn.session_id, turn.index)
+        which = (turn.session_id, turn.index)
+        if not await self._changed(statements.COMMIT, (*rows.answer_row(turn), *which)):
+            found = await self._read(lambda c: c.execute(statements.IS_TURN, which).fetchall())
+            raise rows.unrecorded(*which, exists=bool(found))
 
     async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None:
         if not await self._changed(statements.SET_STATUS, (status.value, session_id, index)):
-            raise _unknown_turn(session_id, index)
+            raise rows.unrecorded(session_id, index, exists=False)
 
     async def cut_own_turn(self, session_id: str, index: int) -> bool:
-        return await self._changed(statements.CUT_OWN, (session_id, index, self._owner.number))
+        return await self._changed(statements.CUT, (session_id, index, self._owner.number))
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
         values = [(int(mark.arrived), mark.index, mark.session_id) for mark in marks]
@@ -205,8 +206,10 @@ class SqliteStore:
         for *row, owner, trained in found:
             turn = rows.read_in_session(rows.turn_from_row(row), trained=bool(trained))
             if turn.status is TurnStatus.OPEN and not self._owner.alive(owner):
+                values = (turn.session_id, turn.index, owner)
+                if not await self._changed(statements.CUT, values):  # recorded meanwhile
+                    return await self.get_turns(session_id, since, until)
                 turn = replace(turn, status=TurnStatus.CUT)
-                await self.set_turn_status(turn.session_id, turn.index, TurnStatus.CUT)
             turns.append(turn)
         return turns
 
@@ -354,9 +357,3 @@ def _delete(c: sqlite3.Connection, session_ids: list[str]) -> int:
         c.execute(f"DELETE FROM {table} WHERE session_id IN ({marks})", session_ids)
     gone = c.execute(f"DELETE FROM sessions WHERE session_id IN ({marks})", session_ids)
     return gone.rowcount
-
-
-def _unknown_turn(session_id: str, index: int) -> SessionError:
-    return SessionError(
-        f"session {session_id} has no turn {index}; was the session deleted?", status=404
-    )

@@ -55,6 +55,7 @@ COMMIT = (
     f" SELECT {', '.join('?' * 9)}, session_id, idx FROM turns WHERE session_id = ? AND idx = ?"
     " ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{c.strip()} = excluded.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(","))
+    + f" WHERE {rows.MAY_COMMIT}"
 )
 SET_STATUS = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
@@ -62,9 +63,10 @@ SET_STATUS = (
     " WHERE session_id = ? AND idx = ?"
     " ON CONFLICT DO UPDATE SET status = excluded.status"
 )
-CUT_OWN = (
+CUT = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
     " answer) SELECT session_id, idx, 'cut', x'', x'', x'', x'', x'' FROM turns"
     " WHERE session_id = ? AND idx = ? AND owner = ?"
     " ON CONFLICT DO NOTHING"
 )
+IS_TURN = "SELECT 1 FROM turns WHERE session_id = ? AND idx = ?"

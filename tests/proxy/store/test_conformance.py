@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from proxy.errors import SessionError
+from proxy.errors import SessionError, StoreError
 from proxy.records import (
     BranchMode,
     FinishReason,
@@ -137,6 +137,26 @@ async def test_turn_left_open_by_a_dead_proxy_is_cut(opener: Opener) -> None:
     assert (await two.get_turns("task/7-a"))[0].status is TurnStatus.CUT
     three = await opener()
     assert (await three.get_turns("task/7-a"))[0].status is TurnStatus.CUT
+
+
+async def test_turn_that_another_proxy_has_cut_does_not_become_done(opener: Opener) -> None:
+    one, two = await opener(), await opener()
+    await one.create_session(a_session())
+    await one.begin_turn(an_intent())
+    await two.set_turn_status("task/7-a", 0, TurnStatus.CUT)
+    with pytest.raises(StoreError, match=r"turn 0 .* was closed by another process"):
+        await one.commit_turn(answered(an_intent()))
+    partial = replace(answered(an_intent()), status=TurnStatus.CUT)
+    await one.commit_turn(partial)
+    assert_same((await two.get_turns("task/7-a"))[0], partial)
+
+
+async def test_answer_may_be_recorded_twice(store: Store) -> None:
+    await store.create_session(a_session())
+    await store.begin_turn(an_intent())
+    for _ in range(2):
+        await store.commit_turn(answered(an_intent()))
+    assert_same((await store.get_turns("task/7-a"))[0], answered(an_intent()))
 
 
 async def test_second_turn_with_the_same_index_conflicts(opener: Opener) -> None:

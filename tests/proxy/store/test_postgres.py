@@ -1,0 +1,56 @@
+"""What only PostgreSQL does: it forgets that a living proxy lives when it is restarted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from proxy.errors import StoreError
+from proxy.records import TurnStatus
+from proxy.store.postgres import PostgresStore
+from tests.postgres_server import empty_database
+from tests.proxy.store.test_conformance import a_session, an_intent, answered
+
+ID = "task/7-a"
+
+
+@pytest.fixture
+async def pair(postgres: str) -> AsyncIterator[tuple[PostgresStore, PostgresStore]]:
+    """Two proxies on one database; the first has begun a turn."""
+    url = await empty_database(postgres)
+    one, two = await PostgresStore.open(url), await PostgresStore.open(url)
+    await one.create_session(a_session())
+    await one.begin_turn(an_intent())
+    yield one, two
+    await one.close()
+    await two.close()
+
+
+async def lose_lock(store: PostgresStore) -> None:
+    """As a restart of PostgreSQL does."""
+    await store._owner.release()
+
+
+async def test_proxy_that_lost_its_lock_does_not_answer_a_turn_that_was_cut(
+    pair: tuple[PostgresStore, PostgresStore],
+) -> None:
+    one, two = pair
+    await lose_lock(one)
+    assert (await two.get_turns(ID))[0].status is TurnStatus.CUT
+    with pytest.raises(StoreError, match="closed by another process"):
+        await one.commit_turn(answered(an_intent()))
+    assert (await two.get_turns(ID))[0].status is TurnStatus.CUT
+
+
+async def test_answer_that_is_recorded_while_its_proxy_seems_dead_is_kept(
+    pair: tuple[PostgresStore, PostgresStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+
+    async def none_alive() -> set[int]:
+        await one.commit_turn(answered(an_intent()))
+        return set()
+
+    monkeypatch.setattr(two, "_alive", none_alive)
+    assert (await two.get_turns(ID))[0].status is TurnStatus.DONE
