@@ -206,8 +206,8 @@ class SqliteStore:
         for *row, owner, trained in found:
             turn = rows.read_in_session(rows.turn_from_row(row), trained=bool(trained))
             if turn.status is TurnStatus.OPEN and not self._owner.alive(owner):
-                values = (turn.session_id, turn.index, owner)
-                if not await self._changed(statements.CUT, values):  # recorded meanwhile
+                which = (turn.session_id, turn.index, owner)
+                if not await self._changed(statements.CUT, which):  # recorded meanwhile
                     return await self.get_turns(session_id, since, until)
                 turn = replace(turn, status=TurnStatus.CUT)
             turns.append(turn)
