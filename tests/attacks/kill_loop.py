@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
@@ -30,7 +31,7 @@ import yaml
 
 from proxy.client import ProxyClient, SessionHandle
 from proxy.conversation.messages import load_answer
-from proxy.records import TurnStatus
+from proxy.records import Turn, TurnStatus
 from tests.attacks.server import family, line_of
 from tests.attacks.victim import ADMIN_KEY
 from tests.postgres_server import PostgresServer, binaries, postgres_process
@@ -119,9 +120,13 @@ class Agent:
     it is answered."""
 
     def __init__(
-        self, sessions: Sequence[SessionHandle], proxy: Program, answered: asyncio.Queue[int]
+        self,
+        sessions: Sequence[SessionHandle],
+        proxy: Program,
+        answered: asyncio.Queue[int],
+        story: list[tuple[float, str]],
     ):
-        self.sessions, self.proxy, self.answered = sessions, proxy, answered
+        self.sessions, self.proxy, self.answered, self.story = sessions, proxy, answered, story
         self.answers: list[list[str]] = [[] for _ in sessions]
         self.refusals: Counter[int] = Counter()
         self.cuts = 0
@@ -144,10 +149,12 @@ class Agent:
     ) -> str:
         while True:
             await self.proxy.up.wait()
-            with suppress(aiohttp.ClientError, ConnectionError):
+            try:
                 answer = await self._call(session, messages, stream=stream)
                 if answer is not None:
                     return answer
+            except (aiohttp.ClientError, ConnectionError) as error:
+                self.story.append((time.time(), f"{session.trial_id[:4]} got {error!r:.60}"))
             await asyncio.sleep(0.01)  # as a client's back-off: what was killed will be up again
 
     async def _call(
@@ -164,6 +171,8 @@ class Agent:
             data = await response.read()
         if response.status in (429, 502, 503, 504):
             self.refusals[response.status] += 1
+            what = f"{session.trial_id[:4]} got {response.status} {data[:120]!r}"
+            self.story.append((time.time(), what))
             return None
         assert response.status == 200, (response.status, data)
         if not stream:
@@ -171,6 +180,7 @@ class Agent:
         *events, last, _ = data.split(b"\n\n")
         if last != b"data: [DONE]":
             self.cuts += 1
+            self.story.append((time.time(), f"{session.trial_id[:4]} got a cut stream"))
             return None  # cut: the terminal event is missing
         chunks = [orjson.loads(e.removeprefix(b"data: ")) for e in events if e.startswith(b"data:")]
         return "".join(
@@ -272,6 +282,8 @@ async def kill_loop(
     rng, stop = random.Random(seed), stop or asyncio.Event()
     sessions = TURNS_PER_KILL * (kills + 1) // AGENTS // TURNS_PER_SESSION + 1
     killed: Counter[str] = Counter()
+    story: list[tuple[float, str]] = []
+    """When something was killed, or a call had to be repeated, in Unix seconds."""
     async with scene(folder, targets, rng) as place:
         answered: asyncio.Queue[int] = asyncio.Queue()
         agents = [
@@ -279,6 +291,7 @@ async def kill_loop(
                 [await place.control.create_session() for _ in range(sessions)],
                 place.proxy,
                 answered,
+                story,
             )
             for _ in range(AGENTS)
         ]
@@ -294,17 +307,24 @@ async def kill_loop(
                 await asyncio.sleep(rng.random() * 0.05)  # any moment of a call, not just its end
                 target = rng.choice(targets)
                 killed[target] += 1
+                story.append((time.time(), f"kills {target}"))
                 await place.kill(target)
+                story.append((time.time(), f"{target} is up"))
                 if killed.total() % PROGRESS_KILLS == 0:
                     sys.stderr.write(f"{killed.total()} kills, {_answers(agents)} answers\n")
             over.set()
             await asyncio.wait(working)
             for watch in watches:
                 watch.cancel()
-        return await _examine(place.control, agents, killed)
+        return await _examine(place.control, agents, killed, story)
 
 
-async def _examine(control: ProxyClient, agents: list[Agent], killed: Counter[str]) -> Report:
+async def _examine(
+    control: ProxyClient,
+    agents: list[Agent],
+    killed: Counter[str],
+    story: Sequence[tuple[float, str]],
+) -> Report:
     lost: list[str] = []
     doubled: list[str] = []
     still_open: list[str] = []
@@ -315,7 +335,7 @@ async def _examine(control: ProxyClient, agents: list[Agent], killed: Counter[st
             done = [load_answer(t.answer).text for t in turns if t.status is TurnStatus.DONE]
             lost += [f"{trial}: {text}" for text in (Counter(answers) - Counter(done)).elements()]
             extra = Counter(done) - Counter(answers)
-            doubled += [f"{trial}: {text}" for text in extra.elements()]
+            doubled += [f"{trial}: {text} {_told(turns, text, story)}" for text in extra.elements()]
             if not lost and not doubled and done != answers:
                 lost.append(f"{trial}: the order of answers is another one")
             still_open += [f"{trial}#{t.index}" for t in turns if t.status is TurnStatus.OPEN]
@@ -327,6 +347,15 @@ async def _examine(control: ProxyClient, agents: list[Agent], killed: Counter[st
         open=still_open,
         failed_calls=sum(agent.refusals.total() + agent.cuts for agent in agents),
     )
+
+
+def _told(turns: Sequence[Turn], text: str, story: Sequence[tuple[float, str]]) -> str:
+    """The turns with this answer, and what was killed and refused around them."""
+    same = [t for t in turns if t.answer and load_answer(t.answer).text == text]
+    first, last = same[0].started_at, same[-1].started_at
+    told = [(t.started_at, f"#{t.index} {t.status.value} after #{t.parent}") for t in same]
+    told += [(at, what) for at, what in story if first - 5 < at < last + 5]
+    return ", ".join(f"{at - first:.2f} s {what}" for at, what in sorted(told))
 
 
 def _answers(agents: Sequence[Agent]) -> int:
