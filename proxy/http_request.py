@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -147,6 +148,17 @@ def read_in_time(
     if buffered <= transport.get_write_buffer_limits()[1]:
         return nullcontext()
     return _read_in_time(request, limit_s)
+
+
+def is_connected(request: web.Request) -> bool:
+    """Whether the client's end of the connection is open. The kernel knows it before the event loop
+    has reported it to the handler."""
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        return False
+    state = select.poll()
+    state.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return not state.poll(0)
 
 
 async def until_sent(request: web.Request) -> None:

@@ -90,8 +90,10 @@ class LiveCall:
         self.turns: list[int] = []
         """Index of each answer's turn; empty while placing."""
         self.prompt_tokens = 0
-        self.watchers = 0
-        """Number of connections that watch the call."""
+        self.watchers: set[Watcher] = set()
+        """The connections that watch the call."""
+        self.settled = asyncio.Event()
+        """Set when it is known whether the answers have arrived."""
         self.backend = backend
         self.live = live
         self._unrecorded: set[int] = set()
@@ -138,13 +140,18 @@ class LiveCall:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def watched(self) -> Watcher:
+    def watched(self, is_connected: Callable[[], bool]) -> Watcher:
         """A connection that watches the call. If the last one leaves early, the call is aborted."""
-        return Watcher(self)
+        return Watcher(self, is_connected)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether the answers are recorded, and no agent is there to get them."""
+        return self.ended and not any(watcher.is_connected() for watcher in self.watchers)
 
     def left_by(self, watcher: Watcher) -> None:
         """Ends the watching. `Watcher` calls it."""
-        self.watchers -= 1
+        self.watchers.discard(watcher)
         if not self.ended and not self.watchers:
             self.abort(EngineError("the client closed its connection"))
         elif self.ended and (watcher.arrived or not self.watchers):
@@ -187,7 +194,8 @@ class LiveCall:
         same = live.tree.same_requests(self.asked.request_key)
         same = [node for node in same if node.index >= live.session.recorded_turns]
         if same and not self._begun:
-            decision = live.retries.decide(same, _being_sent(live), self.asked)
+            await live.until_deserted_are_settled({node.index for node in same})
+            decision = live.retries.decide(same, live.being_sent, self.asked)
             if isinstance(decision, Replay):
                 return await self._replay(decision)
             await self._supersede(decision.supersedes)
@@ -382,10 +390,7 @@ class LiveCall:
         if self not in live.running:
             return
         live.running.discard(self)
+        self.settled.set()
         live.retries.settle(self.turns, streamed=self.asked.request.stream, arrived=arrived)
         for index in self._answered:
             self.backend.deliveries.mark(live, index, arrived=arrived)
-
-
-def _being_sent(live: LiveSession) -> set[int]:
-    return {index for call in live.running for index in call.turns}

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from proxy.config import LimitsConfig
 from proxy.errors import HeldElsewhere, ProxyError, RequestError
-from proxy.http_request import BodiesInFlight, api_key, read_body, read_in_time
+from proxy.http_request import BodiesInFlight, api_key, is_connected, read_body, read_in_time
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
@@ -150,7 +150,10 @@ class AgentEndpoints:
             self._in_flight -= 1
 
     async def _write(self, exchange: Exchange, call: LiveCall, request: Call) -> web.StreamResponse:
-        with call.watched() as watcher, self._arrivals.expected(exchange.request) as arrival:
+        with (
+            call.watched(partial(is_connected, exchange.request)) as watcher,
+            self._arrivals.expected(exchange.request) as arrival,
+        ):
             if request.stream:
                 response = await self._stream(exchange, watcher, request)
             else:

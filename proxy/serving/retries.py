@@ -3,7 +3,7 @@
     an earlier, equal request is ...                     the new request ...
     running, and the new one is marked as a retry        joins it (`RetryBook.running`)
     answered, but the answer did not arrive              gets that answer replayed (`Replay`)
-    answered, arrived, and the new one is a retry        gets it replayed once
+    answered, and the new one is a retry                 gets it replayed once
     cut, and the new one is a retry or in another form   is sampled and supersedes nothing
     answered, and the new one came after the answer, in
       another form (stream or not) or with a larger
@@ -104,7 +104,7 @@ class RetryBook:
             return Replay(tuple(lost))
         if self._repeats_a_cut_call(same, asked):
             return Resample()
-        again = self._for_a_retry(arrived, asked)
+        again = self._for_a_retry(open_ended, asked)
         if again:
             self.repeated.update(again)
             return Replay(again)
@@ -120,11 +120,12 @@ class RetryBook:
                 return True
         return False
 
-    def _for_a_retry(self, arrived: list[Node], asked: Asked) -> tuple[int, ...]:
-        """The latest arrived answers, if they were not replayed to a retry in this form before."""
+    def _for_a_retry(self, answered: list[Node], asked: Asked) -> tuple[int, ...]:
+        """The latest answers, if they were not replayed to a retry in this form before. They may
+        still be on their way to the agent, which no longer waits for them."""
         if not asked.caller.is_retry:
             return ()
-        latest = [node.index for node in arrived][-asked.request.n :]
+        latest = [node.index for node in answered][-asked.request.n :]
         new = self.repeated.isdisjoint(latest) and not any(
             in_another_form(self.ended.get(index), asked) for index in latest
         )

@@ -47,6 +47,9 @@ _RESERVED = frozenset(
 )
 """Path segments that name routes."""
 
+NOTICE_S = 1.0
+"""How long a call waits until an equal one notices that its agent has left."""
+
 
 @dataclass(slots=True)
 class LiveSession:
@@ -107,6 +110,19 @@ class LiveSession:
         """Stores an event and sends it to all listeners."""
         seq = await store.add_event(self.session.session_id, kind, data)
         self.publish(kind, seq=seq, **data)
+
+    @property
+    def being_sent(self) -> set[int]:
+        """Turns whose answers are sampled or on their way."""
+        return {index for call in self.running for index in call.turns}
+
+    async def until_deserted_are_settled(self, turns: set[int]) -> None:
+        """Returns when the calls of these turns whose agent has left have noticed it, so that a
+        repeated request gets their answers."""
+        deserted = [c for c in self.running if not turns.isdisjoint(c.turns) and c.deserted]
+        with contextlib.suppress(TimeoutError):
+            for call in deserted:
+                await asyncio.wait_for(call.settled.wait(), NOTICE_S)
 
     def publish(self, kind: str, **data: Any) -> None:
         """Sends an event to every listener; a listener that is too slow loses events."""

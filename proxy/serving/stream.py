@@ -7,7 +7,7 @@ once, with the recorded answers or with the error that ended the call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from proxy.wire.dialect import Outcome, Piece
@@ -93,15 +93,17 @@ class AnswerStream:
 class Watcher:
     """One HTTP request that waits for a call's answer, as a context manager."""
 
-    def __init__(self, call: LiveCall) -> None:
+    def __init__(self, call: LiveCall, is_connected: Callable[[], bool]) -> None:
+        """`is_connected`: whether the agent still waits for the response."""
         self.call = call
+        self.is_connected = is_connected
         self.arrived = False
         """Set it when the whole answer was sent."""
         self.pieces = call.stream.pieces
         self.outcomes = call.stream.outcomes
 
     def __enter__(self) -> Watcher:
-        self.call.watchers += 1
+        self.call.watchers.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 
 from proxy.errors import ProxyError, RequestError, SessionError
-from proxy.http_request import read_body
+from proxy.http_request import answer_expect, read_body
 from proxy.records import ForkCause, SessionKind, SessionStatus, TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser, SessionPage
@@ -230,9 +230,9 @@ def add_routes(app: web.Application, api: Callable[[], ViewApi]) -> None:
         return handle
 
     for method, path, name in ROUTES:
-        app.router.add_route(method, path, route(name))
-    app.router.add_get(PAGE, pages.page)
-    app.router.add_get(STATIC, pages.static)
+        app.router.add_route(method, path, route(name), expect_handler=answer_expect)
+    app.router.add_get(PAGE, pages.page, expect_handler=answer_expect)
+    app.router.add_get(STATIC, pages.static, expect_handler=answer_expect)
 
 
 def _session_id(request: web.Request) -> str:

@@ -123,7 +123,7 @@ class CallMachine(RuleBasedStateMachine):
         live.users += 1
         try:
             call = await process.calls.open(live, request, caller)
-            with call.watched() as watcher:
+            with call.watched(lambda: True) as watcher:
                 outcomes = await watcher.outcomes()
                 recorded = await self.reader.get_turns("t")
                 for outcome in outcomes:
@@ -280,7 +280,7 @@ class Scene:
         live = await self.process.sessions.authorise(self.key, None)
         request = Call("m", Conversation([Message("user", "One?")]), Options())
         call = await self.process.calls.open(live, request, Caller("chat", 0.0, is_retry=retry))
-        with call.watched() as watcher:
+        with call.watched(lambda: True) as watcher:
             texts = [outcome.message.text for outcome in await watcher.outcomes()]
             watcher.arrived = True
             return texts

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 import pytest
 
 from proxy.client import ProxyClientError, SessionHandle
@@ -116,6 +117,41 @@ async def test_answer_arrives_when_the_process_that_passes_it_on_confirms_it(
     assert await lost_turns(session, tmp_path) == (set() if is_confirmed else {0})
     assert (await proxy.post(session, CHAT, HELLO))[0] == 200
     assert len(proxy.engine.calls) == (2 if is_confirmed else 1)
+
+
+async def test_request_repeated_before_a_broken_connection_is_noticed_gets_the_same_answer(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, loop = await proxy.session(), asyncio.get_running_loop()
+    wait = forwarding.Arrival.wait
+
+    async def notice_late(arrival: forwarding.Arrival) -> None:
+        try:
+            await wait(arrival)
+        finally:
+            for _ in range(100):
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(forwarding.Arrival, "wait", notice_late)
+    body = orjson.dumps(HELLO)
+
+    def request(*more: str) -> bytes:
+        lines = (f"POST /{session.trial_id}/v1/{CHAT} HTTP/1.1", "Host: localhost", *more)
+        lines += (f"Authorization: Bearer {session.api_key}", f"Content-Length: {len(body)}")
+        return "\r\n".join([*lines, "", ""]).encode() + body
+
+    address = (urlsplit(proxy.url).hostname, urlsplit(proxy.url).port)
+    with socket.create_connection(address) as forwarder, socket.create_connection(address) as agent:
+        forwarder.setblocking(False)
+        agent.setblocking(False)
+        await loop.sock_sendall(forwarder, request(f"{FORWARDED}: a-number"))
+        answer = await loop.sock_recv(forwarder, 1 << 20)
+        forwarder.close()
+        agent.send(request())
+        again = await loop.sock_recv(agent, 1 << 20)
+    texts = [orjson.loads(each.partition(b"\r\n\r\n")[2])["choices"] for each in (answer, again)]
+    assert texts[0] == texts[1]
+    assert len(proxy.engine.calls) == 1
 
 
 async def lost_turns(session: SessionHandle, tmp_path: Path) -> frozenset[int]:
