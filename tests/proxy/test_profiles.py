@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from proxy.records import Origin
 from tests.proxy.conftest import StartProxy
 
 CHAT = "chat/completions"
 OWN = {"mine": {"history": "follow", "scrub": [r"Today is \d+\."], "agents": ["X-Sub-Agent"]}}
+TICKETS = {"mine": {"tolerate": {"ticket": [r"ticket \d+"]}}}
 
 
 def asked(day: int, *more: dict[str, str]) -> dict[str, object]:
@@ -34,3 +36,15 @@ async def test_without_the_profile_a_changed_system_message_forks(start_proxy: S
     await proxy.post(session, CHAT, asked(2, answer, {"role": "user", "content": "More."}))
     _, second = (await proxy.record(session))[1]
     assert second.fork_cause is not None
+
+
+async def test_own_profile_tolerates_what_differs_in_a_branch(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(profiles=TICKETS)
+    session = await proxy.session(profile="mine")
+    hello = {"role": "user", "content": "Close ticket 17."}
+    _, recorded = await proxy.post(session, CHAT, {"messages": [hello]})
+    branch = await proxy.control.branch(Origin(session.trial_id, 1))
+    again = {"role": "user", "content": "Close ticket 4711."}
+    status, answer = await proxy.post(branch, CHAT, {"messages": [again]})
+    assert (status, answer["choices"]) == (200, recorded["choices"])
+    assert len(proxy.engine.calls) == 1

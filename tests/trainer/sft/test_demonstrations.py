@@ -129,6 +129,16 @@ def test_every_place_gives_the_same_demonstrations(
     assert found[0].describe().startswith("10 sessions (9 with recorded ids, 1 rendered), ")
 
 
+def test_sft_without_reasoning_takes_the_two_ways_of_writing_an_answer(
+    tiny_model: Path, store: Path
+) -> None:
+    for way in ("as_last", "as_history"):
+        found = selected(tiny_model, store, ids="rendered", without_reasoning=way).found
+        assert {each.source for each in found} == {"rendered"}
+    with pytest.raises(ValueError, match="without_reasoning"):
+        selected(tiny_model, store, without_reasoning="as_first")
+
+
 def test_what_cannot_be_trained_on_is_counted_and_nothing_is_refused(
     tiny_model: Path, store: Path, tmp_path: Path
 ) -> None:
