@@ -26,7 +26,7 @@ SIZES = {
 }
 SETTINGS = Qwen3Config(**SIZES)
 MEASURE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -49,13 +49,16 @@ def train(settings, tokens, dtype, checkpointing):
     stepper.step()
     scorer(micro, ids, 1.0)[0].sum().backward()
 
+def status(name):
+    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) * 1024
+
 torch.set_num_threads(1)
 settings, tokens, dtype, checkpointing = json.loads(sys.argv[1])
 small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100, "num_hidden_layers": 1}
 train(Qwen3Config(**settings | small), 16, dtype, checkpointing)
-before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+before = status("VmRSS")
 train(Qwen3Config(**settings), tokens, dtype, checkpointing)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+print(status("VmHWM") - before)  # ru_maxrss would include the process that started this one
 """
 
 
