@@ -91,7 +91,6 @@ class LiveCall:
         """Index of each answer's turn; empty while placing."""
         self.prompt_tokens = 0
         self.watchers: set[Watcher] = set()
-        """The connections that watch the call."""
         self.settled = asyncio.Event()
         """Set when it is known whether the answers have arrived."""
         self.backend = backend
@@ -110,7 +109,6 @@ class LiveCall:
 
     @property
     def ended(self) -> bool:
-        """Whether the call has ended."""
         return self.state is CallState.ENDED
 
     @property
@@ -147,7 +145,12 @@ class LiveCall:
     @property
     def deserted(self) -> bool:
         """Whether the answers are recorded, and no agent is there to get them."""
-        return self.ended and not any(watcher.is_connected() for watcher in self.watchers)
+        return self.ended and not self.is_awaited
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the connection of an agent that watches the call is open."""
+        return any(watcher.is_connected() for watcher in self.watchers)
 
     def left_by(self, watcher: Watcher) -> None:
         """Ends the watching. `Watcher` calls it."""

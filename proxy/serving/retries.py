@@ -1,7 +1,8 @@
 """Retries: decides how to answer a request that repeats an earlier one.
 
     an earlier, equal request is ...                     the new request ...
-    running, and the new one is marked as a retry        joins it (`RetryBook.running`)
+    running, and the new one is marked as a retry,
+      or no agent waits for the running one any more     joins it (`RetryBook.running`)
     answered, but the answer did not arrive              gets that answer replayed (`Replay`)
     answered, and the new one is a retry                 gets it replayed once
     cut, and the new one is a retry or in another form   is sampled and supersedes nothing
@@ -71,11 +72,12 @@ class RetryBook:
     """Turns that were repeated already: cut ones, and arrived ones replayed to a retry."""
 
     def joinable(self, asked: Asked) -> LiveCall | None:
-        """The running call that the request joins; None if it is not a retry of one."""
+        """The running call that the request joins: it is marked as a retry, or the agent of that
+        call has left. None if there is no such call."""
         running = self.running.get(asked.request_key)
-        if running is None or not asked.caller.is_retry or running.abandoned:
+        if running is None or running.abandoned:
             return None
-        return running
+        return running if asked.caller.is_retry or not running.is_awaited else None
 
     def settle(self, turns: Iterable[int], *, streamed: bool, arrived: bool) -> None:
         """Records that a call has ended, and whether its answers arrived."""

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -17,6 +18,7 @@ from proxy.client import ProxyClientError, SessionHandle
 from proxy.config import load_config
 from proxy.serving import forwarding
 from proxy.serving.forwarding import CONFIRMED_PATH, FORWARDED, own_address
+from proxy.serving.retries import RetryBook
 from proxy.store import open_store
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.store.test_conformance import an_intent
@@ -152,6 +154,16 @@ async def test_request_repeated_before_a_broken_connection_is_noticed_gets_the_s
     texts = [orjson.loads(each.partition(b"\r\n\r\n")[2])["choices"] for each in (answer, again)]
     assert texts[0] == texts[1]
     assert len(proxy.engine.calls) == 1
+
+
+@pytest.mark.parametrize(("is_awaited", "joins"), [(True, False), (False, True)])
+def test_equal_request_joins_a_running_call_that_no_agent_waits_for(
+    is_awaited: bool, joins: bool
+) -> None:
+    book, running = RetryBook(), SimpleNamespace(abandoned=False, is_awaited=is_awaited)
+    book.running["a key"] = running  # type: ignore[index, assignment]
+    asked = SimpleNamespace(request_key="a key", caller=SimpleNamespace(is_retry=False))
+    assert (book.joinable(asked) is running) is joins  # type: ignore[arg-type, comparison-overlap]
 
 
 async def lost_turns(session: SessionHandle, tmp_path: Path) -> frozenset[int]:
