@@ -201,59 +201,63 @@ async def test_client_that_reads_nothing_is_disconnected() -> None:
         writer.close()
 
 
-async def test_until_sent_waits_for_a_client_that_reads_slowly() -> None:
-    buffered, sent = asyncio.Event(), asyncio.Event()
+class SlowClient:
+    """A server that sends more than its client reads, and then calls `until_sent`."""
 
-    async def large(request: web.Request) -> web.StreamResponse:
+    def __init__(self) -> None:
+        self.buffered = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when `until_sent` has returned, or with its error."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         assert request.transport is not None
         while not request.transport.get_write_buffer_size():
             await response.write(bytes(2**14))
         limits = request.transport.get_write_buffer_limits()
-        buffered.set()
-        await until_sent(request)
-        assert request.transport.get_write_buffer_size() == 0
-        assert request.transport.get_write_buffer_limits() == limits
-        sent.set()
+        self.buffered.set()
+        try:
+            await until_sent(request)
+            assert request.transport.get_write_buffer_size() == 0
+            assert request.transport.get_write_buffer_limits() == limits
+        except (AssertionError, ConnectionError) as error:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
         return response
 
-    async with serving(large) as address:
+
+@asynccontextmanager
+async def slow_client() -> AsyncIterator[
+    tuple[SlowClient, asyncio.StreamReader, asyncio.StreamWriter]
+]:
+    """A client that reads nothing, when the server's buffer is not empty."""
+    slow = SlowClient()
+    async with serving(slow.answer) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        await buffered.wait()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not sent.is_set()
-        writer.transport.resume_reading()  # type: ignore[attr-defined]
-        await reader.read()
-        await sent.wait()
+        await slow.buffered.wait()
+        yield slow, reader, writer
         writer.close()
 
 
+async def test_until_sent_waits_for_a_client_that_reads_slowly() -> None:
+    async with slow_client() as (slow, reader, writer):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not slow.ended.done()
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        await reader.read()
+        await slow.ended
+
+
 async def test_until_sent_reports_a_client_that_has_left() -> None:
-    buffered, reported = asyncio.Event(), asyncio.Event()
-
-    async def large(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        assert request.transport is not None
-        while not request.transport.get_write_buffer_size():
-            await response.write(bytes(2**14))
-        buffered.set()
-        with pytest.raises(ConnectionError):
-            await until_sent(request)
-        reported.set()
-        return response
-
-    async with serving(large) as address:
-        _, writer = await asyncio.open_connection(*address)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await buffered.wait()
+    async with slow_client() as (slow, _, writer):
         writer.transport.abort()
-        await reported.wait()
+        with pytest.raises(ConnectionError):
+            await slow.ended
 
 
 @asynccontextmanager
