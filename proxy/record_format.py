@@ -58,6 +58,17 @@ def decode_record(data: bytes) -> tuple[Session, list[Turn]]:
         raise RecordFormatError(f"not a recorded session: {error}") from error
 
 
+def reward_fields(reward: Reward) -> dict[str, Any]:
+    """One entry of the field `rewards`, as JSON."""
+    return {
+        "key": reward.key,
+        "value": reward.value,
+        "parts": dict(reward.parts),
+        "turn": reward.turn,
+        "branch": reward.branch,
+    }
+
+
 def origin_fields(origin: Origin) -> dict[str, Any]:
     """The field `from` of a branch, as `POST /sessions` takes it."""
     return {

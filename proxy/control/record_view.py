@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.record_format import origin_fields
+from proxy.record_format import origin_fields, reward_fields
 from proxy.records import Session, Turn
 from proxy.token_tree.sampled_paths import sampled_paths
 
@@ -22,16 +22,7 @@ def session_view(session: Session) -> dict[str, Any]:
         "limits": dict(session.limits),
         "metadata": dict(session.metadata),
         "from": None if session.origin is None else origin_fields(session.origin),
-        "rewards": [
-            {
-                "key": reward.key,
-                "value": reward.value,
-                "parts": dict(reward.parts),
-                "turn": reward.turn,
-                "branch": reward.branch,
-            }
-            for reward in session.rewards
-        ],
+        "rewards": [reward_fields(reward) for reward in session.rewards],
     }
 
 

@@ -21,6 +21,7 @@ from proxy.config import EngineConfig
 from proxy.conversation.messages import Conversation, Message, ToolCall
 from proxy.engines.http_engine import Answer, Choice, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.text_only import check_sampling
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.answers import answer_ids
@@ -30,8 +31,15 @@ ROUTE = "/v1/chat/completions"
 END_IDS = 4
 """Number of ids at the prompt's end that are compared with those of the conversation: enough to see
 that an answer is not begun by the agent."""
-_NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "structured": None}
-"""Parameters that the route does not have in common, with their neutral values."""
+_OPTIONAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "seed": None,
+}
+"""Parameters that are sent only when they differ from these neutral values, because some hosted
+models refuse them."""
 
 
 class _Function(msgspec.Struct, gc=False):
@@ -95,7 +103,7 @@ class ChatEngine(HttpEngine[_Answer]):
         }
         if asked.tools:
             body["tools"] = asked.tools
-        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("seed", None)):
+        for name, neutral in _OPTIONAL.items():
             if getattr(sampling, name) != neutral:
                 body[name] = getattr(sampling, name)
         if sampling.stop:
@@ -104,13 +112,7 @@ class ChatEngine(HttpEngine[_Answer]):
 
     def _conversation(self, sampling: Sampling, prompt_ids: Ids) -> Conversation:
         """Raises RequestError for a request that the route cannot express."""
-        for name, neutral in _NEUTRAL.items():
-            if (value := getattr(sampling, name)) != neutral:
-                raise RequestError(
-                    f"{name}: {value!r} is not supported by the hosted model", param=name
-                )
-        if sampling.logprobs or sampling.top_logprobs:
-            raise RequestError("logprobs: the hosted model has none", param="logprobs")
+        check_sampling(sampling, "the hosted model")
         asked = sampling.conversation
         if asked is None or asked.raw is not None:
             raise RequestError("prompt: the hosted model takes messages only", param="prompt")

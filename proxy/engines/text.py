@@ -18,15 +18,11 @@ import orjson
 from proxy.config import EngineConfig
 from proxy.engines.http_engine import Answer, Choice, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.errors import RequestError
+from proxy.engines.text_only import MAX_STOPS, check_sampling
 from proxy.records import Ids
 from proxy.rendering.tokenizer import Tokenizer
 
 ROUTE = "/v1/completions"
-MAX_STOPS = 4
-"""OpenAI's own limit."""
-_NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "structured": None}
-"""Parameters that OpenAI's route does not have, with their neutral values."""
 
 
 class _Choice(Choice, gc=False):
@@ -65,7 +61,7 @@ class TextEngine(HttpEngine[_Answer]):
         cache_salt: str | None,
         stream: bool,
     ) -> bytes:
-        _check(sampling)
+        check_sampling(sampling, "the text-only engine")
         ends = [self._tokenizer.decode([token]) for token in sampling.stop_token_ids]
         body: dict[str, Any] = {
             "prompt": self._tokenizer.decode(prompt_ids.tolist()),
@@ -92,22 +88,3 @@ class TextEngine(HttpEngine[_Answer]):
                 if choice.finish_reason is not None:
                     chunk.finish_reason = self._finish_reason(choice.finish_reason)
                 yield chunk
-
-
-def _check(sampling: Sampling) -> None:
-    """Raises RequestError for a parameter that changes the answer and cannot be sent."""
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(sampling, name)
-        if value != neutral:
-            raise RequestError(
-                f"{name}: {value!r} is not supported by the text-only engine", param=name
-            )
-    if sampling.logprobs or sampling.top_logprobs:
-        raise RequestError(
-            "logprobs: the text-only engine has no log-probabilities", param="logprobs"
-        )
-    if len(sampling.stop) > MAX_STOPS:
-        raise RequestError(
-            f"stop: got {len(sampling.stop)} strings; the text-only engine accepts {MAX_STOPS}",
-            param="stop",
-        )

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from proxy.record_format import reward_fields
 from proxy.store.browser import Recent, SessionSummary, TurnHead
 
 MAX_METADATA_BYTES = 2_000
@@ -28,16 +29,7 @@ def summary_json(summary: SessionSummary) -> dict[str, Any]:
         "origin": session.origin
         and {"session": session.origin.session_id, "turn": session.origin.turn},
         "reward": sum(whole) if whole else None,
-        "rewards": [
-            {
-                "key": reward.key,
-                "value": reward.value,
-                "parts": dict(reward.parts),
-                "turn": reward.turn,
-                "branch": reward.branch,
-            }
-            for reward in session.rewards[:100]
-        ],
+        "rewards": [reward_fields(reward) for reward in session.rewards[:100]],
         "turns": summary.turns + session.recorded_turns,
         "running": summary.running,
         "cut": summary.cut,

@@ -63,7 +63,8 @@ async def test_session_holds_the_tokens_that_the_models_own_agent_would_have_sam
         ),
         ({"content": "It holds a.txt."}, "stop"),
     ]
-    asked = {"messages": ASKED, "tools": TOOLS, "temperature": 0.5, "max_tokens": 300}
+    sampling = {"temperature": 0.5, "presence_penalty": 0.25, "frequency_penalty": -0.5}
+    asked = {"messages": ASKED, "tools": TOOLS, "max_tokens": 300, **sampling}
     if stream:
         events = b"".join(await proxy.events(session, CHAT, {**asked, "stream": True}))
         assert b"shell" in events
@@ -79,7 +80,9 @@ async def test_session_holds_the_tokens_that_the_models_own_agent_would_have_sam
     assert hosted.keys[0] == "Bearer sk-hosted"
     first = hosted.bodies[0]
     assert (first["model"], first["tools"], first["messages"]) == ("teacher-1", TOOLS, ASKED)
-    assert (first["temperature"], first["max_completion_tokens"]) == (0.5, 300)
+    assert {name: first[name] for name in sampling} == sampling
+    assert first["max_completion_tokens"] == 300
+    assert "top_p" not in first  # neutral values are not sent
     _, turns = await proxy.record(session)
     again = rendered_turns(turns, proxy.rendering)
     for turn, own in zip(turns, again, strict=True):
@@ -132,6 +135,7 @@ async def test_truncated_answer_stays_truncated(proxy: RunningProxy, hosted: Hos
         ),
         (CHAT, {"messages": ASKED, "logprobs": True}, "logprobs", 0),
         (CHAT, {"messages": ASKED, "top_k": 5}, "top_k", 0),
+        (CHAT, {"messages": ASKED, "stop": list("abcde")}, "accepts 4", 0),
     ],
 )
 async def test_request_that_the_route_cannot_express_is_refused(
