@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -224,6 +224,9 @@ serve: setup ## the recording proxy: MODEL=checkpoint (default: the starter mode
 
 bench-rollout: setup ## asynchronous compared with synchronous sampling
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
+
+bench-salvage: setup ## lost trials that are continued compared with starting over
+	$(BIN)/python -m benchmarks.salvage $(ARGS)
 
 bench-scale: setup ## simulated fleets of 10 to 1,000 GPUs
 	$(BIN)/python -m benchmarks.scale $(ARGS)

@@ -8,6 +8,8 @@ AgentLoopError
 ├── LaunchError       the agent could not be started or watched: our side, not the agent's
 ├── RewardError       a verifier or grader did not give a usable reward (NaN, missing, crashed)
 ├── ChatError         a judge's model, or one that writes questions, did not answer
+├── BranchError       a branch did not replay the recorded turns with which it begins
+├── LostAgentError    an agent crashed or ran out of time, and its trial can be continued
 ├── CreditError       a function of the user's own did not credit the turns
 └── TrajectoryError   a recorded session is not a token tree (a missing log-probability, a gap)
 ConfigurationError
@@ -33,6 +35,14 @@ class RewardError(AgentLoopError):
 
 class ChatError(AgentLoopError):
     """A model behind an endpoint did not answer."""
+
+
+class BranchError(AgentLoopError):
+    """A branch did not replay the recorded turns with which it begins."""
+
+
+class LostAgentError(AgentLoopError):
+    """An agent crashed or ran out of time, and its trial can be continued."""
 
 
 class CreditError(AgentLoopError):

@@ -7,8 +7,8 @@ The states of a trial, which is one `_TrialRun`:
 
     opening ──▶ running ──▶ collecting ──▶ grading ──▶ ended: a rollout, by `trial_outcome`
        │           │             │             │
-       └───────────┴─────────────┴─────────────┴── error ──▶ ended: a failed rollout, tried again
-       │           │             │             │             up to `max_retries` times
+       └───────────┴─────────────┴─────────────┴── error ──▶ ended: a failed rollout, after which
+       │           │             │             │             `salvage` says what follows
        └───────────┴─────────────┴─────────────┴── cancelled ──▶ ended: raises CancelledError
 
 A trial that leaves `opening` or `running` by an error or a cancellation completes its session.
@@ -31,10 +31,19 @@ from urllib.parse import urlsplit
 import shortuuid
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from agent_loop.errors import AgentLoopError
+from agent_loop.errors import AgentLoopError, BranchError, LostAgentError
 from agent_loop.launchers.protocol import Launcher
-from agent_loop.records import AgentResult, FinishedTrial, Rollout, RolloutStatus, Task, Trial
+from agent_loop.records import (
+    AgentEnd,
+    AgentResult,
+    FinishedTrial,
+    Rollout,
+    RolloutStatus,
+    Task,
+    Trial,
+)
 from agent_loop.rewards.protocol import RewardSource
+from agent_loop.salvage import LostTrial, Retries, crashed_again
 from agent_loop.threads import run_to_end
 from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
 from agent_loop.trial_outcome import Attempt, failed_rollout, grade_trial
@@ -42,7 +51,7 @@ from agent_loop.trial_retention import FinishedTrials
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.config import RetentionConfig
 from proxy.record_format import RecordFormatError
-from proxy.records import Origin, SessionKind, Turn
+from proxy.records import BranchMode, Origin, SessionKind, Turn, TurnStatus
 from proxy.wall import Wall
 
 Result = TypeVar("Result")
@@ -105,17 +114,29 @@ class RemoteAgentLoop:
 
         Cancelling ends the agent and completes the session before it raises.
         """
-        failures = 0
+        config = self.trial
+        retries = Retries(self.proxy, config.max_retries, config.salvage, origin)
         while True:
             trial_id = f"{re.sub('[^A-Za-z0-9._-]+', '_', task.task_id)[:80]}-{_unique()}"
             logs = str(self.trials_dir / trial_id)
-            attempt = Attempt(trial_id, task, kind, seed, version, logs, failures, origin)
-            rollout = await _TrialRun(self, attempt).run()
-            if rollout.status is not RolloutStatus.FAILED or failures == self.trial.max_retries:
+            attempt = Attempt(
+                trial_id,
+                task,
+                kind,
+                seed,
+                version,
+                logs,
+                retries.earlier,
+                retries.origin,
+                retries.lost_after,
+            )
+            trial = _TrialRun(self, attempt)
+            rollout = await trial.run()
+            failed = rollout.status is RolloutStatus.FAILED
+            if not failed or not await retries.follows(trial.as_lost):
                 self.on_rollout(rollout)
                 return rollout
-            await asyncio.sleep(self.trial.retry_base_delay * 2**failures)
-            failures += 1
+            await asyncio.sleep(config.retry_base_delay * 2 ** (retries.earlier.failed - 1))
 
     async def close(self) -> None:
         """Closes the launcher, the reward source and the connections to the proxy."""
@@ -150,7 +171,15 @@ class _TrialRun:
         """The recorded turns; empty until they are collected."""
         self._agent: AgentResult | None = None
         """How the agent ended; None until it has ended."""
+        self._diverged = False
+        self._crashed_again = False
         self.state = TrialState.OPENING
+
+    @property
+    def as_lost(self) -> LostTrial:
+        """What `salvage` needs to know of the trial if it failed."""
+        attempt = self._attempt
+        return LostTrial(attempt.trial_id, attempt.origin, self._diverged, self._crashed_again)
 
     async def run(self) -> Rollout:
         opening = asyncio.ensure_future(self._open())
@@ -239,7 +268,37 @@ class _TrialRun:
         proxy = self._loop.proxy
         await self._patiently(lambda: proxy.complete(trial.trial_id))
         session, self._turns = await self._patiently(lambda: proxy.get_turns(trial.trial_id))
+        await self._check_replay(trial, agent)
         return FinishedTrial(trial, agent, session, self._turns, proxy)
+
+    async def _check_replay(self, trial: Trial, agent: AgentResult) -> None:
+        """Refuses a branch whose recorded turns are not part of what its agent did, and an agent
+        that ended early and can be continued.
+
+        Raises:
+            BranchError: a strict branch diverged, or a salvaging one did not replay every turn.
+            LostAgentError: the trial can be continued.
+        """
+        attempt, ended = self._attempt, agent.end.value.replace("_", " ")
+        missing = 0 if attempt.origin is None else await self._unreplayed(trial, attempt.origin)
+        same = crashed_again(attempt.origin, agent, self._turns)
+        self._crashed_again = same and not missing
+        if agent.end in attempt.lost_after and self._turns and not self._crashed_again:
+            raise LostAgentError(f"the agent {ended}: {agent.error}")
+        if missing:
+            self._diverged = agent.end is AgentEnd.EXITED
+            raise BranchError(f"the agent {ended} before {missing} recorded turns were replayed")
+
+    async def _unreplayed(self, trial: Trial, origin: Origin) -> int:
+        """The number of answers that a salvaging branch trains and its agent did not get."""
+        shown = await self._patiently(lambda: self._loop.proxy.show(trial.trial_id))
+        replay = shown["replay"]
+        if replay["diverged"] and (origin.salvage or origin.mode is BranchMode.STRICT):
+            self._diverged = True
+            raise BranchError(f"the branch diverged: {replay['diverged'][0]}")
+        answered = (TurnStatus.DONE, TurnStatus.CONTEXT)
+        expected = {t.index for t in self._turns[: origin.turn] if t.status in answered}
+        return len(expected - set(replay["turns"])) if origin.salvage else 0
 
     async def _grade(self, finished: FinishedTrial) -> Rollout:
         self.state = TrialState.GRADING

@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from agent_loop.credit import CreditConfig
+from agent_loop.salvage import SalvageConfig
 from proxy.section import Section
 from proxy.wall import Wall
 
@@ -31,9 +32,13 @@ class TrialConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Seconds that an agent may run."""
     max_retries: int = Field(1, ge=0)
-    """Number of retries of a trial that failed through no fault of its agent."""
+    """Number of times that a trial that failed through no fault of its agent is started over."""
     retry_base_delay: float = Field(0.0, ge=0)
     """Seconds before the first retry; doubled for each further retry."""
+    salvage: SalvageConfig | None = None
+    """If set (`salvage: {}`), a lost trial is continued from its last answered turn instead of
+    started over: its agent runs again in a fresh workspace, and the proxy answers its first calls
+    from the recording (docs/rewind.md). For agents whose tools can run twice."""
     keep_workspaces: bool = False
     """Keep each trial's working directory. Its logs are kept in any case."""
     sandbox: Literal["light", "strict", "off"] = "light"

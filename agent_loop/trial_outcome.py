@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.records import (
@@ -29,6 +29,7 @@ from agent_loop.records import (
     Task,
 )
 from agent_loop.rewards.protocol import RewardSource
+from agent_loop.salvage import EarlierTrials
 from agent_loop.trajectory import build_segments
 from proxy.records import FinishReason, Origin, Reward, SessionKind, Turn, TurnStatus
 
@@ -48,10 +49,12 @@ class Attempt:
     """The policy's version when the trial starts."""
     logs: str | None = None
     """Folder with the agent's output."""
-    failed_before: int = 0
-    """Number of earlier trials of the same rollout that failed."""
+    earlier: EarlierTrials = field(default_factory=EarlierTrials)
+    """The lost trials of the same rollout."""
     origin: Origin | None = None
     """The recorded turns with which the trial begins (docs/rewind.md)."""
+    lost_after: frozenset[AgentEnd] = frozenset()
+    """Ends of the agent after which the trial is lost, because it can be continued."""
 
 
 async def grade_trial(
@@ -220,5 +223,8 @@ def _metrics(
         "cut_turns": statuses[TurnStatus.CUT] + statuses[TurnStatus.OPEN],
         "superseded_turns": statuses[TurnStatus.SUPERSEDED],
         "context_turns": statuses[TurnStatus.CONTEXT],
-        "failed_attempts": attempt.failed_before,
+        "failed_attempts": attempt.earlier.failed,
+        "continuations": attempt.earlier.continued,
+        "diverged_continuations": attempt.earlier.diverged,
+        "lost_tokens": attempt.earlier.lost_tokens,
     }

@@ -220,17 +220,19 @@ async def _overhead(folder: Path, trials: int, answer_s: float) -> None:
 def _servers(folder: Path, answer_s: float) -> Iterator[str]:
     """Starts a scripted engine and a proxy as processes. Yields the proxy's URL."""
     tokens = 50
-    engine = _start(
+    engine = start_process(
         "proxy.engines.scripted",
         *("--answer-tokens", str(tokens), "--token-delay-s", str(answer_s / tokens)),
     )
     try:
-        engine_url = _first_url(engine)
+        engine_url = first_url(engine)
         checkpoint = write_checkpoint(folder)
         arguments = ["--engine", engine_url, "--model", str(checkpoint), "--port", "0"]
-        proxy = _start("proxy", "serve", *arguments, "--store", f"sqlite:///{folder}/proxy.db")
+        proxy = start_process(
+            "proxy", "serve", *arguments, "--store", f"sqlite:///{folder}/proxy.db"
+        )
         try:
-            yield _first_url(proxy)
+            yield first_url(proxy)
         finally:
             proxy.terminate()
             proxy.wait()
@@ -239,13 +241,13 @@ def _servers(folder: Path, answer_s: float) -> Iterator[str]:
         engine.wait()
 
 
-def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
+def start_process(module: str, *arguments: str) -> subprocess.Popen[str]:
     env = os.environ | {"AGENTIC_PROXY_ADMIN_KEY": "bench"}
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
-def _first_url(process: subprocess.Popen[str]) -> str:
+def first_url(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     for line in process.stdout:
         for word in line.replace(",", " ").split():

@@ -146,7 +146,7 @@ def _parts(
             model_name=config.served_model_name or (config.model.name if config.model else "model"),
         )
         app[CONTROL_PLANE] = ControlPlane(
-            config, config.limits, sessions, store, router, metrics, make, siblings
+            config, config.limits, sessions, store, router, metrics, make, siblings, deliveries
         )
         app[VIEW] = _open_view(config, store, router, rendering)
         app[TRIMMER] = trimmer = Trimmer()

@@ -22,6 +22,7 @@ from proxy.control.branch_request import with_origin
 from proxy.control.event_stream import EventStream
 from proxy.control.openapi import OPERATIONS, document
 from proxy.control.record_view import session_view, trajectories_view, turn_view
+from proxy.control.replay_view import replay_view
 from proxy.control.schema import (
     NewEngine,
     NewReward,
@@ -40,6 +41,7 @@ from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
+from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.forwarding import send_to_holder, was_forwarded
 from proxy.serving.sessions import Sessions
 from proxy.siblings import Siblings, is_from_sibling
@@ -62,6 +64,7 @@ class ControlPlane:
         metrics: Metrics,
         make_engine: Callable[[EngineConfig], Engine],
         siblings: Siblings,
+        deliveries: Deliveries,
     ) -> None:
         self._listen = listen
         self._limits = limits
@@ -71,6 +74,7 @@ class ControlPlane:
         self._metrics = metrics
         self._make_engine = make_engine
         self._siblings = siblings
+        self._deliveries = deliveries
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "health": self._health,
@@ -154,6 +158,7 @@ class ControlPlane:
         return _json(
             {
                 **session_view(session),
+                "replay": await replay_view(self._store, session),
                 "turns": [turn_view(session.session_id, turn) for turn in turns],
             }
         )
@@ -192,6 +197,7 @@ class ControlPlane:
     ) -> web.Response:
         """Ends a session and cuts its calls in flight, also those of another proxy on the store."""
         trial_id = _trial_id(request)
+        await self._deliveries.flush()
         if is_from_sibling(request) or was_forwarded(request):
             self._sessions.ended_elsewhere(trial_id, kind)
             return _json({})

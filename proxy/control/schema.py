@@ -241,9 +241,20 @@ class TurnView(Schema):
     duration_s: float | None
 
 
+class ReplayView(Schema):
+    """How far a branch has come in its recorded turns."""
+
+    turns: list[int]
+    """The recorded turns whose answers have reached its agent."""
+    diverged: list[str]
+    """One line for each request that is not the recorded one."""
+
+
 class SessionRecord(SessionView):
     """Answer of `GET /sessions/{id}`: the session with its turns."""
 
+    replay: ReplayView | None
+    """None for a session that is not a branch."""
     turns: list[TurnView]
 
 

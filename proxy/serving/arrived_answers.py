@@ -42,7 +42,9 @@ class Deliveries:
         self._schedule(DELAY_S)
 
     async def flush(self) -> None:
-        """Writes pending marks; those that the store refuses stay pending."""
+        """Writes all marks so far; those that the store refuses stay pending."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
         if self._writing is None and self._pending:
             self._write()
         if self._writing is not None:

@@ -1,16 +1,24 @@
 """An agent that needs only the standard library: makes `turns` calls in one conversation, then
-exits with `exit_code` or hangs if `hang` is set. These are fields of its task."""
+exits with `exit_code` or hangs if `hang` is set. These are fields of its task, and so is `lives`,
+a file with one line of JSON per trial that is to come: what is other in it than in the task.
+`dies_after` kills the agent after that many answers, and `hangs_after` makes it hang; `says` is its
+reply to every answer."""
 
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 import urllib.request
 
 task = json.loads(pathlib.Path(os.environ["TASK_FILE"]).read_text())
+if "lives" in task:
+    life, *rest = pathlib.Path(task["lives"]).read_text().splitlines() or ["{}"]
+    pathlib.Path(task["lives"]).write_text("\n".join(rest))
+    task |= json.loads(life)
 messages = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]
-for _ in range(task.get("turns", 1)):
+for number in range(task.get("turns", 1)):
     body = {"model": os.environ["AGENT_MODEL"], "messages": messages, **task.get("sampling", {})}
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
@@ -23,7 +31,11 @@ for _ in range(task.get("turns", 1)):
     with urllib.request.urlopen(request) as response:
         message = json.loads(response.read())["choices"][0]["message"]
     print(message["content"], flush=True)
-    messages += [message, {"role": "user", "content": "Go on."}]
+    messages += [message, {"role": "user", "content": task.get("says", "Go on.")}]
+    if number + 1 == task.get("dies_after"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number + 1 == task.get("hangs_after"):
+        time.sleep(600)
 pathlib.Path("key").write_text(os.environ["OPENAI_API_KEY"])
 pathlib.Path("model").write_text(os.environ["AGENT_MODEL"])
 pathlib.Path("answer").write_text(messages[-2]["content"] if len(messages) > 1 else "")

@@ -35,6 +35,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
         "rollout/untrainable": 1 - len(usable) / len(rollouts),
         "rollout/uniform_groups": _mean([float(group.uniform) for group in groups]),
     }
+    metrics |= _lost_trials(rollouts)
     if usable:
         metrics |= _rewards(usable, success_at) | _sizes(usable)
     return metrics | _per_agent(rollouts, success_at)
@@ -94,6 +95,12 @@ def _rewards(usable: Sequence[Rollout], success_at: float) -> Metrics:
         values = [r.reward_parts[part] for r in usable if part in r.reward_parts]
         metrics[f"reward/part/{part}"] = _mean(values)
     return metrics
+
+
+def _lost_trials(rollouts: Sequence[Rollout]) -> Metrics:
+    """Sums over the rollouts, of which each counts the lost trials before its last one."""
+    names = ("failed_attempts", "continuations", "diverged_continuations", "lost_tokens")
+    return {f"rollout/{name}": sum(r.metrics.get(name, 0.0) for r in rollouts) for name in names}
 
 
 def _per_agent(rollouts: Sequence[Rollout], success_at: float) -> Metrics:

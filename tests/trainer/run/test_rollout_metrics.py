@@ -21,6 +21,20 @@ from trainer.run.rollout_metrics import (
 TASK = Task("t", {})
 
 
+def test_lost_trials_are_summed_over_the_rollouts() -> None:
+    lost = {"failed_attempts": 2.0, "continuations": 1.0, "lost_tokens": 40.0}
+    rollouts = (
+        replace(rollout("a", 1.0), metrics=lost),
+        replace(rollout("b", None, RolloutStatus.FAILED), metrics=lost),
+        rollout("c", 0.0),
+    )
+    metrics = rollout_metrics([Group("g", TASK, rollouts)], success_at=1.0)
+    assert metrics["rollout/failed_attempts"] == 4.0
+    assert metrics["rollout/continuations"] == 2.0
+    assert metrics["rollout/diverged_continuations"] == 0.0
+    assert metrics["rollout/lost_tokens"] == 80.0
+
+
 def rollout(
     name: str,
     reward: float | None,
