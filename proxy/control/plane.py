@@ -158,7 +158,7 @@ class ControlPlane:
         return _json(
             {
                 **session_view(session),
-                "replay": await replay_view(self._store, session),
+                "replay": await replay_view(self._store, session, turns),
                 "turns": [turn_view(session.session_id, turn) for turn in turns],
             }
         )

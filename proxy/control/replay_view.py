@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from proxy.branching.divergence import RequestDifference
-from proxy.records import Session
+from proxy.records import Session, Turn
 from proxy.store.protocol import Store
 
 _NOT_OF_THE_DIFFERENCE = {"seq", "at", "kind", "mode"}
 
 
-async def replay_view(store: Store, session: Session) -> dict[str, Any] | None:
-    """None for a session that is not a branch."""
+async def replay_view(
+    store: Store, session: Session, turns: Sequence[Turn]
+) -> dict[str, Any] | None:
+    """`turns` are the session's. None for a session that is not a branch."""
     if session.origin is None:
         return None
-    replayed = (await store.undelivered(session.session_id)).replayed
+    marked = (await store.undelivered(session.session_id)).replayed
+    arrived = _arrived(turns, {*marked, *range(session.origin.turn, len(turns))})
+    replayed = [index for index in sorted(arrived) if index < session.origin.turn]
     events = await store.get_events(session.session_id)
     found = [e for e in events if e["kind"] == "diverged"]
     differences = [
         RequestDifference(**{k: v for k, v in event.items() if k not in _NOT_OF_THE_DIFFERENCE})
         for event in found
     ]
-    return {"turns": sorted(replayed), "diverged": [each.text for each in differences]}
+    return {"turns": replayed, "diverged": [each.text for each in differences]}
+
+
+def _arrived(turns: Sequence[Turn], reached: Iterable[int]) -> set[int]:
+    """The turns that the agent has reached, and all whose answers these continue: a process that is
+    killed loses the latest marks of answers that arrived."""
+    found = set(reached)
+    for index in sorted(found):
+        at = turns[index].parent
+        while at is not None:
+            if turns[at].path_tokens <= turns[index].shared_tokens:
+                found.add(at)
+            at = turns[at].parent
+    return found
