@@ -77,6 +77,7 @@ class RemoteAgentLoop:
         recording: RecordingConfig | None = None,
         hidden: Sequence[Path] = (),
         shown: Sequence[Path] = (),
+        policy: str = "",
         private_ports: Callable[[], frozenset[int]] = frozenset,
         finished: FinishedTrials | None = None,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
@@ -84,6 +85,8 @@ class RemoteAgentLoop:
         """What local agents see of this machine. `hidden`: files and folders that are empty for
         them, in addition to `trials_dir` (of which an agent sees its own part of its trial's
         directory). `shown`: what they can read with `sandbox: strict`, in addition to `trial.show`.
+        `policy`: the policy that sessions sample from and that is trained, except for the model
+        names in `trial.policies`; empty: the engines' own weights.
         `private_ports`: called in a thread before each trial; the TCP ports that the agent cannot
         connect to. The proxy's is not refused. `finished` removes folders of finished trials
         from `trials_dir`; None: all are kept. `on_rollout` is called with each rollout before it
@@ -96,6 +99,7 @@ class RemoteAgentLoop:
         self.trial = trial or TrialConfig()
         self.sampling = sampling or SamplingConfig()
         self.recording = recording or RecordingConfig()
+        self.policy = policy
         self.private_ports = private_ports
         self.finished = finished or FinishedTrials(trials_dir, RetentionConfig())
         self.wall = self.trial.wall((trials_dir, *hidden), shown)
@@ -129,6 +133,7 @@ class RemoteAgentLoop:
                 retries.earlier,
                 retries.origin,
                 retries.lost_after,
+                self.policy,
             )
             trial = _TrialRun(self, attempt)
             rollout = await trial.run()
@@ -224,6 +229,7 @@ class _TrialRun:
         settings: dict[str, Any] = {
             "kind": attempt.kind,
             "sampling": self._pinned(),
+            "policies": self._policies,
             "limits": loop.sampling.session_limits,
             "metadata": metadata,
             "ttl_s": ttl_s,
@@ -246,6 +252,11 @@ class _TrialRun:
         sampling, attempt = self._loop.sampling, self._attempt
         pinned = sampling.pinned if attempt.kind is SessionKind.TRAIN else {}
         return {**pinned, "seed": attempt.seed} if sampling.seeded else pinned
+
+    @property
+    def _policies(self) -> dict[str, str]:
+        own = {"": self._loop.policy} if self._loop.policy else {}
+        return {**own, **self._loop.trial.policies}
 
     async def _launch(self, trial: Trial) -> AgentResult:
         self.state = TrialState.RUNNING

@@ -55,6 +55,8 @@ class Attempt:
     """The recorded turns with which the trial begins (docs/rewind.md)."""
     lost_after: frozenset[AgentEnd] = frozenset()
     """Ends of the agent after which the trial is lost, because it can be continued."""
+    policy: str = ""
+    """The policy that is trained. What other policies sampled in the trial is context."""
 
 
 async def grade_trial(
@@ -107,7 +109,9 @@ def build_rollout(
     credited = assign_credit(turns, graded.value, posted, credit or CreditConfig())
     reward = _with_turn_rewards(graded, posted)
     ending = _ending(attempt, agent, turns, reward)
-    untrained = range(len(turns)) if attempt.kind is SessionKind.EVAL else credited.untrained
+    others = {turn.index for turn in turns if turn.policy != attempt.policy}
+    is_eval = attempt.kind is SessionKind.EVAL
+    untrained = range(len(turns)) if is_eval else credited.untrained | others
     return Rollout(
         trial_id=attempt.trial_id,
         task=attempt.task,

@@ -109,6 +109,7 @@ class ProxyClient:
         *,
         kind: SessionKind | None = None,
         sampling: Mapping[str, Any] | None = None,
+        policies: Mapping[str, str] | None = None,
         limits: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         ttl_s: float | None = None,
@@ -120,7 +121,8 @@ class ProxyClient:
             ProxyClientError: with status 404 if there is no such session, 400 if it has fewer
                 turns, 409 if the id exists or the session is salvaged already.
         """
-        given = {"kind": kind, "sampling": sampling, "limits": limits, "metadata": metadata}
+        given = {"kind": kind, "sampling": sampling, "policies": policies}
+        given |= {"limits": limits, "metadata": metadata}
         body: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
         body |= {"ttl_s": ttl_s, "from": origin_fields(origin)}
         path = "/sessions" if trial_id is None else _session_path(trial_id)

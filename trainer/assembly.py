@@ -87,6 +87,7 @@ class RunParts:
                 trial=agent.config,
                 sampling=config.rollout,
                 recording=config.proxy_server,
+                policy=config.model.policy,
                 hidden=[*self.hidden(agent, folder), *cluster.private_paths, *kept_files()],
                 shown=agent.config.shown_files,
                 finished=finished,

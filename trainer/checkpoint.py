@@ -4,6 +4,7 @@
         state/          weights, moments, schedules, as torch's DCP writes them
         run.json        step, version, states of random generators, state of the loop
         model/          the same weights as a Hugging Face checkpoint, with the tokenizer
+        adapter/        with `model.lora`: the adapter in PEFT's format
 
 Invariant: a folder named `step-…` is complete: it is written under another name, flushed to disk
 and then renamed. A save that fails (disk full) leaves the earlier checkpoints untouched.
@@ -61,6 +62,10 @@ class Saves(Protocol):
 
     def weights(self) -> Generator[Named]: ...
 
+    def save_adapter(self, folder: Path) -> None:
+        """Writes the LoRA adapter in PEFT's format; nothing if there is none."""
+        ...
+
 
 class Checkpoints:
     """Example: Checkpoints(folder.checkpoints, keep_last=2).latest()"""
@@ -91,6 +96,7 @@ class Checkpoints:
             learner.save_state(partial / "state")
             with closing(learner.weights()) as weights:
                 _export(with_untrained(weights, model), model, partial / "model")
+            learner.save_adapter(partial / "adapter")
             (partial / "run.json").write_text(json.dumps({**run, "step": step, "format": FORMAT}))
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)

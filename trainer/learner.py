@@ -23,6 +23,7 @@ import torch
 from pydantic import Field
 
 from agent_loop.producers.rollout_config import RolloutConfig
+from proxy.policies import ServedPolicy
 from proxy.section import Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.aggregation import Aggregation
@@ -43,16 +44,20 @@ from trainer.models import (
     ComputeValues,
     Imitate,
     Models,
+    RestoreAdapter,
+    ScoreRandomAdapter,
     Update,
 )
 from trainer.optimizer import OptimizerConfig
+from trainer.policy.adapter import adapter_config
 from trainer.policy.flops import training_flops, utilisation
 from trainer.policy.model import ModelConfig
 from trainer.run.rollout_metrics import mismatch_metrics
+from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
 from trainer.weight_sync.segment import Named
-from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.sync import SyncReport, WeightSync
 
 
 class TrainerSection(Section):
@@ -138,15 +143,26 @@ class Learner:
         """Version of the policy's weights, increased by 1 with every update."""
         self._generator = torch.Generator().manual_seed(config.trainer.seed)
         """Random generator that draws mini-batches."""
-        self._engines: WeightSync | None = None
+        self._engines: WeightSync | AdapterSync | None = None
 
-    def connect(self, engine_urls: Sequence[str]) -> None:
+    def connect(self, engine_urls: Sequence[str], adapters: Path | None = None) -> None:
         """Sets the engines that receive the weights from now on, and disconnects the former
-        ones."""
-        transfer = self.config.engine.weight_transfer
-        engines = WeightSync(EngineControl(engine_urls), transfer)
+        ones. `adapters` is the folder for the versions of the LoRA adapter, which the engines read;
+        None: `adapters` in `trainer.run_dir`.
+
+        Raises:
+            WeightSyncError: an engine does not serve the policy's adapters exactly.
+        """
+        control, policy = EngineControl(engine_urls), self.config.model.policy
+        engines = (
+            AdapterSync(control, adapters or self.config.trainer.run_dir / "adapters", policy)
+            if policy
+            else WeightSync(control, self.config.engine.weight_transfer)
+        )
         self.close()
         self._engines = engines
+        if isinstance(engines, AdapterSync):
+            self._check_adapters(engines)
 
     def compute_logprobs(self, batch: Batch) -> Metrics:
         """Sets `batch.prox_logprobs`, the policy's log-probabilities before the update, if the
@@ -223,15 +239,31 @@ class Learner:
             WeightSyncError: an engine refused the weights, or does not serve them.
         """
         engines = self._connected()
-        with closing(self.weights()) as weights:
-            report = engines.push(weights, self.version)
-        metrics = {"sync/paused_s": report.paused_s, "sync/total_s": report.total_s}
+        if isinstance(engines, AdapterSync):
+            report = self._push_adapter(engines)
+        else:
+            with closing(self.weights()) as weights:
+                report = engines.push(weights, self.version)
+        metrics = {
+            "sync/paused_s": report.paused_s,
+            "sync/total_s": report.total_s,
+            "sync/bytes": float(report.size_bytes),
+        }
         if self.config.engine.verify and len(self.probe) > 1:
             tolerance = self.config.engine.probe_tolerance(self.config.model)
             metrics["sync/probe_abs_mean"] = engines.verify(
                 self.probe, self.score(self.probe), tolerance
             )
         return metrics
+
+    @property
+    def served(self) -> ServedPolicy | None:
+        """The last version of the adapter that the engines got, which the proxy must publish; None
+        if they have the trained weights."""
+        engines = self._engines
+        if not isinstance(engines, AdapterSync) or not engines.served_name:
+            return None
+        return ServedPolicy(self.config.model.policy, self.version, engines.served_name)
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """log p(ids[t] | ids[:t]) at temperature 1 for t = 1 … T-1, under the current weights."""
@@ -308,7 +340,29 @@ class Learner:
             self._engines.close()
             self._engines = None
 
-    def _connected(self) -> WeightSync:
+    def _push_adapter(self, engines: AdapterSync) -> SyncReport:
+        with closing(self.models.adapter()) as tensors:
+            return engines.push(tensors, adapter_config(self.models.policy.model), self.version)
+
+    def _check_adapters(self, engines: AdapterSync) -> None:
+        """Compares trainer and engines on a random adapter, before anything is sampled."""
+        if not self.config.engine.verify or len(self.probe) < 2:
+            return
+        scores = self.models.together(ScoreRandomAdapter(probe_batch(self.probe)))
+        try:
+            self._push_adapter(engines)
+            tolerance = self.config.engine.probe_tolerance(self.config.model)
+            engines.verify(self.probe, scores.logprobs.tolist(), tolerance)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"the engine does not serve this policy's adapters: {error}; set "
+                "model.lora.update=merged, or choose other model.lora.target_modules"
+            ) from error
+        finally:
+            engines.served_name = ""
+            self.models.together(RestoreAdapter())
+
+    def _connected(self) -> WeightSync | AdapterSync:
         if self._engines is None:
             raise TrainingError("the trainer has no engines yet: call connect(engine_urls) first")
         return self._engines

@@ -22,6 +22,7 @@ from trainer.algorithms.token_loss import Metrics
 from trainer.assembly import SwarmParts, assemble
 from trainer.batch import trained_batch
 from trainer.checkpoint import Checkpoints
+from trainer.cluster.engines import RunEngines
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.rank_zero import OneThread, RankZero
 from trainer.cluster.ranks import models_of_rank
@@ -29,43 +30,42 @@ from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
 from trainer.config_sources import load
 from trainer.errors import ConfigError
-from trainer.learner import Learner, RanksConfig
+from trainer.learner import Learner
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 
 
 async def train(
-    learner: Learner, agents: RunsTrials, tasks: TaskStream, config: RanksConfig
+    learner: Learner, engines: RunEngines, agents: RunsTrials, tasks: TaskStream
 ) -> list[Metrics]:
     """Runs the loop; returns the metrics of each step."""
-    history: list[Metrics] = []
-    learner.sync_weights()
+    config, history = learner.config, list[Metrics]()
+    await engines.send_weights()
     while learner.step < config.trainer.steps:
         drawn = [tasks.draw() for _ in range(config.rollout.groups_per_step)]
-        groups = [await sample(agents, task, learner, config) for task in drawn]
+        groups = [await sample(agents, task, learner) for task in drawn]
         batch = trained_batch(groups)
         metrics = learner.compute_logprobs(batch)
         learner.compute_ref_logprobs(batch)
         learner.compute_values(batch)
         metrics |= learner.compute_advantages(batch)
         metrics |= learner.update(batch)
-        metrics |= learner.sync_weights()
+        metrics |= await engines.send_weights()
         metrics["reward/mean"] = float(batch.rewards.mean())
         history.append(metrics)
         print(f"step {learner.step}: reward {metrics['reward/mean']:.3f}")  # noqa: T201
     return history
 
 
-async def sample(agents: RunsTrials, task: Task, learner: Learner, config: RanksConfig) -> Group:
+async def sample(agents: RunsTrials, task: Task, learner: Learner) -> Group:
     """The group of one task, whose trials run at the same time."""
-    name = f"step-{learner.step}-{task.task_id}"
-    places = range(config.rollout.group_size)
-    seeds = [rollout_seed(config.trainer.seed, learner.step, place) for place in places]
+    places = range(learner.config.rollout.group_size)
+    seeds = [rollout_seed(learner.config.trainer.seed, learner.step, place) for place in places]
     trials = [
         agents.run(task, kind=SessionKind.TRAIN, seed=seed, version=learner.version)
         for seed in seeds
     ]
-    return Group(name, task, list(await asyncio.gather(*trials)))
+    return Group(f"step-{learner.step}-{task.task_id}", task, list(await asyncio.gather(*trials)))
 
 
 async def run(config: TrainerConfig) -> list[Metrics]:
@@ -81,7 +81,7 @@ async def run(config: TrainerConfig) -> list[Metrics]:
         around = RunServices(config, folder, control, cluster, rank_zero, print)
         async with around.running() as services:
             agents = parts.loop(folder, services.proxy, cluster)
-            history = await train(learner, agents, parts.tasks, config)
+            history = await train(learner, services.engines, agents, parts.tasks)
             await agents.close()
     learner.save(Checkpoints(folder.checkpoints, keep_last=1), {})
     return history

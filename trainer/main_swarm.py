@@ -49,5 +49,6 @@ def swarm_hello(config: TrainerConfig, proxy: ProxyClient, run_dir: Path) -> Tra
         swarm=config.swarm or SwarmConfig(),
         rollout=config.rollout,
         profile=config.proxy_server.profile,
+        policy=config.model.policy,
         run_dir=str(run_dir.absolute()),
     )

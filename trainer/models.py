@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,6 +25,7 @@ from trainer.batch import Batch
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError
 from trainer.optimizer import OptimizerConfig
+from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
@@ -74,6 +75,8 @@ class Models:
     teacher: FrozenModel | None = None
     updates: int = 0
     """Number of batches trained on."""
+    random_adapter: RandomAdapter | None = None
+    """Set while the policy has a random adapter, by which engines are tested."""
 
     def together(self, step: CollectiveStep[T]) -> T:
         """Executes the step on every rank; to be called on rank 0 only. Returns rank 0's result."""
@@ -86,14 +89,27 @@ class Models:
         If you stop early, close the generator before the next step, because the other ranks gather
         every weight in any case.
         """
-        self.policy.ranks.tell(GatherWeights())
-        named = self.policy.named_hf_parameters()
+        return self._gathered(GatherWeights())
+
+    def adapter(self) -> Generator[Named]:
+        """As `weights`: the policy's LoRA adapter, in PEFT's format."""
+        return self._gathered(GatherWeights(adapter=True))
+
+    def _gathered(self, gather: GatherWeights) -> Generator[Named]:
+        self.policy.ranks.tell(gather)
+        named = gather.of(self)
         try:
             for each in named:  # noqa: UP028 (`yield from` would close `named` with this generator)
                 yield each
         finally:
             for _ in named:
                 pass
+
+    def save_adapter(self, folder: Path) -> None:
+        """Writes the policy's LoRA adapter in PEFT's format; nothing if it has none."""
+        if self.policy.config.lora is not None:
+            with contextlib.closing(self.adapter()) as tensors:
+                save_adapter(tensors, adapter_config(self.policy.model), folder)
 
     def finish(self) -> None:
         """Ends `follow` on the other ranks."""
@@ -215,11 +231,40 @@ class Imitate:
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """The other ranks' part in `Models.weights`."""
+    """The other ranks' part in `Models.weights` and `Models.adapter`."""
+
+    adapter: bool = False
+
+    def of(self, models: Models) -> Iterator[Named]:
+        policy = models.policy
+        return policy.adapter() if self.adapter else policy.named_hf_parameters()
 
     def on(self, models: Models) -> None:
-        for _ in models.policy.named_hf_parameters():
+        for _ in self.of(models):
             pass
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRandomAdapter:
+    """Replaces the policy's adapter by a random one until `RestoreAdapter`, and scores the batch
+    with it."""
+
+    batch: Batch
+
+    def on(self, models: Models) -> Scores:
+        models.random_adapter = RandomAdapter(models.policy.model)
+        models.random_adapter.enter()
+        return models.policy.compute_logprobs(self.batch, temperature=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreAdapter:
+    """Ends `ScoreRandomAdapter`."""
+
+    def on(self, models: Models) -> None:
+        if models.random_adapter is not None:
+            models.random_adapter.leave()
+            models.random_adapter = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ class PolicyJudge:
         try:
             session = await proxy.create_session(
                 kind=SessionKind.EVAL,
+                policies=finished.session.sampling.get("policies"),
                 metadata={"judges": finished.trial.trial_id},
                 ttl_s=self._ttl_s,
             )

@@ -116,7 +116,9 @@ class SwarmProducer:
         task = Task(str(episode.task_id), episode.metadata, episode.source)
         total_s = (episode.ended_at or 0.0) - episode.claimed_at
         rollout = build_rollout(
-            Attempt(episode.episode_id, task, version=episode.version),
+            Attempt(
+                episode.episode_id, task, version=episode.version, policy=session.policy_of("")
+            ),
             AgentResult(AgentEnd.EXITED, wall_s=total_s),
             turns,
             Graded(episode.reward, episode.reward_parts),

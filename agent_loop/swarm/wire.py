@@ -215,6 +215,8 @@ class TrainerHello(_Request):
     rollout: RolloutConfig = RolloutConfig()
     profile: str = "default"
     """The proxy's agent profile."""
+    policy: str = ""
+    """The policy that episodes sample from; empty: the engines' own weights."""
     run_dir: str = ""
     """The folder in which the run can be resumed; empty: it cannot."""
 

@@ -35,6 +35,11 @@ HEALTH_INTERVAL_S = 0.2
 """Time between health checks of a starting server, which does not report that it is ready."""
 STOP_GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for the highest rank of adapters."""
+LOADED_PER_SLOT = 4
+"""Number of adapters in memory per adapter that is sampled with. One that has lost its place is
+read again from its files."""
 _ERROR = re.compile(r"(\w*(Error|Exception)|\berror): \S.*")
 
 
@@ -64,6 +69,12 @@ class VllmConfig(Section):
     sleep: bool = False
     """Mode `colocated` on GPUs only: engines free their GPU memory while the trainer needs it
     (vLLM's sleep mode)."""
+    lora_rank: int | None = Field(None, ge=1, le=512)
+    """Highest rank of the LoRA adapters that the server samples with; None: it serves none, except
+    in a run with `model.lora`, whose rank it then is."""
+    lora_slots: int = Field(4, ge=1)
+    """Number of adapters that the server samples with at the same time; calls of further ones wait.
+    During an update a policy has two."""
     weight_transfer: str | None = None
     """Name of the backend by which the server receives new weights; None: it receives none."""
 
@@ -244,13 +255,27 @@ def server_arguments(config: VllmConfig) -> list[str]:
     argv += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     argv += ["--enforce-eager"] if is_cpu_build() else []
     argv += ["--enable-sleep-mode"] if config.sleep else []
+    argv += _lora_arguments(config.lora_rank, config.lora_slots)
     for flag, value in optional.items():
         argv += [flag, str(value)] if value is not None else []
     return argv + list(config.args)
 
 
+def _lora_arguments(rank: int | None, slots: int) -> list[str]:
+    if rank is None:
+        return []
+    allowed = next(each for each in LORA_RANKS if each >= rank)
+    loaded = slots * LOADED_PER_SLOT
+    return [
+        *("--enable-lora", "--max-lora-rank", str(allowed)),
+        *("--max-loras", str(slots), "--max-cpu-loras", str(loaded)),
+    ]
+
+
 def server_environment(config: VllmConfig) -> dict[str, str]:
     ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if config.lora_rank is not None:
+        ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if is_cpu_build():
         ours["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib or 1)
         # Runs the worker inside the engine's process. A separate worker busy-waits on its queue

@@ -19,6 +19,8 @@ from proxy.secrecy import from_pipe
 class FakeEngine:
     def __init__(self) -> None:
         self.version = "0"
+        self.adapters: dict[str, str] = {}
+        """Name of a LoRA adapter → its folder."""
         self.calls: list[str] = []
         self.is_dead = False
         """Whether the server behaves like a vLLM server whose engine process has died: it runs, but
@@ -38,6 +40,12 @@ class FakeEngine:
             self.is_dead = True
         if route == "/finish_weight_update":
             self.version = body["weight_version"]
+        if route == "/v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        if route == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+        if route == "/v1/models":
+            return {"data": [{"id": "m"}, *({"id": n, "parent": "m"} for n in self.adapters)]}
         return {"weight_version": self.version, "success": True, "world_size": 1}
 
 
@@ -68,6 +76,7 @@ def _server(
             body = json.loads(self.rfile.read(length) or b"{}")
             answer = json.dumps(engine.answer(self.path, body)).encode()
             self.send_response(503 if engine.is_dead and self.path == "/health" else 200)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,21 @@ from agent_loop.tasks import Source, TaskStream
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.test_fit import ScriptedTrials, config_of, learner_of, scored_by
 from trainer import main_low_level
+from trainer.cluster.engines import RunEngines
+from trainer.cluster.rank_zero import RankRequest, RankZero
+from trainer.learner import Learner
 
 STEPS = 3
+
+
+class DirectTrainer:
+    """Serves requests in the caller's own thread."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    async def __call__(self, request: RankRequest[Any]) -> Any:
+        return request.on(self._learner)
 
 
 def test_low_level_loop_updates_the_engine_in_every_step(
@@ -31,7 +45,8 @@ def test_low_level_loop_updates_the_engine_in_every_step(
     with fake_engine() as (engine, url):
         learner.connect([url])
         trials = ScriptedTrials(scored_by(learner), None)
-        history = asyncio.run(main_low_level.train(learner, trials, tasks, config))
+        engines = RunEngines(RankZero(DirectTrainer(learner)), given_urls=[url])
+        history = asyncio.run(main_low_level.train(learner, engines, trials, tasks))
         learner.close()
         assert engine.version == str(STEPS)
         assert engine.calls.count("/update_weights") == STEPS + 1

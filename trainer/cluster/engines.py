@@ -1,7 +1,8 @@
 """The run's engines: starts them together, sends them the weights, and replaces those that end.
 
 Invariant: the proxy sends calls only to engines that serve the trainer's weights: a new engine
-receives them before it is added to the proxy. An engine that ends more than `engine.restarts`
+receives them before it is added to the proxy, and a new version of an adapter is published there
+when all engines have it. An engine that ends more than `engine.restarts`
 times ends the run, with the last line of the engine's log.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from proxy.client import ProxyClient
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
-from trainer.cluster.rank_zero import Connect, RankZero, SyncWeights
+from trainer.cluster.rank_zero import Connect, RankZero, Served, SyncWeights
 from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.control import first_to_end
 
@@ -42,15 +44,20 @@ class RunEngines:
         restarts: int = 0,
         say: Callable[[str], None] = lambda _: None,
         given_urls: Sequence[str] = (),
+        adapters: Path | None = None,
     ) -> None:
         """`replicas` are started by the run, and each is restarted at most `restarts` times.
-        `given_urls` are engines that the run does not start. `say` is called with a line for the
+        `given_urls` are engines that the run does not start. `adapters` is the folder for the
+        versions of a LoRA adapter. `say` is called with a line for the
         user."""
         self._rank_zero = rank_zero
         self._replicas = dict(enumerate(replicas))
         self._restarts = restarts
         self._say = say
         self._given_urls = given_urls
+        self._adapters = adapters
+        self.proxy: ProxyClient | None = None
+        """The proxy in which versions of an adapter are published; None before it is started."""
         self._running: set[int] = set()
         self._changed = asyncio.Condition()
         self._joining = asyncio.Lock()
@@ -78,7 +85,7 @@ class RunEngines:
             for replica in self._replicas.values():
                 starting.create_task(replica.start())
         self._running = set(self._replicas)
-        await self._rank_zero.ask(Connect(self.urls))
+        await self._rank_zero.ask(Connect(self.urls, self._adapters))
 
     async def stop(self) -> None:
         """Ends the replicas, and returns when they have ended."""
@@ -86,16 +93,26 @@ class RunEngines:
 
     async def send_weights(self) -> Metrics:
         """Sends the policy's weights to every engine, and repeats this if an engine had ended and
-        was replaced.
+        was replaced. New calls get an adapter's new version from then on.
 
         Raises:
             WeightSyncError: an engine that has not ended refused the weights.
         """
         while True:
             try:
-                return await self._rank_zero.ask(SyncWeights())
+                metrics = await self._rank_zero.ask(SyncWeights())
+                await self.publish()
+                return metrics
             except WeightSyncError as error:
                 await self._replaced(error)
+
+    async def publish(self) -> None:
+        """Makes the proxy sample from the last version of the adapter, if there is one."""
+        if self.proxy is None:
+            return
+        served = await self._rank_zero.ask(Served())
+        if served is not None:
+            await self.proxy.publish_policy(served.name, served.version, served.adapter)
 
     async def keep_running(self, proxy: ProxyService, client: ProxyClient) -> None:
         """Replaces every replica that ends. Never returns; ends by cancellation or an error.
@@ -128,7 +145,7 @@ class RunEngines:
             await client.remove_engine(name)
             await replica.start()
             async with self._joining:
-                await self._rank_zero.ask(Connect([*self.urls, replica.url]))
+                await self._rank_zero.ask(Connect([*self.urls, replica.url], self._adapters))
                 await self._rank_zero.ask(SyncWeights())
                 await self._note(lambda: self._running.add(number))
             await proxy.set_engines(self.named)

@@ -38,6 +38,8 @@ def replica_server(
     engine, model = config.engine, config.model
     if plan is not None:
         engine = plan.engine_config(engine, number, os.environ.get(VISIBLE, ""))
+    if model.lora is not None and model.policy and engine.lora_rank is None:
+        engine = engine.model_copy(update={"lora_rank": model.lora.rank})
     return partial(
         server,
         engine,

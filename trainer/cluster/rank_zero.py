@@ -10,8 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
+from proxy.policies import ServedPolicy
 from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints
 from trainer.learner import Learner, RunState
@@ -95,9 +97,11 @@ class Connect:
     """Connects the learner to its engines, which do not have its weights yet."""
 
     engine_urls: Sequence[str]
+    adapters: Path | None = None
+    """Folder for the versions of the LoRA adapter."""
 
     def on(self, learner: Learner) -> None:
-        learner.connect(self.engine_urls)
+        learner.connect(self.engine_urls, self.adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,14 @@ class SyncWeights:
 
     def on(self, learner: Learner) -> Metrics:
         return learner.sync_weights()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Returns the version of the adapter that the engines got last, if they serve one."""
+
+    def on(self, learner: Learner) -> ServedPolicy | None:
+        return learner.served
 
 
 @dataclass(frozen=True, slots=True)

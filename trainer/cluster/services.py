@@ -71,12 +71,12 @@ class RunServices:
             engines = await self._start_engines(stack)
             if server.url is not None:
                 key = _admin_key(server.url)
-                yield Services(
-                    engines, await stack.enter_async_context(ProxyClient(server.url, key))
-                )
+                engines.proxy = await stack.enter_async_context(ProxyClient(server.url, key))
+                yield Services(engines, engines.proxy)
                 return
             proxy = await self._start_proxy(engines, stack)
             client = await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
+            engines.proxy = client
             ended = asyncio.create_task(_keep_running(engines, proxy, client, self.say))
             stack.push_async_callback(_cancel, ended)
             self.control.watch(ended)
@@ -84,13 +84,20 @@ class RunServices:
 
     async def _start_engines(self, stack: AsyncExitStack) -> RunEngines:
         engine, wait_for = self.config.engine, self.control.wait_for
+        adapters = self.folder.path / "adapters"
         if engine.urls:
             with closing(EngineControl(engine.urls)) as running:
                 await wait_for(asyncio.to_thread(running.check))
-            engines = RunEngines(self.rank_zero, given_urls=engine.urls)
+            engines = RunEngines(self.rank_zero, given_urls=engine.urls, adapters=adapters)
         else:
             replicas = [self.cluster.replica(number) for number in range(engine.replicas)]
-            engines = RunEngines(self.rank_zero, replicas, restarts=engine.restarts, say=self.say)
+            engines = RunEngines(
+                self.rank_zero,
+                replicas,
+                restarts=engine.restarts,
+                say=self.say,
+                adapters=adapters,
+            )
         stack.push_async_callback(engines.stop)
         await wait_for(engines.start())
         return engines
@@ -131,13 +138,15 @@ async def _keep_running(
 ) -> None:
     """Restarts what ends. Never returns, but raises a TrainerError when a process keeps ending."""
     keeping: list[Coroutine[Any, Any, None]] = [
-        _keep_proxy_running(proxy, say),
+        _keep_proxy_running(proxy, engines, say),
         engines.keep_running(proxy, client),
     ]
     await first_to_end(keeping)
 
 
-async def _keep_proxy_running(proxy: ProxyService, say: Callable[[str], None]) -> None:
+async def _keep_proxy_running(
+    proxy: ProxyService, engines: RunEngines, say: Callable[[str], None]
+) -> None:
     """Restarts the proxy whenever it ends. Nothing is lost, because all of its state is in its
     store and agents retry."""
     for restart in range(1, MAX_PROXY_ENDS + 1):
@@ -145,6 +154,7 @@ async def _keep_proxy_running(proxy: ProxyService, say: Callable[[str], None]) -
         if restart < MAX_PROXY_ENDS:
             say(f"warning: the proxy ended with {how}; starting it again")
             await proxy.start()
+            await engines.publish()
     raise TrainerError(f"the proxy ended {MAX_PROXY_ENDS} times, with {how}")
 
 

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from proxy.policies import POLICY_NAME
 from trainer.errors import ConfigError
+from trainer.policy.adapter import check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
 from trainer.policy.proof import prove
 from trainer.policy.scorer import use_packed_rows
@@ -37,6 +39,13 @@ class LoraSettings(BaseModel):
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the layers that get an adapter; `all-linear`: all linear layers except the output
     layer."""
+    update: Literal["adapter", "merged"] = "adapter"
+    """How engines get an update. `adapter`: only the adapter is sent, and a vLLM server serves it
+    next to the weights of `model.path`, without a pause. `merged`: all weights are sent, with the
+    adapter merged into them, for engines and architectures that serve no adapters."""
+    policy: str = Field("policy", pattern=f"^{POLICY_NAME.pattern}$")
+    """Name of the policy that is trained, with `adapter`. Runs that share a proxy or an engine need
+    different names."""
 
 
 class ModelConfig(BaseModel):
@@ -59,6 +68,11 @@ class ModelConfig(BaseModel):
     memory."""
     lora: LoraSettings | None = None
 
+    @property
+    def policy(self) -> str:
+        """The policy whose adapter the engines serve; empty: they serve the trained weights."""
+        return "" if self.lora is None or self.lora.update == "merged" else self.lora.policy
+
 
 def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
     """The checkpoint at `config.path` in float32, with packed attention and without dropout.
@@ -80,6 +94,7 @@ def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora is not None and trainable:
         model = _add_lora(model, config.lora)
+        check_adapter(model, merged=config.lora.update == "merged")
     return model.requires_grad_(False) if not trainable else model
 
 

@@ -22,6 +22,7 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, pack
+from trainer.policy.adapter import adapter_tensors
 from trainer.policy.export import checkpoint_tensors
 from trainer.policy.model import (
     DTYPES,
@@ -147,6 +148,10 @@ class Policy:
         """`(name, tensor)` as in the checkpoint at `config.path`: weights and buffers, under its
         names; tied weights appear once."""
         return checkpoint_tensors(self.model)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` of the LoRA adapter in PEFT's format; see `trainer.policy.adapter`."""
+        return adapter_tensors(self.model)
 
     def adapters_off(self) -> AbstractContextManager[Any]:
         """A context in which the LoRA adapters are off, so that the policy has its initial weights.

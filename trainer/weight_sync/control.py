@@ -14,10 +14,11 @@ import http.client
 import json
 import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -92,12 +93,25 @@ class EngineControl:
     def world_sizes(self) -> list[int]:
         return [int(answer["world_size"]) for answer in self._all("GET", "/get_world_size", None)]
 
-    def prompt_logprobs(self, ids: Sequence[int]) -> list[list[float]]:
-        """For each engine, log p(ids[t] | ids[:t]) at temperature 1, for t = 1 … T-1."""
-        body = {
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Makes every engine serve the LoRA adapter in this folder under this name, also while it
+        samples. An engine that has an adapter of this name keeps it."""
+        list(self._pool.map(lambda url: self._load_adapter(url, name, folder), self.urls))
+
+    def unload_adapters(self, chosen: Callable[[str], bool]) -> None:
+        """Makes every engine refuse new calls of the adapters whose names are `chosen`. Running
+        calls continue."""
+        list(self._pool.map(lambda url: self._unload_adapters(url, chosen), self.urls))
+
+    def prompt_logprobs(self, ids: Sequence[int], model: str | None = None) -> list[list[float]]:
+        """For each engine, log p(ids[t] | ids[:t]) at temperature 1, for t = 1 … T-1. `model` is
+        the name of an adapter; None: the engine's own weights."""
+        body: dict[str, Any] = {
             "token_ids": list(ids),
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
         }
+        if model is not None:
+            body["model"] = model
         answers = self._post_all("/inference/v1/generate", body)
         return [
             [
@@ -139,6 +153,20 @@ class EngineControl:
             self._call("POST", url, "/finish_weight_update", {"weight_version": "interrupted"})
             self._call("POST", url, "/start_weight_update", None)
 
+    def _load_adapter(self, url: str, name: str, folder: Path) -> None:
+        if name not in self._adapters(url):
+            body = {"lora_name": name, "lora_path": str(folder)}
+            self._call("POST", url, "/v1/load_lora_adapter", body)
+
+    def _unload_adapters(self, url: str, chosen: Callable[[str], bool]) -> None:
+        for name in filter(chosen, self._adapters(url)):
+            self._call("POST", url, "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def _adapters(self, url: str) -> list[str]:
+        """The names of the engine's adapters."""
+        models = self._call("GET", url, "/v1/models", None)["data"]
+        return [model["id"] for model in models if model.get("parent") is not None]
+
     def _post_all(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         return self._all("POST", path, body)
 
@@ -163,7 +191,8 @@ class EngineControl:
         if response.status >= HTTPStatus.BAD_REQUEST:
             words = said[:500].decode(errors="replace")
             raise WeightSyncError(f"{method} {engine}{path} answered {response.status}: {words}")
-        answer: dict[str, Any] = json.loads(said or b"{}")
+        is_json = response.headers.get_content_type() == "application/json"
+        answer: dict[str, Any] = json.loads(said or b"{}") if is_json else {}
         return answer
 
     def _await_answer(

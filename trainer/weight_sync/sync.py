@@ -8,7 +8,7 @@ in flight continue: tokens sampled before the update carry the old version, late
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import WeightSyncError
@@ -19,12 +19,14 @@ from trainer.weight_sync.transports import Backend, Transport, open_transport
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """Example: SyncReport(version=7, paused_s=0.031, total_s=0.034)"""
+    """Example: SyncReport(version=7, paused_s=0.031, total_s=0.034, size_bytes=2_400_000)"""
 
     version: int
     paused_s: float
     """Seconds during which the engines did not sample."""
     total_s: float
+    size_bytes: int
+    """Size of the tensors that were sent."""
 
 
 class WeightSync:
@@ -44,7 +46,8 @@ class WeightSync:
         """
         started = time.perf_counter()
         self.control.next_version = version
-        self.transport.stage(weights)
+        sent = _Counted(weights)
+        self.transport.stage(sent)
         self.control.pause()
         paused = time.perf_counter()
         self.transport.send()
@@ -52,7 +55,7 @@ class WeightSync:
         self._expect_version(version)
         self.control.resume()
         now = time.perf_counter()
-        return SyncReport(version, paused_s=now - paused, total_s=now - started)
+        return SyncReport(version, now - paused, now - started, sent.size_bytes)
 
     def verify(self, ids: Sequence[int], logprobs: Sequence[float], tolerance: float) -> float:
         """Compares every engine with the trainer's `logprobs` of `ids[1:]`. Returns the largest
@@ -64,18 +67,7 @@ class WeightSync:
         Raises:
             WeightSyncError: the mean |Δ log p| of an engine exceeds `tolerance`.
         """
-        worst = 0.0
-        for url, served in zip(self.control.urls, self.control.prompt_logprobs(ids), strict=True):
-            gaps = [abs(ours - theirs) for ours, theirs in zip(logprobs, served, strict=True)]
-            mean = sum(gaps) / len(gaps)
-            if not mean <= tolerance:
-                raise WeightSyncError(
-                    f"{url} does not serve the trainer's weights: mean |Δ log p| is {mean:.2e} on "
-                    f"{len(gaps)} probe tokens, but at most {tolerance:.0e} is expected "
-                    "(engine.verify_tolerance); check that engine.dtype equals model.compute_dtype"
-                )
-            worst = max(worst, mean)
-        return worst
+        return verify_engines(self.control, ids, logprobs, tolerance)
 
     def close(self) -> None:
         self.transport.close()
@@ -87,3 +79,39 @@ class WeightSync:
                 raise WeightSyncError(
                     f"{url} reports weight version {served!r} after the update to {version}"
                 )
+
+
+def verify_engines(
+    control: EngineControl,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    tolerance: float,
+    *,
+    model: str | None = None,
+) -> float:
+    """As `WeightSync.verify`; `model` is the adapter that is compared, None: the weights."""
+    worst = 0.0
+    for url, served in zip(control.urls, control.prompt_logprobs(ids, model), strict=True):
+        gaps = [abs(ours - theirs) for ours, theirs in zip(logprobs, served, strict=True)]
+        mean = sum(gaps) / len(gaps)
+        if not mean <= tolerance:
+            raise WeightSyncError(
+                f"{url} does not serve the trainer's weights: mean |Δ log p| is {mean:.2e} on "
+                f"{len(gaps)} probe tokens, but at most {tolerance:.0e} is expected "
+                "(engine.verify_tolerance); check that engine.dtype equals model.compute_dtype"
+            )
+        worst = max(worst, mean)
+    return worst
+
+
+class _Counted:
+    """The weights; counts their bytes as they are read."""
+
+    def __init__(self, weights: Iterable[Named]) -> None:
+        self._weights = weights
+        self.size_bytes = 0
+
+    def __iter__(self) -> Iterator[Named]:
+        for name, tensor in self._weights:
+            self.size_bytes += tensor.nbytes
+            yield name, tensor

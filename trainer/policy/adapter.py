@@ -1,0 +1,129 @@
+"""The LoRA adapter of a policy in training, in PEFT's format.
+
+Invariant: `adapter_tensors` and `adapter_config`, saved as `adapter_model.safetensors` and
+`adapter_config.json`, are an adapter on the checkpoint at `model.path`: the modules have the
+checkpoint's names, so that vLLM and plain PEFT read it. An adapter on a module for which this is
+impossible is refused when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from trainer.errors import ConfigError
+
+_PREFIX = "base_model.model."
+"""PEFT's prefix of every module name."""
+_PARTS = ("lora_A", "lora_B")
+_NAME = "default"
+"""PEFT's name of the only adapter."""
+
+
+@torch.no_grad()
+def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """`(name, tensor)` of each low-rank matrix, gathered from all ranks. Under FSDP every rank must
+    iterate."""
+    for module, name in adapted_modules(model):
+        for part in _PARTS:
+            weight = getattr(module, part)[_NAME].weight.detach()
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            yield f"{_PREFIX}{name}.{part}.weight", whole
+
+
+def adapted_modules(model: Any) -> Iterator[tuple[Any, str]]:
+    """Each module with an adapter, and its name in the checkpoint.
+
+    Raises:
+        ConfigError: PEFT's format cannot express an adapter on the module.
+    """
+    plain = model.get_base_model()
+    for path, module in model.named_modules():
+        if not hasattr(module, "get_delta_weight"):
+            continue
+        name = path.removeprefix(_PREFIX)
+        shape = module.base_layer.weight.shape
+        weight = {f"{name}.weight": torch.empty(shape, device="meta")}
+        saved = dict(revert_weight_conversion(plain, weight))
+        stored = next(iter(saved))
+        is_plain = len(saved) == 1 and stored.endswith(".weight") and saved[stored].shape == shape
+        if not is_plain or not all(_NAME in getattr(module, part) for part in _PARTS):
+            raise ConfigError(
+                f"model.lora.target_modules: an adapter on {name} cannot be sent to engines (the "
+                f"checkpoint has {', '.join(list(saved)[:2])}, and {type(module).__name__} is not "
+                "a linear layer of its own); remove this layer, or set model.lora.update=merged"
+            )
+        yield module, stored.removesuffix(".weight")
+
+
+def check_adapter(model: Any, *, merged: bool) -> None:
+    """Checks that engines can get the policy's updates.
+
+    Raises:
+        ConfigError: they cannot; names the module.
+    """
+    for path, module in model.named_modules():
+        if hasattr(module, "get_delta_weight") and not hasattr(module.base_layer, "weight"):
+            raise ConfigError(
+                f"model.lora.target_modules: an adapter on {path.removeprefix(_PREFIX)}, which is "
+                "several experts in one, can be neither merged nor sent to engines; name other "
+                "layers, such as [q_proj, k_proj, v_proj, o_proj]"
+            )
+    if not merged:
+        for _ in adapted_modules(model):
+            pass
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """The contents of `adapter_config.json`."""
+    config = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in model.peft_config[_NAME].to_dict().items()
+    }
+    config["inference_mode"] = True
+    served: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    return served
+
+
+def save_adapter(
+    tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any], folder: Path
+) -> None:
+    """Writes an adapter in PEFT's format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+class RandomAdapter:
+    """Replaces the policy's adapter by a random one, by which engines are tested, from `enter` to
+    `leave`. A new adapter changes nothing, because its second matrix is 0: an engine that ignores
+    it would seem to serve it.
+    """
+
+    def __init__(self, model: Any, seed: int = 0) -> None:
+        self._weights = [module.lora_B[_NAME].weight for module, _ in adapted_modules(model)]
+        self._kept: list[Tensor] = []
+        self._seed = seed
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        self._kept = [weight.detach().clone() for weight in self._weights]
+        torch_state = torch.get_rng_state()
+        torch.manual_seed(self._seed)
+        for weight in self._weights:
+            weight.normal_(0.0, 0.25 / weight.shape[1] ** 0.5)
+        torch.set_rng_state(torch_state)
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        for weight, kept in zip(self._weights, self._kept, strict=True):
+            weight.copy_(kept)
