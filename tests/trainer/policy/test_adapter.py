@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -87,6 +87,26 @@ def test_adapter_on_fused_experts_is_refused_by_name(tmp_path: Path, update: str
         make_policy(tmp_path, lora={"rank": 2, "update": update})
     attention = ("q_proj", "o_proj")
     make_policy(tmp_path, lora={"rank": 2, "update": update, "target_modules": attention})
+
+
+def test_update_has_at_most_two_percent_of_the_bytes_of_the_weights() -> None:
+    """With the shapes of Qwen3-0.6B and rank 16 on all linear layers."""
+    settings = CONFIG_MAPPING["qwen3"](
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+        weights = sum(weight.nbytes for weight in model.parameters())
+        lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        adapter = sum(tensor.nbytes for _, tensor in adapter_tensors(get_peft_model(model, lora)))
+    assert adapter / weights == pytest.approx(0.017, abs=0.0005)
 
 
 def test_random_adapter_changes_every_module_until_it_leaves(checkpoint: Path) -> None:
