@@ -39,10 +39,10 @@ class LoraSettings(BaseModel):
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the layers that get an adapter; `all-linear`: all linear layers except the output
     layer."""
-    update: Literal["adapter", "merged"] = "adapter"
-    """How engines get an update. `adapter`: only the adapter is sent, and a vLLM server serves it
-    next to the weights of `model.path`, without a pause. `merged`: all weights are sent, with the
-    adapter merged into them, for engines and architectures that serve no adapters."""
+    update: Literal["adapter", "merged"] = "merged"
+    """How engines get an update. `merged`: all weights are sent, with the adapter merged into them.
+    `adapter`: only the adapter is sent, and a vLLM server serves it next to the weights of
+    `model.path`, without a pause."""
     policy: str = Field("policy", pattern=f"^{POLICY_NAME.pattern}$")
     """Name of the policy that is trained, with `adapter`. Runs that share a proxy or an engine need
     different names."""

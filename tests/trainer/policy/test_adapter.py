@@ -38,7 +38,7 @@ def save_small(path: Path, kind: str) -> None:
 def test_plain_peft_computes_what_the_policy_computes(tmp_path: Path, kind: str) -> None:
     base, folder = tmp_path / "base", tmp_path / "adapter"
     save_small(base, kind)
-    policy = make_policy(base, lora={"rank": 3, "alpha": 5.0})
+    policy = make_policy(base, lora={"rank": 3, "alpha": 5.0, "update": "adapter"})
     RandomAdapter(policy.model).enter()
     save_adapter(policy.adapter(), adapter_config(policy.model), folder)
     names = load_file(base / "model.safetensors").keys()
@@ -71,7 +71,7 @@ def test_adapter_that_engines_cannot_serve_is_refused_by_name(
     settings = shrunk(CONFIG_MAPPING["llama"]())
     settings.tie_word_embeddings = False
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
-    lora: dict[str, Any] = {"rank": 2, "target_modules": modules}
+    lora: dict[str, Any] = {"rank": 2, "target_modules": modules, "update": "adapter"}
     with pytest.raises(ConfigError, match=named):
         make_policy(tmp_path, lora=lora)
     if named == "embed_tokens":

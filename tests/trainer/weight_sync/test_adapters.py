@@ -61,7 +61,7 @@ def test_engines_that_serve_something_else_are_refused_before_anything_is_sample
     """A new adapter changes nothing, so the test of the engines uses a random one."""
     config = config_of(
         checkpoint,
-        model={"lora": {"rank": 2, "policy": "planner"}},
+        model={"lora": {"rank": 2, "update": "adapter", "policy": "planner"}},
         engine={"verify": True},
         trainer={"run_dir": tmp_path},
     )
@@ -84,7 +84,7 @@ def test_engines_that_serve_something_else_are_refused_before_anything_is_sample
 def test_learner_sends_its_adapter_only(checkpoint: Path, tmp_path: Path) -> None:
     config = config_of(
         checkpoint,
-        model={"lora": {"rank": 2, "policy": "planner"}},
+        model={"lora": {"rank": 2, "update": "adapter", "policy": "planner"}},
         trainer={"run_dir": tmp_path},
     )
     learner = learner_of(config)
