@@ -78,7 +78,7 @@ def test_adapter_that_engines_cannot_serve_is_refused_by_name(
         make_policy(tmp_path, lora={**lora, "update": "merged"})
 
 
-@pytest.mark.filterwarnings("ignore:The following rank_pattern:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("update", ["adapter", "merged"])
 def test_adapter_on_fused_experts_is_refused_by_name(tmp_path: Path, update: str) -> None:
     """PEFT also puts adapters on experts for `all-linear`, and nothing would merge them."""
