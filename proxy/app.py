@@ -148,6 +148,7 @@ def _parts(
         app[CONTROL_PLANE] = ControlPlane(
             config, config.limits, sessions, store, router, metrics, make, siblings, deliveries
         )
+        await app[CONTROL_PLANE].restore_policies()
         app[VIEW] = _open_view(config, store, router, rendering)
         app[TRIMMER] = trimmer = Trimmer()
         async with _removing(store, config.retention):

@@ -18,23 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from proxy.engines.protocol import Engine
+from proxy.records import ServedPolicy
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """No `@`, which separates the name from the version in the engines' names of adapters."""
 MAX_ADAPTER_CHARS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ServedPolicy:
-    """The current version of a policy.
-
-    Example: ServedPolicy("planner", version=7, adapter="planner@7.3fa9c2")
-    """
-
-    name: str
-    version: int
-    adapter: str
-    """The name of this version in the engines."""
 
 
 BASE = ServedPolicy("", 0, "")

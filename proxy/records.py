@@ -293,3 +293,16 @@ class Session:
         """The policy of calls that request this model name; empty: the engines' own weights."""
         policies: Mapping[str, str] = self.sampling.get("policies", {})
         return policies.get(model, policies.get("", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPolicy:
+    """The current version of a policy.
+
+    Example: ServedPolicy("planner", version=7, adapter="planner@7.3fa9c2")
+    """
+
+    name: str
+    version: int
+    adapter: str
+    """The name of this version in the engines."""

@@ -15,7 +15,8 @@ from secrets import token_hex
 
 from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, RequestError
-from proxy.policies import Policies, ServedPolicy
+from proxy.policies import Policies
+from proxy.records import ServedPolicy
 
 REMEMBERED_SESSIONS = 100_000
 """With more sessions, the one that was idle longest is forgotten; its next call costs a prefill."""

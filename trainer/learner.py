@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 
 from agent_loop.producers.rollout_config import RolloutConfig
-from proxy.policies import ServedPolicy
+from proxy.records import ServedPolicy
 from proxy.section import Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.aggregation import Aggregation

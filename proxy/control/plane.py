@@ -36,9 +36,8 @@ from proxy.engines.protocol import Engine
 from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
 from proxy.http_request import api_key, read_body
 from proxy.metrics import Metrics
-from proxy.policies import ServedPolicy
 from proxy.record_format import CONTENT_TYPE, encode_record
-from proxy.records import Reward, Session, SessionKind, SessionStatus
+from proxy.records import Reward, ServedPolicy, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
 from proxy.serving.arrived_answers import Deliveries
@@ -97,6 +96,15 @@ class ControlPlane:
             "set_version": self._set_version,
             "publish_policy": self._publish_policy,
         }
+
+    async def restore_policies(self) -> None:
+        """Publishes the recorded version of each policy, except of those that are published while
+        they are read."""
+        before = self._router.policies.published
+        for served in await self._store.get_policies():
+            current = self._router.policies.current(served.name)
+            if current is None or current in before:
+                await self._router.publish(served)
 
     def withdraw(self) -> None:
         """Makes `/ready` return 503 from now on."""
@@ -275,6 +283,8 @@ class ControlPlane:
         except ValueError as error:
             raise RequestError(f"name: {error}", param="name") from error
         served = ServedPolicy(name, new.version, new.adapter)
+        if not is_from_sibling(request):
+            await self._store.publish_policy(served)
         await self._router.publish(served)
         return _json(asdict(served))
 

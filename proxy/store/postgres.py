@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import asyncpg
 import orjson
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
-from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
+from proxy.records import Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
 from proxy.store import migrations, rows
 from proxy.store.postgres_browser import PostgresBrowser
 from proxy.store.postgres_owner import CONNECTION_ERRORS, OWNERS_LOCK, PostgresOwner
@@ -112,6 +112,11 @@ _ENDED = (
 # Again after the lock, because a branch may have begun between the two.
 _STILL_UNREFERRED = (
     f"SELECT session_id FROM sessions s WHERE session_id = ANY($1::text[]) AND {_UNREFERRED}"
+)
+_POLICIES = "SELECT name, version, adapter FROM policies"
+_PUBLISH = (
+    "INSERT INTO policies (name, version, adapter) VALUES ($1, $2, $3)"
+    " ON CONFLICT (name) DO UPDATE SET version = excluded.version, adapter = excluded.adapter"
 )
 _HELD = (
     "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = $1 AND granted"
@@ -301,6 +306,12 @@ class PostgresStore:
             since,
         )
         return [{**orjson.loads(r[3]), "seq": r[0], "at": r[1], "kind": r[2]} for r in found]
+
+    async def publish_policy(self, served: ServedPolicy) -> None:
+        await self._changed(_PUBLISH, *astuple(served))
+
+    async def get_policies(self) -> list[ServedPolicy]:
+        return [ServedPolicy(*row) for row in await self._fetch(_POLICIES)]
 
     async def close(self) -> None:
         await self._owner.release()

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from proxy.records import Reward, Session, SessionKind, SessionStatus, Turn, TurnStatus
+from proxy.records import (
+    Reward,
+    ServedPolicy,
+    Session,
+    SessionKind,
+    SessionStatus,
+    Turn,
+    TurnStatus,
+)
 from proxy.store.browser import Browser
 
 Durability = Literal["process", "power"]
@@ -160,6 +168,14 @@ class Store(Protocol):
 
     async def get_events(self, session_id: str, since: int = 0) -> list[dict[str, Any]]:
         """The events with `seq > since` in order, each as `{seq, at, kind, …}`."""
+        ...
+
+    async def publish_policy(self, served: ServedPolicy) -> None:
+        """Records the current version of the policy instead of the one before."""
+        ...
+
+    async def get_policies(self) -> list[ServedPolicy]:
+        """The current version of each policy."""
         ...
 
     async def close(self) -> None:

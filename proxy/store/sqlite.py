@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
-from proxy.records import Reward, Session, SessionStatus, Turn, TurnStatus
+from proxy.records import Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
 from proxy.store import migrations, rows
 from proxy.store import sqlite_statements as statements
 from proxy.store.folder_lock import alone_in
@@ -243,6 +243,13 @@ class SqliteStore:
         sql = "SELECT seq, at, kind, data FROM events WHERE session_id = ? AND seq > ? ORDER BY seq"
         found = await self._read(lambda c: c.execute(sql, (session_id, since)).fetchall())
         return [{**orjson.loads(r[3]), "seq": r[0], "at": r[1], "kind": r[2]} for r in found]
+
+    async def publish_policy(self, served: ServedPolicy) -> None:
+        await self._changed(statements.PUBLISH, astuple(served))
+
+    async def get_policies(self) -> list[ServedPolicy]:
+        found = await self._read(lambda c: c.execute(statements.POLICIES).fetchall())
+        return [ServedPolicy(*row) for row in found]
 
     async def close(self) -> None:
         """Commits pending writes, then closes the file. A second call does nothing."""

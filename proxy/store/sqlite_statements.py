@@ -70,3 +70,8 @@ CUT = (
     " ON CONFLICT DO NOTHING"
 )
 IS_TURN = "SELECT 1 FROM turns WHERE session_id = ? AND idx = ?"
+POLICIES = "SELECT name, version, adapter FROM policies"
+PUBLISH = (
+    "INSERT INTO policies (name, version, adapter) VALUES (?, ?, ?)"
+    " ON CONFLICT DO UPDATE SET version = excluded.version, adapter = excluded.adapter"
+)

@@ -18,8 +18,7 @@ from proxy.engines.protocol import Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.generation import Cause, Generation, Seam
-from proxy.policies import ServedPolicy
-from proxy.records import VersionSpan
+from proxy.records import ServedPolicy, VersionSpan
 from proxy.routing import Router
 from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig

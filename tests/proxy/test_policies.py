@@ -17,8 +17,8 @@ from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.generation import Cause, Generation, Seam
-from proxy.policies import Policies, ServedPolicy
-from proxy.records import VersionSpan
+from proxy.policies import Policies
+from proxy.records import ServedPolicy, VersionSpan
 from proxy.routing import Router
 
 PROMPT = np.array([11, 12, 13], np.int32)

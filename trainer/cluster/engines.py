@@ -101,12 +101,12 @@ class RunEngines:
         while True:
             try:
                 metrics = await self._rank_zero.ask(SyncWeights())
-                await self.publish()
+                await self._publish()
                 return metrics
             except WeightSyncError as error:
                 await self._replaced(error)
 
-    async def publish(self) -> None:
+    async def _publish(self) -> None:
         """Makes the proxy sample from the last version of the adapter, if there is one."""
         if self.proxy is None:
             return

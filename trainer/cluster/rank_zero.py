@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from proxy.policies import ServedPolicy
+from proxy.records import ServedPolicy
 from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints
 from trainer.learner import Learner, RunState

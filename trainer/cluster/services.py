@@ -138,15 +138,13 @@ async def _keep_running(
 ) -> None:
     """Restarts what ends. Never returns, but raises a TrainerError when a process keeps ending."""
     keeping: list[Coroutine[Any, Any, None]] = [
-        _keep_proxy_running(proxy, engines, say),
+        _keep_proxy_running(proxy, say),
         engines.keep_running(proxy, client),
     ]
     await first_to_end(keeping)
 
 
-async def _keep_proxy_running(
-    proxy: ProxyService, engines: RunEngines, say: Callable[[str], None]
-) -> None:
+async def _keep_proxy_running(proxy: ProxyService, say: Callable[[str], None]) -> None:
     """Restarts the proxy whenever it ends. Nothing is lost, because all of its state is in its
     store and agents retry."""
     for restart in range(1, MAX_PROXY_ENDS + 1):
@@ -154,7 +152,6 @@ async def _keep_proxy_running(
         if restart < MAX_PROXY_ENDS:
             say(f"warning: the proxy ended with {how}; starting it again")
             await proxy.start()
-            await engines.publish()
     raise TrainerError(f"the proxy ended {MAX_PROXY_ENDS} times, with {how}")
 
 

@@ -193,6 +193,38 @@ async def test_killed_worker_loses_no_session_and_killed_parent_leaves_no_worker
             assert all(select.select([fd], [], [], 60)[0] for fd in pidfds)
 
 
+async def test_killed_processes_serve_the_same_version_of_a_policy_again(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    """A worker alone, and then all processes of the proxy at once."""
+    tokenizer = rendering.tokenizer
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    messages = [{"role": "user", "content": "Who are you?"}]
+
+    async def adapters_of(url: str) -> set[str]:
+        async with ProxyClient(url, ADMIN_KEY) as control:
+            session = await control.create_session(policies={"": "planner"})
+            answers = [await ask(session, messages, attempt) for attempt in range(4)]
+        return {answer["choices"][0]["message"]["content"] for _, answer in answers}
+
+    async with ScriptedEngine(lambda _: [end]) as engine:
+        for version in (1, 2):
+            ids = [*tokenizer.encode(f"Version {version}."), end]
+            engine.adapters[f"planner@{version}.aa"] = lambda _, ids=ids: ids  # type: ignore[misc]
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, parent):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                for version in (1, 2):
+                    await control.publish_policy("planner", version, f"planner@{version}.aa")
+            for pid in children(parent.pid):
+                killed = os.pidfd_open(pid)
+                os.kill(pid, signal.SIGKILL)
+                assert select.select([killed], [], [], 60)[0]
+                assert await adapters_of(url) == {"Version 2."}
+            parent.kill()
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
+            assert await adapters_of(url) == {"Version 2."}
+
+
 def children(pid: int) -> list[int]:
     """The child processes that are still running."""
     threads = Path(f"/proc/{pid}/task").iterdir()

@@ -16,6 +16,7 @@ from proxy.records import (
     ForkCause,
     Origin,
     Reward,
+    ServedPolicy,
     Session,
     SessionKind,
     SessionStatus,
@@ -444,3 +445,15 @@ async def test_replayed_turns_of_a_branch_are_remembered(opener: Opener) -> None
     marks = [DeliveryMark("b", 0, arrived=True), DeliveryMark("b", 1, arrived=False)]
     await store.mark_deliveries(marks)
     assert (await (await opener()).undelivered("b")).replayed == {0}
+
+
+async def test_current_version_of_each_policy_is_kept(opener: Opener) -> None:
+    """A lower version also replaces a higher one: a run was resumed from an earlier checkpoint."""
+    store = await opener()
+    coder, planner = ServedPolicy("coder", 3, "coder@3.aa"), ServedPolicy("planner", 9, "p@9.bb")
+    assert await store.get_policies() == []
+    for served in (coder, planner, ServedPolicy("planner", 2, "p@2.cc")):
+        await store.publish_policy(served)
+    again = await opener()
+    found = sorted(await again.get_policies(), key=lambda served: served.name)
+    assert found == [coder, ServedPolicy("planner", 2, "p@2.cc")]
