@@ -47,6 +47,8 @@ class ScriptedCall:
     fault: Fault | None = None
     answer_ids: list[int] = field(default_factory=list)
     """The ids that were sent; only a part of the script's answer if the call was cut."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of the answer; empty: `scripted_logprob` has them."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights for each id of the answer."""
     finish_reason: str | None = None
@@ -189,7 +191,7 @@ def _sampled(call: ScriptedCall, start: int, end: int) -> list[tuple[int, float 
     """Ids with their log-probabilities; a `missing_logprob` fault removes the last one."""
     before = [call.prompt_ids[-1], *call.answer_ids]
     sampled: list[tuple[int, float | None]] = [
-        (token, scripted_logprob(before[at], token))
+        (token, call.logprobs[at] if call.logprobs else scripted_logprob(before[at], token))
         for at, token in enumerate(call.answer_ids[start:end], start)
     ]
     if call.fault is not None and call.fault.kind == "missing_logprob" and sampled:

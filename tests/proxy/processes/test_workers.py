@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import select
@@ -196,15 +197,15 @@ async def test_killed_worker_loses_no_session_and_killed_parent_leaves_no_worker
 async def test_killed_processes_serve_the_same_version_of_a_policy_again(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
-    """A worker alone, and then all processes of the proxy at once."""
+    """The workers alone, and then the whole proxy."""
     tokenizer = rendering.tokenizer
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    messages = [{"role": "user", "content": "Who are you?"}]
 
     async def adapters_of(url: str) -> set[str]:
         async with ProxyClient(url, ADMIN_KEY) as control:
             session = await control.create_session(policies={"": "planner"})
-            answers = [await ask(session, messages, attempt) for attempt in range(4)]
+            asked = [[{"role": "user", "content": f"Who are you? {n}"}] for n in range(4)]
+            answers = [await ask(session, messages) for messages in asked]
         return {answer["choices"][0]["message"]["content"] for _, answer in answers}
 
     async with ScriptedEngine(lambda _: [end]) as engine:
@@ -215,14 +216,31 @@ async def test_killed_processes_serve_the_same_version_of_a_policy_again(
             async with ProxyClient(url, ADMIN_KEY) as control:
                 for version in (1, 2):
                     await control.publish_policy("planner", version, f"planner@{version}.aa")
-            for pid in children(parent.pid):
-                killed = os.pidfd_open(pid)
-                os.kill(pid, signal.SIGKILL)
-                assert select.select([killed], [], [], 60)[0]
-                assert await adapters_of(url) == {"Version 2."}
+            kill_workers(parent.pid)
+            await until_listening(url)
+            assert await adapters_of(url) == {"Version 2."}
             parent.kill()
         with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
             assert await adapters_of(url) == {"Version 2."}
+
+
+def kill_workers(parent: int) -> None:
+    """Returns when they have ended."""
+    for pid in children(parent):
+        killed = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([killed], [], [], 60)[0]
+        os.close(killed)
+
+
+async def until_listening(url: str) -> None:
+    async with asyncio.timeout(120), aiohttp.ClientSession() as http:
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                async with http.get(f"{url}/health") as response:
+                    assert response.status == 200
+                    return
+            await asyncio.sleep(0.1)
 
 
 def children(pid: int) -> list[int]:

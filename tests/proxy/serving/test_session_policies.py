@@ -140,3 +140,55 @@ async def test_no_model_name_reaches_another_policy(proxy: RunningProxy, models:
         policy = allowed[session.trial_id](model, defaults[session.trial_id])
         assert str(answer).startswith(f"I am {policy} " if policy else "Hello.")
     assert not any("stranger" in (call.model or "") for call in proxy.engine.calls[before:])
+
+
+MAPPINGS = st.dictionaries(
+    st.sampled_from(["", "small", "large"]), st.sampled_from(["", *POLICIES]), max_size=3
+)
+ASKED = st.lists(st.sampled_from(["small", "large", "other"]), min_size=1, max_size=3)
+UPDATES = st.lists(st.tuples(st.sampled_from(POLICIES), st.sampled_from((1, 2, 3))), max_size=8)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(sessions=st.lists(st.tuples(MAPPINGS, ASKED), min_size=2, max_size=5), updates=UPDATES)
+async def test_each_token_is_of_the_sessions_own_policy_at_its_recorded_version(
+    proxy: RunningProxy,
+    sessions: list[tuple[dict[str, str], list[str]]],
+    updates: list[tuple[str, int]],
+) -> None:
+    """Sessions with different maps call at the same time, while policies get new versions, which
+    cut running answers."""
+    tokenizer = proxy.rendering.tokenizer
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    letters = iter("abcdefghij")
+    token_of = {("", 0): tokenizer.encode(next(letters))[0]}
+    for policy in POLICIES:
+        for version in (1, 2, 3):
+            token = token_of[policy, version] = tokenizer.encode(next(letters))[0]
+            answer = [token] * 8 + [end]
+            proxy.engine.adapters[f"{policy}@{version}.aa"] = lambda _, answer=answer: answer  # type: ignore[misc]
+    own = [token_of["", 0]] * 8 + [end]
+    proxy.engine.script = lambda _: own
+    proxy.engine.token_delay_s = 0.001
+    await publish(proxy, 1)
+
+    async def run(policies: dict[str, str], asked: list[str]) -> None:
+        session = await proxy.session(policies=policies)
+        for number, model in enumerate(asked):
+            await ask(proxy, session, model, f"Question {number}?")
+        _, turns = await proxy.record(session)
+        default = policies.get("", "")
+        assert [turn.policy for turn in turns] == [policies.get(m, default) for m in asked]
+        for turn in turns:
+            spans = [(s.version, turn.sampled_ids[s.start : s.end].tolist()) for s in turn.versions]
+            for version, ids in spans:
+                assert set(ids) - {end} <= {token_of[turn.policy, version]}
+            assert sum(len(ids) for _, ids in spans) == len(turn.sampled_ids) > 0
+
+    async with asyncio.TaskGroup() as running:
+        for policies, asked in sessions:
+            running.create_task(run(policies, asked))
+        for policy, version in updates:
+            await proxy.control.publish_policy(policy, version, f"{policy}@{version}.aa")
