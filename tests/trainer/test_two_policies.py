@@ -10,18 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from agent_loop.producers.sync import SyncProducer
-from agent_loop.records import AgentEnd, AgentResult, FinishedTrial, Graded, Task, Trial
+from agent_loop.records import FinishedTrial, Graded, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.tasks import Source, TaskStream
 from agent_loop.trial_config import TrialConfig
 from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
+from tests.agent_loop.asking_agent import AskingAgent
 from tests.trainer.adapter_engine import AdapterEngine
 from tests.trainer.test_fit import config_of, lines
 from trainer.checkpoint import Checkpoints
@@ -37,30 +37,6 @@ KEY = "of-the-test"
 POLICIES = ("planner", "coder")
 STEPS = 3
 GROUP_SIZE = 4
-
-
-class OneQuestion:
-    """A launcher whose agent makes one call, in this process."""
-
-    overhead_s = 60.0
-
-    async def run(self, trial: Trial) -> AgentResult:
-        body = {
-            "model": trial.model,
-            "messages": [{"role": "user", "content": str(trial.task.task_id)}],
-            "max_tokens": 6,
-        }
-        headers = {"Authorization": f"Bearer {trial.api_key}"}
-        url = f"{trial.base_url}/chat/completions"
-        async with (
-            aiohttp.ClientSession(headers=headers) as http,
-            http.post(url, json=body) as response,
-        ):
-            assert response.status == 200, await response.text()
-        return AgentResult(AgentEnd.EXITED)
-
-    async def close(self) -> None:
-        pass
 
 
 class Parity:
@@ -117,7 +93,7 @@ async def fit_of(
         await engines.start()
         trials = RemoteAgentLoop(
             proxy,
-            OneQuestion(),
+            AskingAgent("policy", max_tokens=6),
             Parity(policy),
             folder.trials,
             trial=TrialConfig(sandbox="off", max_retries=0),
@@ -138,6 +114,10 @@ async def fit_of(
             log,
             control,
         )
+
+
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.startswith("rollout/seconds")}
 
 
 async def train(model: Path, folder: Path, policies: Sequence[str]) -> dict[str, Any]:
@@ -165,7 +145,7 @@ async def train(model: Path, folder: Path, policies: Sequence[str]) -> dict[str,
         saved = Checkpoints(run.checkpoints, keep_last=1).latest()
         assert saved is not None
         adapter = (saved.path / "adapter" / "adapter_model.safetensors").read_bytes()
-        results[policy] = (lines(run), adapter)
+        results[policy] = ([untimed(line) for line in lines(run)], adapter)
     return results
 
 
