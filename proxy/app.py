@@ -14,7 +14,7 @@ from functools import partial
 
 from aiohttp import web
 
-from proxy.admin_key import is_admin_key
+from proxy.admin_key import AdminKeys
 from proxy.config import ListenConfig, ProxyConfig, RetentionConfig
 from proxy.control.plane import ROUTES, ControlPlane
 from proxy.engines.protocol import Engine
@@ -115,7 +115,7 @@ def _parts(
     siblings: Siblings,
 ) -> Callable[[web.Application], AsyncGenerator[None, None]]:
     async def run(app: web.Application) -> AsyncGenerator[None, None]:
-        store = given_store or await open_store(config.store, durability=config.durability)
+        store = given_store or await open_store(config.store_url, durability=config.durability)
         app[STORE] = store
         make = partial(make_engine, rendering=rendering)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
@@ -200,7 +200,7 @@ def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
 def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Rendering) -> ViewApi:
     access = Access(
         lambda: store.browser,
-        partial(is_admin_key, config),
+        AdminKeys(config).accepts,
         secure=(config.public_url or "").startswith("https:"),
     )
     return ViewApi(

@@ -54,9 +54,11 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(admin_key: Path | None, config: ProxyConfig, url: str, link: str) -> None:
+    from proxy.store_address import without_password  # imported here to keep --help fast
+
     session = f"{url}/my-session" if config.sessions.auto_create else url
     key = "any" if config.sessions.auto_create else "<a session's key>"
-    print(f"recording proxy on {url}, store {config.store}")
+    print(f"recording proxy on {url}, store {without_password(config.store)}")
     print(f"export OPENAI_BASE_URL={session}/v1 OPENAI_API_KEY={key}", flush=True)
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)

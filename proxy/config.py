@@ -26,7 +26,9 @@ from proxy.errors import ConfigurationError
 from proxy.hub import hub_name, model_folder
 from proxy.logs import LogKind, LogLevel
 from proxy.profiles import AgentProfile
+from proxy.secret_files import read_secret, with_secret
 from proxy.section import Section
+from proxy.store_address import with_password
 
 SECRETS = ("admin_key", "api_key", "token")
 """Keys whose values never appear in a message."""
@@ -46,8 +48,15 @@ class EngineConfig(Section):
     """The engine's name in `/engines`, in metrics and in the log. Default: host and port."""
     api_key: SecretStr | None = None
     """The engine's API key, sent as `Authorization: Bearer`. Default: the key in the URL."""
+    api_key_file: Path | None = None
+    """In place of `api_key`: a file that contains it."""
     model: str | None = None
     """The model's name in requests to the engine. Default: the first one in its `/v1/models`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_key(cls, data: Any) -> Any:
+        return with_secret(data, "api_key")
 
 
 class RenderingConfig(Section):
@@ -124,6 +133,8 @@ class RelayConfig(Section):
 
     token: SecretStr | None = None
     """The secret by which workers authenticate. Without one the relay is off."""
+    token_file: Path | None = None
+    """In place of `token`: a file that contains it."""
     window: int = Field(default=64, ge=1)
     """Number of a call's frames (engine steps) that may be unread before its engine is paused."""
     grace_s: float = Field(default=30.0, ge=0)
@@ -132,6 +143,11 @@ class RelayConfig(Section):
     """Seconds without any message, including pongs, after which a connection counts as lost."""
     max_workers: int = Field(default=256, ge=1)
     """Number of workers that may be connected; further workers get 503."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_token(cls, data: Any) -> Any:
+        return with_secret(data, "token")
 
 
 class ListenConfig(Section):
@@ -153,9 +169,13 @@ class ListenConfig(Section):
     """The key of the control plane. Default: the key in `admin_key_file`. If host is not a loopback
     address, one of the two must be set."""
     admin_key_file: Path | None = None
-    """The file of the admin key. If it does not exist, the proxy creates it with mode 0600.
+    """The file of the admin key. If it does not exist, the proxy creates it with mode 0600. Each
+    line is a valid key, and a changed file is read again, so keys are replaced without a restart.
     Default: `FILE.admin-key` next to a SQLite store; for other stores `agentic-proxy/admin-key` in
     the user's state folder (`$XDG_STATE_HOME` or `~/.local/state`)."""
+    metrics_key_file: Path | None = None
+    """A file of keys, one per line, that are valid for `GET /metrics` only: for Prometheus. The
+    admin key is valid there, too. A changed file is read again."""
 
     @property
     def on_loopback(self) -> bool:
@@ -188,6 +208,9 @@ class ProxyConfig(BaseSettings, ListenConfig):
     store: str = "sqlite:///agentic-proxy.db"
     """`sqlite:///FILE` (four slashes before an absolute path), `postgresql://…`, or a URL whose
     scheme is the import path of your own store's opener, `package.module:name://…`."""
+    store_password_file: Path | None = None
+    """A file with the password for the store's URL, which then contains none. The password may
+    have characters that are special in a URL."""
     durability: Literal["process", "power"] = "process"
     """What a recorded turn survives in SQLite: `process`: `kill -9` of the proxy; `power`: also a
     power failure (each write then waits for the disk). PostgreSQL always ensures both."""
@@ -228,6 +251,17 @@ class ProxyConfig(BaseSettings, ListenConfig):
                 " reached from other machines; switch it off, or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def store_url(self) -> str:
+        """`store` with the password of `store_password_file`. Raises ConfigurationError."""
+        if self.store_password_file is None:
+            return self.store
+        try:
+            password = read_secret(self.store_password_file, "store_password_file")
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        return with_password(self.store, password)
 
     @classmethod
     def settings_customise_sources(

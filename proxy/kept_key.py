@@ -11,18 +11,20 @@ import os
 import secrets
 from pathlib import Path
 
+from proxy.key_file import lines
+
 KEY_BYTES = 32
 
 
 def kept_key(path: Path) -> str:
-    """The key in the file, which is created if it does not exist.
+    """The first key in the file, which is created if it does not exist; empty if the file is.
 
     Raises:
         OSError: the file cannot be created or read.
     """
     if not path.exists():
         _make(path)
-    return path.read_text().strip()
+    return next(iter(lines(path)), "")
 
 
 def _make(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The process's log on standard error: lines of text, or one JSON object per line.
 
-JSON logs also have one line per call: trial, call, dialect, status, duration. Invariant: no line
+JSON logs also have one line per call (trial, call, dialect, status, duration) and the audit log of
+the control plane (`proxy/control/audit.py`). Invariant: no line
 holds a key, a token, or text of agents and models; `tests/proxy/test_logs.py` checks this.
 """
 
@@ -16,6 +17,8 @@ LogKind = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 CALLS = "proxy.calls"
 """Name of the logger of calls."""
+AUDIT = "proxy.audit"
+"""Name of the logger of the control plane's audit log."""
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -25,9 +28,10 @@ def set_up(kind: LogKind, level: LogLevel) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=least, handlers=[handler])
-    # A line per call is for machines; in a text log it would hide the other lines.
-    of_calls = logging.INFO if kind == "json" else logging.WARNING
-    logging.getLogger(CALLS).setLevel(max(least, of_calls))
+    # A line per request is for machines; in a text log it would hide the other lines.
+    of_requests = logging.INFO if kind == "json" else logging.WARNING
+    for name in (CALLS, AUDIT):
+        logging.getLogger(name).setLevel(max(least, of_requests))
 
 
 class JsonLines(logging.Formatter):

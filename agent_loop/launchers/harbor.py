@@ -80,7 +80,8 @@ class HarborConfig(Section):
     reward_key: str = "reward"
     """Which of the verifier's rewards is used for training; the others are recorded."""
     harbor_server_url: str | None = None
-    """URL of a harbor-server; its token, if it has one, is read from HARBOR_SERVER_TOKEN."""
+    """URL of a harbor-server; its token, if it has one, is read from HARBOR_SERVER_TOKEN, or from
+    the file that HARBOR_SERVER_TOKEN_FILE names."""
     harbor_server_timeout: float = Field(1800.0, gt=0)
     """Seconds after which a whole run (queue, set-up, agent and verifier) is cancelled."""
     use_local_trial: bool = False

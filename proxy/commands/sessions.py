@@ -136,7 +136,7 @@ async def named_store(arguments: Namespace) -> AsyncIterator[tuple[Store, ProxyC
     """Opens an existing store. Raises ConfigurationError if there is none."""
     given = {} if arguments.store is None else {"store": arguments.store}
     config = load_config(arguments.config, **given)
-    store = await open_store(config.store, create=False)
+    store = await open_store(config.store_url, create=False)
     try:
         yield store, config
     finally:

@@ -10,14 +10,13 @@ import asyncio
 import signal
 from argparse import Namespace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
-from proxy.admin_key import is_admin_key
+from proxy.admin_key import AdminKeys
 from proxy.commands.sessions import named_store
 from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
@@ -62,7 +61,7 @@ def build_view(config: ListenConfig, store: Store, tokenizer: Tokenizer | None) 
     """The page as an application of its own."""
     guard = web_guard(Hosts(config.host, config.allowed_hosts), pages=(PAGE,))
     app = web.Application(middlewares=[guard])
-    access = Access(lambda: store.browser, partial(is_admin_key, config), secure=False)
+    access = Access(lambda: store.browser, AdminKeys(config).accepts, secure=False)
     api = ViewApi(
         lambda: store.browser, access, lambda: {"engines": [], "paused": False}, lambda: tokenizer
     )

@@ -1,7 +1,7 @@
 """The control plane: sessions, their records and rewards, events, engines, versions.
 
-Invariant: every request needs the admin key, except for health and readiness. An API key appears
-only in the answer that creates it.
+Invariant: every request needs the admin key, except for health and readiness; for metrics, a key
+of `metrics_key_file` is enough. An API key appears only in the answer that creates it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from urllib.parse import unquote
 import orjson
 from aiohttp import web
 
-from proxy.admin_key import check_admin_key
+from proxy.admin_key import AdminKeys
 from proxy.config import EngineConfig, LimitsConfig, ListenConfig
+from proxy.control import audit
 from proxy.control.branch_request import with_origin
 from proxy.control.event_stream import EventStream
 from proxy.control.openapi import OPERATIONS, document
@@ -35,6 +36,7 @@ from proxy.control.schema import (
 from proxy.engines.protocol import Engine
 from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
 from proxy.http_request import api_key, read_body
+from proxy.key_file import KeyFile
 from proxy.metrics import Metrics
 from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, ServedPolicy, Session, SessionKind, SessionStatus
@@ -66,6 +68,9 @@ class ControlPlane:
         deliveries: Deliveries,
     ) -> None:
         self._listen = listen
+        self._admin_keys = AdminKeys(listen)
+        scrape = listen.metrics_key_file
+        self._scrape_keys = None if scrape is None else KeyFile(scrape.expanduser())
         self._limits = limits
         self._sessions = sessions
         self._store = store
@@ -114,13 +119,19 @@ class ControlPlane:
         """Runs the handler of a route in `ROUTES`."""
         try:
             if not OPERATIONS[name].open_to_all:
-                check_admin_key(self._listen, api_key(request.headers))
+                self._authorise(name, api_key(request.headers) or "")
             response = await self._handlers[name](request)
             if name in _REPEATED_AT_SIBLINGS:
                 await self._siblings.send(request)
         except ProxyError as error:
-            return _refused(error)
+            response = _refused(error)
+        audit.record(request, name, response.status)
         return response
+
+    def _authorise(self, name: str, key: str) -> None:
+        scrape_keys = self._scrape_keys if name == "show_metrics" else None
+        if scrape_keys is None or not scrape_keys.accepts(key):
+            self._admin_keys.check(key)
 
     async def _create(self, request: web.Request) -> web.Response:
         trial_id = request.match_info.get("trial_id")
@@ -136,6 +147,7 @@ class ControlPlane:
             ttl_s=new.ttl_s,
             origin=None if new.branch_of is None else new.branch_of.origin,
         )
+        request[audit.TRIAL_ID] = session.session_id
         root = self._public_url(request)
         return _json(
             {

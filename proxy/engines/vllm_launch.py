@@ -2,8 +2,8 @@
 
     python -m proxy.engines.vllm_launch FD ARGUMENTS…
 
-The key is read from the descriptor FD. vLLM itself accepts a key only as an argument or from the
-environment, and every process of the same user can read both.
+The key is read from the descriptor FD, which is a pipe or a file. vLLM itself accepts a key only as
+an argument or from the environment, and every process of the same user can read both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODULE = "vllm.entrypoints.openai.api_server"
 
 
 def main() -> None:
-    RequireKey.key = from_pipe(int(sys.argv[1]))
+    RequireKey.key = from_pipe(int(sys.argv[1])).strip()
     del sys.argv[1]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 

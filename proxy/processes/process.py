@@ -50,7 +50,7 @@ async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str, str]
         loop.add_signal_handler(number, stop.set)
     async with _engine(config, stop) as with_engine:
         if config.workers > 1:
-            store = await open_store(config.store, durability=config.durability)
+            store = await open_store(config.store_url, durability=config.durability)
             secret = await new_link(store.browser)
             await store.close()
             await serve_workers(with_engine, stop, lambda used, url: listening(used, url, secret))

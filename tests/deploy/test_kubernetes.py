@@ -12,47 +12,56 @@ import kubernetes_validate
 import pytest
 
 from tests.deploy.manifests import (
-    OPERATOR,
+    NAMESPACES,
+    OPERATORS,
     OVERLAYS,
     needs_tools,
     pod_specs,
+    pod_templates,
     render,
     source_resources,
 )
 
 API_VERSION = "1.33"
 """The oldest supported version: sidecars and their probes are stable since then."""
-CUSTOM = ("ServiceMonitor",)
-"""Of the Prometheus operator; the Kubernetes API's schemas do not have it."""
+CUSTOM = ("ServiceMonitor", "Cluster", "RayJob")
+"""Of operators; the Kubernetes API's schemas do not have them."""
+AMOUNTS = ("requests", "limits")
+"""Keys of a container's resources. Their types are in another package."""
 
 
 def check(resource: dict[str, Any]) -> None:
     if resource["kind"] not in CUSTOM:
         kubernetes_validate.validate(resource, API_VERSION, strict=True)
+    if resource["kind"] == "RayJob":  # its pods, since no package has the operator's definition
+        for _, template in pod_templates([resource]):
+            pod = {"apiVersion": "v1", "kind": "Pod", **template}
+            kubernetes_validate.validate(pod, API_VERSION, strict=True)
 
 
-def refusal(monitor: dict[str, Any]) -> str:
-    """Errors of a ServiceMonitor by the Prometheus operator's definition; empty if it is valid."""
-    validator = json.dumps((OPERATOR / "ServiceMonitor.js").as_uri())
+def refusal(resource: dict[str, Any]) -> str:
+    """Errors of a resource by its operator's definition; empty if it is valid."""
+    kind = resource["kind"]
+    validator = json.dumps((OPERATORS[kind] / f"{kind}.js").as_uri())
     program = f"""
-    import {{ ServiceMonitor }} from {validator};
-    try {{ new ServiceMonitor({json.dumps(monitor)}).validate() }}
+    import {{ {kind} }} from {validator};
+    try {{ new {kind}({json.dumps(resource)}).validate() }}
     catch (error) {{ process.stdout.write(error.message) }}
     """
     node = ["node", "--input-type=module", "--eval", program]
     said = subprocess.run(node, check=True, capture_output=True, text=True).stdout
     # The definition accepts unknown keys, as the API does. In our files they are misspelt keys.
-    types = "".join(path.read_text() for path in OPERATOR.glob("*.d.ts"))
-    known = {"name", "key", "matchLabels", *re.findall(r'^ +"(\w+)"\??:', types, re.M)}
-    unknown = set(keys(monitor["spec"])) - known
+    types = "".join(path.read_text() for path in OPERATORS[kind].glob("*.d.ts"))
+    known = {"name", "key", "matchLabels", *AMOUNTS, *re.findall(r'^ +"(\w+)"\??:', types, re.M)}
+    unknown = set(keys(resource["spec"])) - known
     return said or ", ".join(f"no resource has a key {key}" for key in sorted(unknown))
 
 
 def keys(value: Any) -> Iterator[str]:
-    """Keys of a resource's part at any depth, except labels, whose names are free."""
+    """Keys of a resource's part at any depth, except of labels and amounts, which are free."""
     for key, item in value.items() if isinstance(value, dict) else ():
         yield key
-        if key != "matchLabels":
+        if key != "matchLabels" and key not in AMOUNTS:
             yield from keys(item)
     for item in value if isinstance(value, list) else ():
         yield from keys(item)
@@ -86,6 +95,14 @@ def test_service_monitor_is_valid_for_the_prometheus_operator() -> None:
 
 
 @needs_tools
+def test_database_cluster_is_valid_for_cloudnative_pg() -> None:
+    (cluster,) = (each for _, each in source_resources() if each["kind"] == "Cluster")
+    assert refusal(cluster) == ""
+    for wrong in ({"instances": "three"}, {"instance": 3}, {"storage": {"size": ["1Gi"]}}):
+        assert refusal(cluster | {"spec": cluster["spec"] | wrong}), wrong
+
+
+@needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlay_builds_to_valid_resources(overlay: str) -> None:
     resources = render(overlay)
@@ -94,7 +111,7 @@ def test_overlay_builds_to_valid_resources(overlay: str) -> None:
     names = [(r["kind"], r["metadata"]["name"]) for r in resources]
     assert len(names) == len(set(names))
     assert {r["metadata"].get("namespace") for r in resources if r["kind"] != "Namespace"} == {
-        "agentic-workers" if overlay == "relay" else "agentic"
+        NAMESPACES[overlay]
     }
 
 
@@ -103,10 +120,13 @@ def test_overlay_builds_to_valid_resources(overlay: str) -> None:
 def test_references_of_a_pod_exist(overlay: str) -> None:
     resources = render(overlay)
     claims = {r["metadata"]["name"] for r in resources if r["kind"] == "PersistentVolumeClaim"}
-    given_by_the_user = {"agentic-model"}
+    configs = {r["metadata"]["name"] for r in resources if r["kind"] == "ConfigMap"}
+    given_by_the_user = {"agentic-model", "agentic-tasks"}
     for name, spec in pod_specs(resources):
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        (workload,) = [r for r in resources if f"{r['kind']}/{r['metadata']['name']}" == name]
+        (workload,) = [
+            r for r in resources if f"{name}/".startswith(f"{r['kind']}/{r['metadata']['name']}/")
+        ]
         templates = workload["spec"].get("volumeClaimTemplates", ())
         volumes |= {template["metadata"]["name"]: {} for template in templates}
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
@@ -115,6 +135,8 @@ def test_references_of_a_pod_exist(overlay: str) -> None:
         for volume in volumes.values():
             claim = volume.get("persistentVolumeClaim", {}).get("claimName")
             assert claim is None or claim in claims | given_by_the_user
+            config = volume.get("configMap", {}).get("name")
+            assert config is None or config in configs
             kinds = [key for key in volume if key != "name"]
             assert len(kinds) <= 1, f"{name}: {volume}"
 
@@ -123,17 +145,24 @@ def test_references_of_a_pod_exist(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_match_pods(overlay: str) -> None:
     resources = render(overlay)
-    labels = [
-        r["spec"]["template"]["metadata"]["labels"]
-        for r in resources
-        if r["kind"] in ("Deployment", "StatefulSet")
+    labels = [template["metadata"]["labels"] for _, template in pod_templates(resources)]
+    labels += [
+        {"cnpg.io/cluster": r["metadata"]["name"]} for r in resources if r["kind"] == "Cluster"
     ]
     for resource in resources:
         spec = resource.get("spec", {})
         selector = spec.get("selector") or spec.get("podSelector")
         if resource["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy") and selector:
-            wanted = selector.get("matchLabels", selector)
-            assert any(wanted.items() <= have.items() for have in labels), resource["metadata"]
+            assert any(selects(selector, have) for have in labels), resource["metadata"]
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a selector of labels, of a Service or of another resource, selects these labels."""
+    expressions = selector.get("matchExpressions", [])
+    if expressions or "matchLabels" in selector:
+        selector = selector.get("matchLabels", {})
+    listed = all(labels.get(each["key"]) in each["values"] for each in expressions)
+    return listed and bool(selector.items() <= labels.items())
 
 
 @pytest.mark.parametrize(

@@ -409,6 +409,6 @@ async def events(proxy: RunningProxy, headers: dict[str, str], count: int) -> li
 
 
 def test_admin_key_is_only_what_is_configured() -> None:
-    from proxy.admin_key import is_admin_key
+    from proxy.admin_key import AdminKeys
 
-    assert not is_admin_key(ListenConfig(), "")
+    assert not AdminKeys(ListenConfig()).accepts("")

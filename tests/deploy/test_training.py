@@ -1,0 +1,254 @@
+"""Runs on Kubernetes: their configurations, engines and connections fit together."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harbor_sdk.server.config import ServerConfig
+from proxy.engines.vllm_server import VllmConfig, server_arguments, server_environment
+from tests.deploy.manifests import (
+    NAMESPACES,
+    ROOT,
+    SECRETS,
+    Program,
+    Resource,
+    needs_tools,
+    pod_programs,
+    pod_templates,
+    render,
+)
+from tests.deploy.test_kubernetes import selects
+from trainer.config import TrainerConfig
+from trainer.config_sources import load
+
+pytestmark = needs_tools
+RUNS = ("train", "train_engines", "train_ray", "swarm")
+
+
+def trainer_of(overlay: str) -> Program:
+    (found,) = [p for p in pod_programs(render(overlay)) if _is_trainer(p)]
+    return found
+
+
+def _is_trainer(program: Program) -> bool:
+    return program.where.rpartition("/")[2] in ("trainer", "swarm", "ray-head")
+
+
+def resources(overlay: str, kind: str) -> dict[str, Resource]:
+    return {r["metadata"]["name"]: r for r in render(overlay) if r["kind"] == kind}
+
+
+def command(overlay: str) -> list[str]:
+    for job in resources(overlay, "RayJob").values():
+        return shlex.split(job["spec"]["entrypoint"])
+    return trainer_of(overlay).command
+
+
+def configuration(overlay: str, tmp_path: Path) -> TrainerConfig:
+    """The configuration of the overlay's run, from the ConfigMap and the command."""
+    for config in resources(overlay, "ConfigMap").values():
+        (tmp_path / "agentic_trainer.yaml").write_text(config["data"]["agentic_trainer.yaml"])
+    (tmp_path / "engines.yaml").write_text("engine: {urls: ['http://:key@agentic-engine-0:8001']}")
+    program, *words = command(overlay)
+    assert program == "agentic-train"
+    joined = " ".join(words).replace("--config ", "--config=").split()
+    files = [tmp_path / Path(w).name for w in joined if w.startswith("--config=")]
+    assert files
+    return load(files, [word for word in joined if not word.startswith("--")])
+
+
+@pytest.mark.parametrize("overlay", RUNS)
+def test_configuration_is_valid_and_continues_its_run_on_the_volume(
+    overlay: str, tmp_path: Path
+) -> None:
+    config = configuration(overlay, tmp_path)
+    assert config.trainer.resume == "auto"
+    (spec,) = [t["spec"] for n, t in pod_templates(render(overlay)) if _is_pod_of_trainer(t)]
+    (container,) = spec["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    runs = volumes[mounts["/" + config.trainer.run_dir.parts[1]]]
+    assert runs["persistentVolumeClaim"]["claimName"] in resources(overlay, "PersistentVolumeClaim")
+    assert str(config.model.path) in mounts
+    assert not any(
+        mount.get("readOnly") for mount in container["volumeMounts"] if mount["name"] == "runs"
+    )
+
+
+def _is_pod_of_trainer(template: dict[str, Any]) -> bool:
+    return template["spec"]["containers"][0]["name"] in ("trainer", "swarm", "ray-head")
+
+
+@pytest.mark.parametrize("overlay", RUNS)
+def test_agents_reach_the_proxy_of_the_run_by_its_service(overlay: str, tmp_path: Path) -> None:
+    server = configuration(overlay, tmp_path).proxy_server
+    assert server.host == "0.0.0.0"
+    assert server.port in trainer_of(overlay).ports
+    name, _, namespace = (server.llm_proxy_ip or "").partition(".")
+    assert namespace == NAMESPACES[overlay]
+    service = resources(overlay, "Service")[name]
+    assert server.port in [port["port"] for port in service["spec"]["ports"]]
+    labels = [
+        t["metadata"]["labels"] for _, t in pod_templates(render(overlay)) if _is_pod_of_trainer(t)
+    ]
+    assert selects(service["spec"]["selector"], labels[0])
+
+
+@pytest.mark.parametrize("overlay", ["train", "train_engines", "train_ray"])
+def test_trainer_and_harbor_server_have_one_token_and_one_address(
+    overlay: str, tmp_path: Path
+) -> None:
+    (harbor,) = [p for p in pod_programs(render(overlay)) if p.where.endswith("/harbor")]
+    names = {name.removeprefix("HARBOR_SERVER_").lower() for name in harbor.variables}
+    assert names <= set(ServerConfig.model_fields)
+    assert harbor.variables["HARBOR_SERVER_STATE_DIR"] == "/data"
+    assert (
+        configuration(overlay, tmp_path).remote_agent.harbor_server_url
+        == "http://agentic-harbor:8090"
+    )
+    assert harbor.ports == [8090]
+    of_trainer = trainer_of(overlay).variables["HARBOR_SERVER_TOKEN_FILE"]
+    secrets = {}
+    for _, template in pod_templates(render(overlay)):
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        for mount in template["spec"]["containers"][0]["volumeMounts"]:
+            if "secret" in volumes.get(mount["name"], {}):
+                path = mount["mountPath"]
+                secrets[path] = volumes[mount["name"]]["secret"]["secretName"], mount.get("subPath")
+    assert secrets["/data/token"] == ("agentic-harbor", "harbor-token")
+    assert of_trainer == f"{SECRETS}/harbor/harbor-token"
+    assert secrets[f"{SECRETS}/harbor"] == ("agentic-harbor", None)
+
+
+def test_engines_accept_weights_as_those_that_a_run_starts(tmp_path: Path) -> None:
+    (engine,) = [p for p in pod_programs(render("train_engines")) if p.where.endswith("/vllm")]
+    config = configuration("train_engines", tmp_path)
+    backend = config.engine.weight_transfer
+    ours = VllmConfig(weight_transfer=backend, args=["--shutdown-timeout", "1800"])
+    wanted = [
+        a
+        for a in server_arguments(ours)
+        if a not in ("--disable-uvicorn-access-log", "--enforce-eager")
+    ]
+    given = [word for argument in engine.command for word in argument.split("=", 1)]
+    assert [word for word in wanted if word not in given] == []
+    assert json.dumps({"backend": backend}) in given
+    environment = server_environment(ours)
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS"):
+        assert engine.variables[name] == environment[name]
+    assert engine.stop_s >= 1800 + 30
+
+
+def test_engine_reads_its_key_from_the_mounted_secret(tmp_path: Path) -> None:
+    (engine,) = [p for p in pod_programs(render("train_engines")) if p.where.endswith("/vllm")]
+    (tmp_path / "key").write_text("engine-key\n")
+    server = tmp_path / "vllm/entrypoints/openai/api_server.py"
+    server.parent.mkdir(parents=True)
+    for folder in (server.parent, *server.parent.parents[:2]):
+        (folder / "__init__.py").touch()
+    server.write_text(
+        "import sys; from proxy.engines.vllm_key import RequireKey; print(RequireKey.key, sys.argv)"
+    )
+    shell, option, script, *arguments = engine.command
+    script = script.replace(f"{SECRETS}/engines/key", str(tmp_path / "key"))
+    script = script.replace("python3", sys.executable)
+    done = subprocess.run(
+        [shell, option, script, *arguments],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    key, _, argv = done.stdout.partition(" ")
+    assert key == "engine-key"
+    assert "--enable-scale-out" in argv
+    assert "engine-key" not in argv
+
+
+def test_only_the_trainer_reaches_engines_that_accept_weights() -> None:
+    policy = resources("train_engines", "NetworkPolicy")["agentic-engine"]["spec"]
+    templates = dict(pod_templates(render("train_engines")))
+    (rule,) = policy["ingress"]
+    (source,) = rule["from"]
+    admitted = [
+        name
+        for name, t in templates.items()
+        if selects(source["podSelector"], t["metadata"]["labels"])
+    ]
+    assert admitted == ["Job/agentic-train"]
+    assert selects(
+        policy["podSelector"], templates["StatefulSet/agentic-engine"]["metadata"]["labels"]
+    )
+
+
+def test_replaced_pod_of_a_job_is_the_only_one_and_a_wrong_configuration_is_final() -> None:
+    spec = resources("train", "Job")["agentic-train"]["spec"]
+    assert spec["podReplacementPolicy"] == "Failed"
+    actions = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
+    assert actions["FailJob"]["onExitCodes"]["values"] == [2]
+    assert actions["Ignore"]["onPodConditions"][0]["type"] == "DisruptionTarget"
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize("overlay", NAMESPACES)
+def test_secrets_are_files_and_not_variables(overlay: str) -> None:
+    for name, template in pod_templates(render(overlay)):
+        for container in (
+            *template["spec"].get("initContainers", ()),
+            *template["spec"]["containers"],
+        ):
+            for variable in container.get("env", ()):
+                assert "secretKeyRef" not in variable.get("valueFrom", {}), f"{name}: {variable}"
+
+
+@pytest.mark.parametrize("overlay", NAMESPACES)
+def test_images_have_a_version(overlay: str) -> None:
+    for program in pod_programs(render(overlay)):
+        assert ":" in program.image, f"{program.where}: {program.image}"
+
+
+def test_scrape_key_is_a_secret_of_its_own() -> None:
+    (monitor,) = resources("single", "ServiceMonitor").values()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    credentials = endpoint["authorization"]["credentials"]
+    (proxy,) = [p for p in pod_programs(render("single")) if p.command[-1:] == ["serve"]]
+    assert proxy.variables["AGENTIC_PROXY_METRICS_KEY_FILE"].endswith(f"/{credentials['key']}")
+    assert credentials["name"] != "agentic-secrets"
+    assert credentials["key"] not in proxy.variables["AGENTIC_PROXY_ADMIN_KEY_FILE"]
+
+
+def test_workers_dial_the_host_of_the_ingress() -> None:
+    (ingress,) = resources("relay_proxy", "Ingress").values()
+    ((host,),) = [tls["hosts"] for tls in ingress["spec"]["tls"]]
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == [host]
+    (worker,) = [p for p in pod_programs(render("relay")) if p.where.endswith("/worker")]
+    assert worker.variables["AGENTIC_WORKER_PROXY"] == f"wss://{host}"
+    (proxy,) = [p for p in pod_programs(render("relay_proxy")) if p.command[-1:] == ["serve"]]
+    assert proxy.variables["AGENTIC_PROXY_PUBLIC_URL"] == f"https://{host}"
+
+
+@pytest.mark.parametrize("overlay", ["single", "postgres", "relay", "train_engines"])
+def test_replicated_pods_have_a_disruption_budget(overlay: str) -> None:
+    budgets = [b["spec"]["selector"] for b in resources(overlay, "PodDisruptionBudget").values()]
+    for kind in ("Deployment", "StatefulSet"):
+        for name, resource in resources(overlay, kind).items():
+            if resource["spec"].get("replicas", 2) > 1:
+                labels = resource["spec"]["template"]["metadata"]["labels"]
+                assert any(selects(budget, labels) for budget in budgets), name
+
+
+def test_vllm_of_compose_has_no_root_and_no_access_to_the_hosts_memory() -> None:
+    vllm = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["vllm"]
+    assert "ipc" not in vllm
+    assert vllm["shm_size"] == "8g"
+    assert int(vllm["user"].partition(":")[0]) > 0
+    assert vllm["read_only"] is True
