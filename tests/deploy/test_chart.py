@@ -1,0 +1,154 @@
+"""The Helm chart: Helm installs from it what kustomize builds, changed by the chart's values.
+
+Helm is real; the API server is scripted and records what Helm creates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+
+from tests.deploy.api_server import api_server
+from tests.deploy.manifests import CHART, OVERLAYS, ROOT, Resource, needs_tools, render
+from tests.deploy.test_kubernetes import check
+from tests.deploy.write_chart import chart_objects
+from tests.needs import needs
+
+PYTHON = ROOT / ".cache/helm/bin/python"
+HELM = Path(__file__).with_name("helm.py")
+needs_helm = needs(None if PYTHON.exists() else f"no {PYTHON}: make helm (needs Python 3.12)")
+
+
+async def helm(*arguments: str) -> Any:
+    process = await asyncio.create_subprocess_exec(
+        *(str(PYTHON), str(HELM), *arguments), stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return orjson.loads(output)
+
+
+async def installed(folder: Path, values: dict[str, Any]) -> dict[tuple[str, str], Resource]:
+    """What Helm creates with these values, by kind and name.
+
+    Raises:
+        ValueError: Helm refuses.
+    """
+    async with api_server() as server:
+        file = folder / "values.json"
+        file.write_bytes(orjson.dumps({"values": values, "kubeconfig": server.kubeconfig}))
+        result = await helm("install", str(CHART), str(file))
+    if "error" in result:
+        raise ValueError(result["error"])
+    assert result == {"status": "deployed"}
+    return {(r["kind"], r["metadata"]["name"]): r for r in server.created.values()}
+
+
+def without_marks_of_helm(resource: Resource) -> Resource:
+    found = deepcopy(resource)
+    metadata = found["metadata"]
+    metadata["labels"].pop("app.kubernetes.io/managed-by")
+    notes = {k: v for k, v in metadata["annotations"].items() if not k.startswith("meta.helm.sh/")}
+    metadata["annotations"] = notes
+    found["metadata"] = {k: v for k, v in metadata.items() if v}
+    return found
+
+
+@needs_tools
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_objects_of_the_chart_are_those_of_the_overlay(overlay: str) -> None:
+    assert (CHART / f"objects/{overlay}.yaml").read_text() == chart_objects(overlay), "make chart"
+
+
+def test_version_of_the_chart_is_the_one_of_the_images() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"]
+    assert f":{chart['appVersion']}\n" in (CHART / "objects/single.yaml").read_text()
+
+
+@needs_helm
+async def test_helm_lint_finds_no_error_and_no_warning() -> None:
+    result = await helm("lint", str(CHART))
+    info = 1
+    assert result["Errors"] is None
+    assert [m for m in result["Messages"] if m["Severity"] > info] == []
+
+
+@needs_tools
+@needs_helm
+@pytest.mark.parametrize("overlay", OVERLAYS)
+async def test_helm_installs_what_kustomize_builds(overlay: str, tmp_path: Path) -> None:
+    created = await installed(tmp_path, {"overlay": overlay})
+    wanted = [each for each in render(overlay) if each["kind"] != "Namespace"]
+    assert len(created) == len(wanted)
+    for resource in wanted:
+        found = created[resource["kind"], resource["metadata"]["name"]]
+        check(found)
+        assert without_marks_of_helm(found) == resource
+
+
+@needs_helm
+async def test_values_change_images_claims_host_and_configuration(tmp_path: Path) -> None:
+    created = await installed(
+        tmp_path,
+        {
+            "overlay": "train",
+            "images": {"registry": "registry.example.org/x", "tag": "2", "pullSecrets": ["pull"]},
+            "claims": {"model": "qwen3"},
+            "trainer": {"trainer": {"steps": 7}},
+            "resources": {"PersistentVolumeClaim/agentic-runs": {"spec": {"volumeName": "disk"}}},
+        },
+    )
+    spec = created["Job", "agentic-train"]["spec"]["template"]["spec"]
+    assert spec["containers"][0]["image"] == "registry.example.org/x/agentic-trainer:2"
+    assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    claims = [v.get("persistentVolumeClaim", {}).get("claimName") for v in spec["volumes"]]
+    assert "qwen3" in claims
+    assert "agentic-tasks" in claims
+    text = created["ConfigMap", "agentic-train"]["data"]["agentic_trainer.yaml"]
+    trainer = yaml.safe_load(text)["trainer"]
+    assert (trainer["steps"], trainer["resume"]) == (7, "auto")
+    runs = created["PersistentVolumeClaim", "agentic-runs"]["spec"]
+    assert runs["volumeName"] == "disk"
+    assert runs["accessModes"] == ["ReadWriteMany"]
+
+
+@needs_helm
+async def test_fields_of_a_container_replace_those_of_the_same_name(tmp_path: Path) -> None:
+    level = {"name": "AGENTIC_PROXY_LOG_LEVEL", "value": "debug"}
+    log = {"name": "AGENTIC_PROXY_LOG", "value": "text"}
+    created = await installed(
+        tmp_path,
+        {
+            "overlay": "relay_proxy",
+            "host": "agents.example.net",
+            "containers": {"Deployment/agentic-proxy": {"proxy": {"env": [level, log]}}},
+        },
+    )
+    (container,) = created["Deployment", "agentic-proxy"]["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert len(variables) == len(container["env"])
+    assert variables["AGENTIC_PROXY_LOG"] == "text"
+    assert variables["AGENTIC_PROXY_LOG_LEVEL"] == "debug"
+    assert variables["AGENTIC_PROXY_PUBLIC_URL"] == "https://agents.example.net"
+    assert created["Ingress", "agentic-proxy"]["spec"]["rules"][0]["host"] == "agents.example.net"
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"overlay": "double"}, "overlay"),
+        ({"replicas": 3}, "replicas"),
+        ({"resources": {"Deployment/vllm": {}}}, "overlay single has no such resource"),
+    ],
+)
+async def test_wrong_value_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        await installed(tmp_path, values)
