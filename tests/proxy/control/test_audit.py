@@ -11,13 +11,15 @@ import pytest
 
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.control.audit import key_digest
-from proxy.logs import AUDIT, CALLS, JsonLines, set_up
+from proxy.logs import AUDIT, CALLS, JsonLines, LogKind, set_up
 from proxy.records import Reward
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
+LEVELS: list[tuple[LogKind, int]] = [("text", logging.WARNING), ("json", logging.INFO)]
+
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def lines() -> Iterator[list[dict[str, Any]]]:
     """The lines of the audit log, as JSON logs have them."""
     found: list[dict[str, Any]] = []
 
@@ -26,10 +28,12 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
             found.append(orjson.loads(JsonLines().format(record)))
 
     audit, handler = logging.getLogger(AUDIT), Keep()
-    monkeypatch.setattr(audit, "level", logging.INFO)
+    level = audit.level
+    audit.setLevel(logging.INFO)
     audit.addHandler(handler)
     yield found
     audit.removeHandler(handler)
+    audit.setLevel(level)
 
 
 async def test_changes_and_refused_keys_are_logged_and_reading_is_not(
@@ -67,10 +71,12 @@ def test_digest_is_the_one_of_the_documented_command() -> None:
 
 def test_lines_are_in_json_logs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     loggers = [logging.getLogger(name) for name in (None, CALLS, AUDIT)]
-    for logger in loggers:
-        monkeypatch.setattr(logger, "level", logger.level)
+    levels = [logger.level for logger in loggers]
     monkeypatch.setattr(loggers[0], "handlers", [])
-    set_up("text", "info")
-    assert loggers[-1].level == logging.WARNING
-    set_up("json", "info")
-    assert loggers[-1].level == logging.INFO
+    try:
+        for kind, expected in LEVELS:
+            set_up(kind, "info")
+            assert loggers[-1].level == expected
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
