@@ -251,6 +251,9 @@ class Rollout:
     logs: str | None = None
     """Folder with the agent's output."""
     seed: int = 0
+    prefix: str = ""
+    """The recorded turns with which it began and which it does not train, as `SESSION@TURNS`.
+    Rollouts of a group share a baseline only if they have the same prefix; empty: none."""
 
     @property
     def trainable(self) -> bool:
@@ -283,7 +286,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one task that share a baseline.
+    """The rollouts of one task that share a baseline: all of them, or those with one prefix.
 
     Example: Group("g17", Task("sum-17", …), (Rollout(…), Rollout(…)))
     """
@@ -294,15 +297,20 @@ class Group:
 
     @property
     def uniform(self) -> bool:
-        """Whether the rewards of its trainable rollouts are all equal, up to rounding."""
-        rewards = [r.reward for r in self.rollouts if r.trainable and r.reward is not None]
-        if not rewards:
-            return True
-        largest = max(abs(reward) for reward in rewards)
-        return max(rewards) - min(rewards) <= REWARD_ROUNDING * largest
+        """Whether the rewards of the trainable rollouts that share a baseline are equal, up to
+        rounding."""
+        by_prefix: dict[str, list[float]] = {}
+        for rollout in self.rollouts:
+            if rollout.trainable and rollout.reward is not None:
+                by_prefix.setdefault(rollout.prefix, []).append(rollout.reward)
+        return all(map(_are_equal, by_prefix.values()))
 
     @property
     def oldest_version(self) -> int:
         """The oldest version of the trainable rollouts, or of all rollouts if none is trainable."""
         counted = [r for r in self.rollouts if r.trainable] or self.rollouts
         return min((r.oldest_version for r in counted), default=0)
+
+
+def _are_equal(rewards: Sequence[float]) -> bool:
+    return max(rewards) - min(rewards) <= REWARD_ROUNDING * max(map(abs, rewards))

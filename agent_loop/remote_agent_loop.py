@@ -132,6 +132,7 @@ class RemoteAgentLoop:
                 logs,
                 retries.earlier,
                 retries.origin,
+                "" if origin is None or origin.salvage else f"{origin.session_id}@{origin.turn}",
                 retries.lost_after,
                 self.policy,
             )

@@ -60,7 +60,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_Group)
 
 _PLAIN = (
-    *("trial_id", "reward", "num_turns", "started_version", "error", "logs", "seed"),
+    *("trial_id", "reward", "num_turns", "started_version", "error", "logs", "seed", "prefix"),
     *("reward_parts", "forks", "times_s", "metrics", "turn_shares"),
 )
 """Names of the rollout's fields that msgpack encodes without a conversion."""

@@ -53,6 +53,8 @@ class Attempt:
     """The lost trials of the same rollout."""
     origin: Origin | None = None
     """The recorded turns with which the trial begins (docs/rewind.md)."""
+    prefix: str = ""
+    """See `Rollout.prefix`."""
     lost_after: frozenset[AgentEnd] = frozenset()
     """Ends of the agent after which the trial is lost, because it can be continued."""
     policy: str = ""
@@ -130,6 +132,7 @@ def build_rollout(
         metrics=_metrics(attempt, agent, turns),
         logs=attempt.logs,
         seed=attempt.seed,
+        prefix=attempt.prefix,
     )
 
 
@@ -157,6 +160,7 @@ def failed_rollout(
         metrics=_metrics(attempt, agent, turns),
         logs=attempt.logs,
         seed=attempt.seed,
+        prefix=attempt.prefix,
     )
 
 

@@ -44,7 +44,8 @@ class Batch:
     trial_ids: tuple[str, ...]
     """`[R]`, ids of the trials, which name the rollouts in error messages."""
     group: Tensor
-    """`[R]` int64, index of the rollout's group."""
+    """`[R]` int64, index of the rollouts that share a baseline: a group, or the rollouts of a group
+    that began with the same recorded turns."""
     rewards: Tensor
     """`[R]` float32, reward of each rollout; baselines and statistics are computed from these."""
     sequences: tuple[Ids, ...]
@@ -180,7 +181,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
     sequence, position, token, turn, version, logprob, returns, shares = merged
     return Batch(
         trial_ids=tuple(rollout.trial_id for _, rollout in rollouts),
-        group=_renumber([g for g, _ in rollouts]),
+        group=_shared_baselines(rollouts),
         rewards=_float([rollout.reward for _, rollout in rollouts]),
         sequences=tuple(sequences),
         sequence_rollout=_int(sequence_rollout),
@@ -231,9 +232,10 @@ def _check(rollout: Rollout, index: int, segment: Segment) -> None:
         raise ValueError(f"{where}, turn {turn}: log-probability {value} is not finite")
 
 
-def _renumber(groups: Sequence[int]) -> Tensor:
-    """The group indices, renumbered without gaps where groups were left out."""
-    return _int(np.unique(np.array(groups, np.int64), return_inverse=True)[1])
+def _shared_baselines(rollouts: Sequence[tuple[int, Rollout]]) -> Tensor:
+    """`[R]`: an index, without gaps, for each group and each prefix of its rollouts."""
+    found: dict[tuple[int, str], int] = {}
+    return _int([found.setdefault((g, r.prefix), len(found)) for g, r in rollouts])
 
 
 def _int(values: npt.ArrayLike) -> Tensor:

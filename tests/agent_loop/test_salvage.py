@@ -213,6 +213,16 @@ async def test_trial_that_salvages_a_session_is_retried(
     assert await trials.statuses(lost.trial_id) == [CONTEXT] * 2
 
 
+async def test_rollout_names_the_recorded_turns_that_it_does_not_train(trials: Trials) -> None:
+    """They are its baseline's, also if the trial is lost and continued."""
+    parent = await trials.run()
+    branch = await trials.run({"dies_after": 3}, origin=Origin(parent.trial_id, 2))
+    assert parent.prefix == ""
+    assert branch.prefix == f"{parent.trial_id}@2"
+    assert branch.metrics["continuations"] == 1
+    assert await trials.statuses(branch.trial_id) == [CONTEXT] * 2 + [DONE] * 2
+
+
 def test_last_good_turn_is_the_last_answered_one_before_any_open_one() -> None:
     cut, still_open = TurnStatus.CUT, TurnStatus.OPEN
 
