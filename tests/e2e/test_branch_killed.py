@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from proxy.client import ProxyClient, SessionHandle
-from proxy.engines.scripted import ScriptedEngine, text_script
+from proxy.engines.scripted import Fault, ScriptedEngine, text_script
 from proxy.records import Origin, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from tests.e2e.patient_agent import TURNS
@@ -109,20 +109,21 @@ async def test_proxy_killed_within_a_live_answer_of_a_branch_samples_it_again(
             await record(control)
             branch = await control.branch(Origin("recorded", REPLAYED), "branch")
             engine.calls.clear()
-            engine.token_delay_s = 3600.0  # no answer ends before the kill
+            engine.expect_extension = False  # nothing extends the answer that is cut
+            engine.faults.append(Fault("stall", after_tokens=3))
             running = asyncio.create_task(run(branch))
             while not engine.calls:
                 engine.called.clear()
                 await engine.called.wait()
             await engine.calls[0].began.wait()
             await proxy.kill()
-            engine.token_delay_s = 0.0
             await proxy.start()
             await running
             _, turns = await control.get_turns("branch")
     finally:
         await proxy.stop()
-    assert engine.violations == []
+    assert len(engine.calls) == 1 + TURNS - REPLAYED
+    assert engine.calls[0].prompt_ids == engine.calls[1].prompt_ids
     statuses = [t.status for t in turns]
     done = [TurnStatus.DONE] * (TURNS - REPLAYED)
     assert statuses == [TurnStatus.CONTEXT] * REPLAYED + [TurnStatus.CUT, *done]
