@@ -31,7 +31,7 @@ from agent_loop.tasks import (
     training_sources,
 )
 from proxy.errors import ConfigurationError
-from proxy.records import SessionKind
+from proxy.records import Origin, SessionKind
 
 
 class OneOfAgents(RemoteAgentConfig):
@@ -192,12 +192,19 @@ class AgentLoops:
         self._loops = loops
 
     async def run(
-        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
     ) -> Rollout:
         """As `RemoteAgentLoop.run`.
 
         Raises:
-            ConfigurationError: the task's agent is no longer part of the run.
+            ConfigurationError: the task's agent is no longer part of the run, or `origin` is given
+                and the trials are not recorded.
         """
         loop = self._loops.get(task.agent)
         if loop is None:
@@ -205,7 +212,11 @@ class AgentLoops:
                 f"task {task.task_id!r} is for the agent {task.agent!r}, but this run has "
                 f"the agents {list(self._loops)}; keep the agents of the run that is resumed"
             )
-        return await loop.run(task, kind=kind, seed=seed, version=version)
+        if isinstance(loop, EndpointLoop):
+            if origin is not None:
+                raise ConfigurationError("trials on an endpoint are not recorded: none can branch")
+            return await loop.run(task, kind=kind, seed=seed, version=version)
+        return await loop.run(task, kind=kind, seed=seed, version=version, origin=origin)
 
     async def close(self) -> None:
         """Closes the launchers and the reward sources."""

@@ -53,7 +53,7 @@ def with_v1(url: str) -> str:
 
 
 class EndpointLoop:
-    """Implements `agent_loop.producers.groups.RunsTrials`."""
+    """Runs trials whose agents call a model themselves, for `agent_loop.agents.AgentLoops`."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ from agent_loop.tasks import Source, TaskStream
 from agent_loop.trajectory import build_segments
 from agent_loop.trial_config import TrialConfig
 from proxy.client import ProxyClient
-from proxy.records import SessionKind, Turn, TurnStatus, VersionSpan
+from proxy.records import Origin, SessionKind, Turn, TurnStatus, VersionSpan
 from tests.agent_loop.virtual_time import run_in_virtual_time
 from tests.proxy.checkpoint import write_checkpoint
 
@@ -64,7 +64,13 @@ class Trials:
         self.cancelled_tokens = 0
 
     async def run(
-        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
     ) -> Rollout:
         duration_s = np.random.default_rng(seed).lognormal(np.log(MEDIAN_S), SIGMA)
         part_s = duration_s / TURNS / 2

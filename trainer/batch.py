@@ -69,6 +69,9 @@ class Batch:
     """`[N]` float32, the return that the token's turn is credited with; by default the reward."""
     shares: Tensor
     """`[N]` float32, the share of the rollout's reward in that return: 1 without a discount."""
+    prefixes: tuple[str, ...] = ()
+    """`[R]`, the recorded turns with which each rollout began, as `Rollout.prefix`; empty: no
+    rollout did."""
     sources: tuple[Source, ...] = ()
     """`[R]`, for text to imitate: where the tokens of each rollout come from. Empty: the policy of
     this run sampled all of them."""
@@ -181,6 +184,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
     sequence, position, token, turn, version, logprob, returns, shares = merged
     return Batch(
         trial_ids=tuple(rollout.trial_id for _, rollout in rollouts),
+        prefixes=tuple(rollout.prefix for _, rollout in rollouts),
         group=_shared_baselines(rollouts),
         rewards=_float([rollout.reward for _, rollout in rollouts]),
         sequences=tuple(sequences),

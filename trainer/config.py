@@ -140,7 +140,8 @@ class TrainerConfig(ProcessesConfig):
 
     def _groups_have_a_baseline(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
-        if self.rollout.group_size == 1 and advantage.compares_within_group:
+        alone = self.rollout.group_size == 1 and self.rollout.tree is None
+        if alone and advantage.compares_within_group:
             yield (
                 f"rollout.group_size=1: algorithm.advantage.name={advantage.name} compares the "
                 "rollouts of a group, so a group of one trains nothing; use rollout.group_size=2 "

@@ -220,6 +220,7 @@ class AsyncProducer:
             version=lambda: self.version,
             slots=self._slots,
             straggler_factor=None if tail else self._config.straggler_factor,
+            tree=self._config.tree,
         )
         task = asyncio.get_running_loop().create_task(self._produce(drawn.number, run, written))
         self._running[drawn.number] = _Running(drawn, run, task)

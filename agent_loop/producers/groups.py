@@ -18,15 +18,25 @@ import numpy as np
 
 from agent_loop.errors import AgentLoopError
 from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
-from proxy.records import SessionKind
+from proxy.records import Origin, SessionKind
+
+Place = tuple[int, ...]
+"""A rollout's number in its group; for a branch followed by the turn and the child's number."""
 
 
 class RunsTrials(Protocol):
     """What runs a trial and returns its rollout: `RemoteAgentLoop`, or a script in tests."""
 
     async def run(
-        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
     ) -> Rollout: ...
 
 
@@ -46,15 +56,16 @@ class Verdict(StrEnum):
     """The user's own `filter` left it out."""
 
 
-def rollout_seed(seed: int, group_number: int, place: int) -> int:
+def rollout_seed(seed: int, group_number: int, *place: int) -> int:
     """The seed of a rollout: 31 bits, which every engine accepts."""
-    state = np.random.SeedSequence((seed, group_number, place)).generate_state(1)
+    state = np.random.SeedSequence((seed, group_number, *place)).generate_state(1)
     return int(state[0]) & 0x7FFFFFFF
 
 
 @dataclass(slots=True)
 class GroupRun:
-    """`size` rollouts of one task, in the order of their places.
+    """`size` rollouts of one task, in the order of their places, and after them the rollouts that
+    branch from them.
 
     Each rollout calls `version` for the policy's version when it starts, which may be later than
     its siblings'. Cancelling `run` ends all rollouts.
@@ -69,19 +80,38 @@ class GroupRun:
     slots: asyncio.Semaphore
     kind: SessionKind = SessionKind.TRAIN
     straggler_factor: float | None = None
+    tree: TreeConfig | None = None
     oldest_start: int | None = None
     """The policy's version when the first of its trials started; None before that."""
-    _limits: dict[int, tuple[float, asyncio.Timeout]] = field(default_factory=dict)
+    _limits: dict[Place, tuple[float, asyncio.Timeout]] = field(default_factory=dict)
     """Place of a running trial → its start time, and the time limit that its siblings set."""
     _durations_s: list[float] = field(default_factory=list)
 
     async def run(self) -> Group:
         async with asyncio.TaskGroup() as trials:
-            started = [trials.create_task(self._one(place)) for place in range(self.size)]
-        return Group(f"g{self.number}", self.task, tuple(trial.result() for trial in started))
+            started = [trials.create_task(self._with_branches(n)) for n in range(self.size)]
+        found = [trial.result() for trial in started]
+        first, branches = [trunk for trunk, _ in found], [b for _, own in found for b in own]
+        return Group(f"g{self.number}", self.task, (*first, *branches))
 
-    async def _one(self, place: int) -> Rollout:
-        seed = rollout_seed(self.seed, self.number, place)
+    async def _with_branches(self, number: int) -> tuple[Rollout, list[Rollout]]:
+        """A rollout, and those that branch from it."""
+        trunk = await self._one((number,))
+        points = [] if self.tree is None else self.tree.points(trunk)
+        places = [
+            (number, turn, child)
+            for turn in points
+            for child in range(self.tree.children if self.tree else 0)
+        ]
+        async with asyncio.TaskGroup() as trials:
+            started = [
+                trials.create_task(self._one(place, Origin(trunk.trial_id, place[1])))
+                for place in places
+            ]
+        return trunk, [trial.result() for trial in started]
+
+    async def _one(self, place: Place, origin: Origin | None = None) -> Rollout:
+        seed = rollout_seed(self.seed, self.number, *place)
         async with self.slots:
             version = self.version()
             if self.oldest_start is None:
@@ -91,7 +121,7 @@ class GroupRun:
                 async with asyncio.timeout_at(self._limit(started)) as limit:
                     self._limits[place] = started, limit
                     rollout = await self.loop.run(
-                        self.task, kind=self.kind, seed=seed, version=version
+                        self.task, kind=self.kind, seed=seed, version=version, origin=origin
                     )
             except TimeoutError:
                 if not limit.expired():
@@ -115,10 +145,10 @@ class GroupRun:
             return None
         return started + self.straggler_factor * statistics.median(self._durations_s)
 
-    def _aborted(self, place: int, seed: int, version: int) -> Rollout:
+    def _aborted(self, place: Place, seed: int, version: int) -> Rollout:
         limit_s = (self.straggler_factor or 1) * statistics.median(self._durations_s)
         return Rollout(
-            f"g{self.number}.{place}",
+            f"g{self.number}.{'.'.join(map(str, place))}",
             self.task,
             RolloutStatus.ABORTED,
             None,

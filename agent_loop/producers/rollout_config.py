@@ -8,6 +8,7 @@ from pydantic import Field
 
 from agent_loop.outside_parts import OwnFunction
 from agent_loop.producers.protocol import PRODUCER_MEMBERS, Producer
+from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group
 from agent_loop.trial_config import SamplingConfig
 from proxy.errors import ConfigurationError
@@ -80,6 +81,9 @@ class RolloutConfig(SamplingConfig):
     drop_uniform_groups: bool = False
     """Replace groups whose rewards are all equal by other groups (DAPO's dynamic sampling,
     arXiv 2503.14476)."""
+    tree: TreeConfig | None = None
+    """If set, rollouts branch from finished ones, in addition to `group_size`: their first calls
+    are answered from the recording (docs/rewind.md). Use with `algorithm.advantage=tree`."""
     filter: GroupFilter | None = None
     """A function of your own; a group for which it returns False is replaced by a group of another
     task. The run ends when `max_resamples` times `groups_per_step` groups in a row are left out."""

@@ -90,4 +90,5 @@ class SyncProducer:
             version=lambda: version,
             slots=self._slots,
             straggler_factor=self._config.straggler_factor,
+            tree=self._config.tree,
         )

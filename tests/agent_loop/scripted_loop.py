@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.trajectory import build_segments
-from proxy.records import SessionKind
+from proxy.records import Origin, SessionKind
 from tests.agent_loop.recorded import turn
 
 
@@ -32,7 +32,13 @@ class ScriptedLoop:
     cancelled: int = 0
 
     async def run(
-        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
     ) -> Rollout:
         self.started += 1
         self.kinds.append(kind)

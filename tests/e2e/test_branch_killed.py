@@ -106,7 +106,7 @@ async def test_proxy_killed_within_a_live_answer_of_a_branch_samples_it_again(
     await proxy.start()
     try:
         async with ProxyClient(proxy.url, ADMIN_KEY) as control:
-            await record(control)
+            recorded = await record(control)
             branch = await control.branch(Origin("recorded", REPLAYED), "branch")
             engine.calls.clear()
             engine.expect_extension = False  # nothing extends the answer that is cut
@@ -128,4 +128,5 @@ async def test_proxy_killed_within_a_live_answer_of_a_branch_samples_it_again(
     done = [TurnStatus.DONE] * (TURNS - REPLAYED)
     assert statuses == [TurnStatus.CONTEXT] * REPLAYED + [TurnStatus.CUT, *done]
     cut, again = turns[REPLAYED], turns[REPLAYED + 1]
-    assert (again.parent, again.shared_tokens) == (cut.parent, cut.shared_tokens)
+    assert (again.parent, again.shared_tokens) == (cut.index, cut.prompt_tokens)
+    assert again.sampled_ids.tolist() == recorded[REPLAYED].sampled_ids.tolist()

@@ -24,7 +24,7 @@ from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from agent_loop.tasks import Source, TaskStream
-from proxy.records import SessionKind
+from proxy.records import Origin, SessionKind
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
 from tests.trainer.score_text import ScoreText
@@ -80,7 +80,13 @@ class ScriptedTrials:
         self._reward = reward
 
     async def run(
-        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
     ) -> Rollout:
         if self._left is not None:
             self._left -= 1

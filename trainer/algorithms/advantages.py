@@ -19,6 +19,7 @@ from agent_loop.records import REWARD_ROUNDING
 from trainer.algorithms.aggregation import RolloutMean
 from trainer.algorithms.part import FunctionPart, NamedPart, Parts, column_of
 from trainer.algorithms.returns import Returns, group_max, group_size, group_sum
+from trainer.algorithms.turn_values import continuation_advantages
 
 Eps = Annotated[float, Field(ge=0)]
 
@@ -185,6 +186,25 @@ class PassAtK(Advantage):
         return Estimate(returns.share * advantages[returns.rollout])
 
 
+class Tree(Advantage):
+    """Turn by turn, from Monte-Carlo values of the states between them; see `turn_values.py`.
+
+    For `rollout.tree`; without branches it is `rloo`. A turn gets its share of the advantage.
+    Rewards of single turns and the KL divergence are ignored. arXiv 2604.11037, 2509.21240.
+    """
+
+    name: Literal["tree"] = "tree"
+
+    def estimate(self, returns: Returns) -> Estimate:
+        columns = (returns.rewards, returns.group, returns.trunk, returns.first_turn)
+        found = continuation_advantages(*(column.tolist() for column in columns))
+        advantages = torch.zeros_like(returns.share)
+        for part in sorted(found, key=lambda part: part.first_turn):
+            own = (returns.rollout == part.rollout) & (returns.turns >= part.first_turn)
+            advantages[own] = found[part]
+        return Estimate(returns.share * advantages)
+
+
 class Accepted(Advantage):
     """1 for a rollout whose reward is at least `threshold`, else 0: rejection-sampled fine-tuning
     (RAFT, arXiv 2304.06767).
@@ -345,6 +365,7 @@ ADVANTAGES = Parts[Advantage](
         Opo,
         Gpg,
         PassAtK,
+        Tree,
         Accepted,
         NoAdvantage,
         Gae,

@@ -73,6 +73,10 @@ class Returns:
     """`[N]` float64, `-β KL` of each token; 0 if the divergence is not in the reward."""
     values: Tensor | None = None
     """`[N]` float32, the critic's values; None without a critic."""
+    prefixes: tuple[str, ...] = ()
+    """`[R]`, as in `Batch`."""
+    trial_ids: tuple[str, ...] = ()
+    """`[R]`, as in `Batch`."""
 
     @classmethod
     def of(cls, batch: Batch, rewards: Tensor, kl_rewards: Tensor | None = None) -> Returns:
@@ -92,7 +96,22 @@ class Returns:
             extra=extra.masked_fill(extra.abs() <= rounding, 0.0),
             kl_rewards=torch.zeros_like(share) if kl_rewards is None else kl_rewards.double(),
             values=batch.values,
+            prefixes=batch.prefixes,
+            trial_ids=batch.trial_ids,
         )
+
+    @property
+    def trunk(self) -> Tensor:
+        """`[R]` int64, the rollout of the batch from which each one branches; -1: none."""
+        index = {trial: number for number, trial in enumerate(self.trial_ids)}
+        named = [prefix.rpartition("@")[0] for prefix in self.prefixes]
+        return torch.tensor([index.get(n, -1) for n in named] or [-1] * len(self.rewards))
+
+    @property
+    def first_turn(self) -> Tensor:
+        """`[R]` int64, the turn after which each rollout branches; 0 for one without a prefix."""
+        after = [int(prefix.rpartition("@")[2] or 0) for prefix in self.prefixes]
+        return torch.tensor(after or [0] * len(self.rewards))
 
     @property
     def whole_batch(self) -> Tensor:

@@ -100,11 +100,12 @@ CASES: dict[str, tuple[dict[str, Any], Callable[..., Array]]] = {
         ),
     ),
     "pass_at_k": ({"k": 2}, per_group(pass_at_2)),
+    "tree": ({}, per_group(loo)),
     "accepted": ({}, lambda r, _g, _t: (r >= 0.5) * 1.0),
     "none": ({}, lambda r, _g, _t: 0.0 * r),
 }
 GROUPED = [name for name in CASES if ADVANTAGES.find(name).compares_within_group]
-LINEAR = [name for name in CASES if name not in ("pass_at_k", "accepted")]
+LINEAR = [name for name in CASES if name not in ("pass_at_k", "accepted", "tree")]
 
 
 def part_of(name: str) -> Advantage:

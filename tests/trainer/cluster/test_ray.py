@@ -24,7 +24,7 @@ from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Rollout, Task
 from agent_loop.tasks import Source, TaskStream
 from proxy import landlock, wall
-from proxy.records import SessionKind
+from proxy.records import Origin, SessionKind
 from proxy.wall import Wall
 from tests.needs import skip_or_fail
 from tests.trainer.fake_engine import fake_engine
@@ -90,13 +90,19 @@ class LosesAReplica(ScriptedTrials):
     trials = 0
 
     async def run(
-        self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
     ) -> Rollout:
         self.trials += 1
         if self.trials == 8:  # of the second step
             actor = ray.get_actor("engine-1", namespace="agentic-rl")
             os.kill(await actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
-        return await super().run(task, kind=kind, seed=seed, version=version)
+        return await super().run(task, kind=kind, seed=seed, version=version, origin=origin)
 
 
 async def run_on_ray(settings: TrainerConfig, folder: RunFolder) -> list[str]:

@@ -1,0 +1,115 @@
+"""Groups whose rollouts branch from finished ones: an unmodified agent, a real proxy, a scripted
+engine; and the choice of turns."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.producers.groups import GroupRun
+from agent_loop.producers.trees import TreeConfig, turn_surprise
+from agent_loop.records import Rollout, RolloutStatus, Task
+from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.rewards.verifier import Verifier, VerifierConfig
+from agent_loop.trajectory import build_segments
+from agent_loop.trial_config import TrialConfig
+from proxy.engines.scripted import text_script
+from tests.agent_loop.recorded import turn
+from tests.agent_loop.test_remote_agent_loop import AGENT
+from tests.proxy.conftest import RunningProxy
+
+TURNS = 3
+GRADE = "import sys; sys.exit('Answer 2' in open('answer').read())"
+
+
+def rollout(*logprobs: float) -> Rollout:
+    """A chain of turns of two sampled tokens each, with these log-probabilities."""
+    turns = [
+        replace(
+            turn(index, index - 1 if index else None, 3 * index, [1], [2, 3]),
+            logprobs=np.array([logprob, logprob], np.float32),
+        )
+        for index, logprob in enumerate(logprobs)
+    ]
+    return Rollout("t", Task("t", {}), RolloutStatus.DONE, 1.0, segments=build_segments(turns))
+
+
+def test_every_kth_turn_is_chosen_up_to_the_bound() -> None:
+    trunk = rollout(*[-1.0] * 7)
+    assert TreeConfig(every=1).points(trunk) == [1, 2, 3, 4, 5, 6]
+    assert TreeConfig(every=3).points(trunk) == [3, 6]
+    assert TreeConfig(every=2, max_points=2).points(trunk) == [2, 4]
+
+
+def test_most_uncertain_turns_have_the_lowest_mean_log_probability() -> None:
+    trunk = rollout(-9.0, -0.1, -2.0, -0.5, -3.0)
+    assert turn_surprise(trunk) == pytest.approx({0: 9.0, 1: 0.1, 2: 2.0, 3: 0.5, 4: 3.0})
+    assert TreeConfig(most_uncertain=2).points(trunk) == [2, 4]
+
+
+def test_rollout_without_a_reward_is_not_branched() -> None:
+    trunk = rollout(-1.0, -1.0)
+    failed = Rollout("t", trunk.task, RolloutStatus.FAILED, None, segments=trunk.segments)
+    assert TreeConfig(every=1).points(failed) == []
+
+
+@pytest.mark.parametrize("given", [{}, {"every": 2, "most_uncertain": 1}])
+def test_one_way_to_choose_turns_is_required(given: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="set one of them"):
+        TreeConfig.model_validate(given)
+
+
+async def test_rollouts_of_a_group_branch_from_its_first_one(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    """Answers differ from call to call, so that each branch samples other tokens than its trunk."""
+    samples = Counter[str]()
+
+    def answer(prompt: str) -> str:
+        samples[prompt] += 1
+        return f"Answer {samples[prompt]} of {len(prompt)}."
+
+    tokenizer = proxy.rendering.tokenizer
+    proxy.engine.script = text_script(
+        answer,
+        decode=tokenizer.decode,
+        encode=tokenizer.encode,
+        end_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
+    )
+    loop = RemoteAgentLoop(
+        proxy.control,
+        CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
+        Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", GRADE))),
+        tmp_path / "trials",
+        trial=TrialConfig(max_retries=0),
+    )
+    task = Task("t", {"prompt": "Count.", "turns": TURNS})
+    group = GroupRun(
+        loop, task, number=4, size=1, seed=2, version=lambda: 0, slots=asyncio.Semaphore(2),
+        tree=TreeConfig(every=1, children=2),
+    )  # fmt: skip
+    try:
+        found = await group.run()
+    finally:
+        await loop.close()
+
+    assert [r.error for r in found.rollouts] == [None] * 5
+    trunk, *branches = found.rollouts
+    assert trunk.prefix == ""
+    expected = [f"{trunk.trial_id}@{k}" for k in (1, 1, 2, 2)]
+    assert [branch.prefix for branch in branches] == expected
+    assert [branch.num_turns for branch in branches] == [2, 2, 1, 1]
+    assert len({r.seed for r in found.rollouts}) == 5
+    assert len(proxy.engine.calls) == 3 + 2 + 2 + 1 + 1
+    sampled = sum(len(call.answer_ids) for call in proxy.engine.calls)
+    assert sum(r.sampled_tokens for r in found.rollouts) == sampled
+    assert {r.reward for r in found.rollouts} == {0.0, 1.0}
+    assert not found.uniform
