@@ -24,7 +24,7 @@ from agent_loop.records import REWARD_ROUNDING
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
+class TreePart:
     """The turns of a rollout from a node to its next node, or to its end."""
 
     rollout: int
@@ -34,7 +34,7 @@ class Continuation:
 
 def continuation_advantages(
     rewards: Sequence[float], group: Sequence[int], trunk: Sequence[int], turn: Sequence[int]
-) -> dict[Continuation, float]:
+) -> dict[TreePart, float]:
     """The advantage of each part of each rollout between two nodes; all arguments are `[R]`.
 
     `group`: the rollouts with one index begin at the same node. `trunk`: the rollout from which
@@ -47,20 +47,20 @@ def continuation_advantages(
             starts.setdefault(group[rollout], []).append(rollout)
         else:
             nodes.setdefault(parent, {}).setdefault(turn[rollout], []).append(rollout)
-    advantages: dict[Continuation, float] = {}
+    advantages: dict[TreePart, float] = {}
 
     def value(rollout: int) -> float:
         """The rollout's value at its own first turn."""
         ahead = rewards[rollout]
         own = nodes.get(rollout, {})
         for after in sorted(own, reverse=True):
-            ahead = settle([(Continuation(rollout, after), ahead), *begun(own[after])])
+            ahead = settle([(TreePart(rollout, after), ahead), *begun(own[after])])
         return ahead
 
-    def begun(rollouts: Sequence[int]) -> list[tuple[Continuation, float]]:
-        return [(Continuation(rollout, 0), value(rollout)) for rollout in rollouts]
+    def begun(rollouts: Sequence[int]) -> list[tuple[TreePart, float]]:
+        return [(TreePart(rollout, 0), value(rollout)) for rollout in rollouts]
 
-    def settle(continuations: list[tuple[Continuation, float]]) -> float:
+    def settle(continuations: list[tuple[TreePart, float]]) -> float:
         """Sets the advantages of a node's continuations, and returns its value."""
         values = [g for _, g in continuations]
         for (part, _), advantage in zip(continuations, from_others(values), strict=True):

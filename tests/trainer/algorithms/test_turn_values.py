@@ -9,7 +9,7 @@ import pytest
 
 from agent_loop.records import Group, Rollout, Task
 from tests.trainer.algorithms.test_advantages import advantages_of, trial
-from trainer.algorithms.turn_values import Continuation, continuation_advantages, from_others
+from trainer.algorithms.turn_values import TreePart, continuation_advantages, from_others
 from trainer.batch import build_batch
 
 TURNS = 4
@@ -51,7 +51,7 @@ def tree(world: World, nodes: tuple[int, ...]) -> tuple[list[int], list[float], 
     return states, rewards, turns
 
 
-def advantages_of_tree(rewards: list[float], turns: list[int]) -> dict[Continuation, float]:
+def advantages_of_tree(rewards: list[float], turns: list[int]) -> dict[TreePart, float]:
     trunk = [-1] + [0] * (len(rewards) - 1)
     return continuation_advantages(rewards, turns, trunk, turns)
 
@@ -77,11 +77,11 @@ def test_advantages_are_unbiased_and_nearer_to_the_exact_ones_than_the_reward(
         for node, end in zip(nodes, ends, strict=True):
             before = world.values[node, states[node]]
             exact = world.values[end, states[end]] - before
-            errors[node].append(found[Continuation(0, node)] - exact)
+            errors[node].append(found[TreePart(0, node)] - exact)
             by_reward[node].append(rewards[0] - before - exact)
         for rollout in range(1, len(rewards)):
             value = world.values[turns[rollout], states[turns[rollout]]]
-            of_branches.append(found[Continuation(rollout, 0)] - (rewards[rollout] - value))
+            of_branches.append(found[TreePart(rollout, 0)] - (rewards[rollout] - value))
     for node in nodes:
         assert_is_mean(errors[node])
         if node != nodes[-1]:
@@ -97,14 +97,14 @@ def test_tree_of_two_levels_matches_values_by_hand() -> None:
     )
     # After turn 3: (1 + 0) / 2. After turn 2 of rollout 1: (0 + 1) / 2.
     assert found == {
-        Continuation(0, 3): 1.0,
-        Continuation(3, 0): -1.0,
-        Continuation(1, 2): -1.0,
-        Continuation(4, 0): 1.0,
-        Continuation(0, 1): 0.5 - (0.5 + 0.0) / 2,
-        Continuation(1, 0): 0.5 - (0.5 + 0.0) / 2,
-        Continuation(2, 0): 0.0 - (0.5 + 0.5) / 2,
-        Continuation(0, 0): 0.0,
+        TreePart(0, 3): 1.0,
+        TreePart(3, 0): -1.0,
+        TreePart(1, 2): -1.0,
+        TreePart(4, 0): 1.0,
+        TreePart(0, 1): 0.5 - (0.5 + 0.0) / 2,
+        TreePart(1, 0): 0.5 - (0.5 + 0.0) / 2,
+        TreePart(2, 0): 0.0 - (0.5 + 0.5) / 2,
+        TreePart(0, 0): 0.0,
     }
 
 
