@@ -5,8 +5,10 @@
 *stage* is the trainer's half, while the engines still sample: it copies each tensor to shared
 memory and hashes it. *receive* is an engine's half, in a separate process, while the engine is
 paused: it hashes, compares and copies into its own tensors. With `--vllm`, a real vLLM does that
-half with its own loader and HTTP routes, on a model with random weights. The figures are
-milliseconds of CPU time (wall time in brackets), the minimum of `--rounds`.
+half with its own loader and HTTP routes, on a model with random weights, and it also gets a LoRA
+adapter on the same model (`model.lora.update: adapter`), for which it is not paused. The figures
+are milliseconds of CPU time (wall time in brackets), the minimum of `--rounds`; those of vLLM are
+wall time.
 """
 
 from __future__ import annotations
@@ -21,19 +23,24 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from proxy.engines.vllm_server import VllmConfig, VllmServer
+from trainer.policy.adapter import adapter_config, adapter_tensors
 from trainer.policy.model import DTYPES
+from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Written
-from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.sync import SyncReport, WeightSync
 
 ROWS, COLUMNS = 1024, 2048
 """Shape of each tensor: a linear layer of a small model."""
+RANK = 16
+"""Of the LoRA adapter, on all linear layers."""
 
 
 class Cost(NamedTuple):
@@ -59,10 +66,10 @@ def main() -> None:
         for dtype in arguments.dtypes:
             print(_row(megabytes, DTYPES[dtype], arguments.rounds), flush=True)
     if arguments.vllm:
-        print("\n| weights in vLLM | paused | whole update | paused / copy |")
-        print("|---" * 4 + "|")
+        print("\n| sent to vLLM | bytes | share | paused | whole update | paused / copy |")
+        print("|---" * 6 + "|")
         for megabytes in arguments.megabytes:
-            print(_vllm_row(megabytes, arguments.rounds), flush=True)
+            print("\n".join(_vllm_rows(megabytes, arguments.rounds)), flush=True)
 
 
 def _row(megabytes: int, dtype: torch.dtype, rounds: int) -> str:
@@ -125,32 +132,51 @@ def _least(work: Callable[[], object], rounds: int) -> Cost:
     return Cost(min(cpu) * 1e3, min(wall) * 1e3)
 
 
-def _vllm_row(megabytes: int, rounds: int) -> str:
+def _vllm_rows(megabytes: int, rounds: int) -> list[str]:
     """Reports wall times, because the CPU time is spent in another process."""
+    versions = range(1, 2 + rounds)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         path = Path(folder)
-        weights = _save_model(path, megabytes)
+        model = _save_model(path, megabytes)
+        weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
         config = VllmConfig(
-            max_context_tokens=256, weight_transfer="shm", args=("--skip-tokenizer-init",)
+            max_context_tokens=256,
+            weight_transfer="shm",
+            lora_rank=RANK,
+            args=("--skip-tokenizer-init",),
         )
         server = VllmServer(config, path, log=path / "vllm.log", dtype="float32")
         runner.run(server.start())
         try:
             sync = WeightSync(EngineControl([server.url]))
-            reports = [sync.push(weights, version) for version in range(1 + rounds)][1:]
+            whole = [sync.push(weights, version) for version in versions]
             sync.close()
+            adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
+            tensors, settings = list(adapter_tensors(adapted)), adapter_config(adapted)
+            adapters = AdapterSync(EngineControl([server.url]), path / "adapters", "policy")
+            loaded = [adapters.push(tensors, settings, version) for version in versions]
+            adapters.close()
         finally:
             runner.run(server.stop())
     copy = _copy_cost([tensor for _, tensor in weights], rounds)
+    size = whole[0].size_bytes
+    rows = {f"{size >> 20} MB float32": whole, f"its adapter of rank {RANK}": loaded}
+    return [_sent(name, reports[1:], size, copy) for name, reports in rows.items()]
+
+
+def _sent(name: str, reports: list[SyncReport], size_bytes: int, copy: Cost) -> str:
+    """The row of several updates, of a model of `size_bytes` that takes `copy` to copy."""
     paused = min(report.paused_s for report in reports) * 1e3
     total = min(report.total_s for report in reports) * 1e3
-    size = sum(tensor.nbytes for _, tensor in weights) >> 20
-    over = paused / copy.wall_ms
-    return f"| {size} MB float32 | {paused:.1f} ms | {total:.1f} ms | {over:.1f} |"
+    sent = reports[0].size_bytes
+    return (
+        f"| {name} | {sent} | {sent / size_bytes:.2%} | {paused:.1f} ms | {total:.1f} ms "
+        f"| {paused / copy.wall_ms:.1f} |"
+    )
 
 
-def _save_model(path: Path, megabytes: int) -> list[Named]:
-    """Saves a Qwen3 with random weights of about this size, and returns the weights."""
+def _save_model(path: Path, megabytes: int) -> Any:
+    """Saves a Qwen3 with random weights of about this size, and returns it."""
     layer = 4 * 1024 * (4 * 1024 + 3 * 3072)
     settings = Qwen3Config(
         vocab_size=1024,
@@ -165,7 +191,7 @@ def _save_model(path: Path, megabytes: int) -> list[Named]:
     )
     model = AutoModelForCausalLM.from_config(settings)
     model.save_pretrained(path)
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    return model
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TOLERANCE = 1e-3
 ANSWER_TOKENS = 1000
