@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,33 +136,37 @@ def _least(work: Callable[[], object], rounds: int) -> Cost:
 def _vllm_rows(megabytes: int, rounds: int) -> list[str]:
     """Reports wall times, because the CPU time is spent in another process."""
     versions = range(1, 2 + rounds)
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         model = _save_model(path, megabytes)
         weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-        config = VllmConfig(
-            max_context_tokens=256,
-            weight_transfer="shm",
-            lora_rank=RANK,
-            args=("--skip-tokenizer-init",),
-        )
-        server = VllmServer(config, path, log=path / "vllm.log", dtype="float32")
-        runner.run(server.start())
-        try:
-            sync = WeightSync(EngineControl([server.url]))
+        with _serving(path, weight_transfer="shm") as url:
+            sync = WeightSync(EngineControl([url]))
             whole = [sync.push(weights, version) for version in versions]
             sync.close()
-            adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
-            tensors, settings = list(adapter_tensors(adapted)), adapter_config(adapted)
-            adapters = AdapterSync(EngineControl([server.url]), path / "adapters", "policy")
+        copy = _copy_cost([tensor for _, tensor in weights], rounds)
+        adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
+        tensors, settings = list(adapter_tensors(adapted)), adapter_config(adapted)
+        with _serving(path, lora_rank=RANK) as url:
+            adapters = AdapterSync(EngineControl([url]), path / "adapters", "policy")
             loaded = [adapters.push(tensors, settings, version) for version in versions]
             adapters.close()
-        finally:
-            runner.run(server.stop())
-    copy = _copy_cost([tensor for _, tensor in weights], rounds)
     size = whole[0].size_bytes
     rows = {f"{size >> 20} MB float32": whole, f"its adapter of rank {RANK}": loaded}
     return [_sent(name, reports[1:], size, copy) for name, reports in rows.items()]
+
+
+@contextmanager
+def _serving(model: Path, **settings: Any) -> Iterator[str]:
+    """A vLLM server on the model, by its URL."""
+    config = VllmConfig(max_context_tokens=256, args=("--skip-tokenizer-init",), **settings)
+    with asyncio.Runner() as runner:
+        server = VllmServer(config, model, log=model / "vllm.log", dtype="float32")
+        runner.run(server.start())
+        try:
+            yield server.url
+        finally:
+            runner.run(server.stop())
 
 
 def _sent(name: str, reports: list[SyncReport], size_bytes: int, copy: Cost) -> str:
