@@ -45,12 +45,8 @@ async def train(policy: str, folder: Path, proxy_url: str, engine_url: str) -> R
     config.write_text(yaml.safe_dump(sections))
     files = ("agentic_trainer.yaml", "examples/quickstart/adapter.yaml", str(config))
     process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "trainer",
-            *(word for file in files for word in ("--config", file)),
-        ),
+        Path(sys.executable).with_name("agentic-train"),
+        *(word for file in files for word in ("--config", file)),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
