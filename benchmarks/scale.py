@@ -1,8 +1,9 @@
 """What limits 10, 100 and 1,000 GPUs: the real router with simulated engines and agents.
 
-Time is virtual: the clock jumps to the next timer. Each proxy has a real `proxy.routing.Router`
-with its own view of the load, as in a deployment; its CPU time is measured. `Model` describes what
-is simulated. `make bench-scale` prints the tables of docs/scale.md.
+Time is virtual: the clock jumps to the next timer. Each proxy has a real `proxy.routing.Router` and
+a real schedule (`proxy.scheduling`), with its own view of the load, as in a deployment; its CPU
+time is measured. Each fleet runs with and without the schedule. `Model` describes what is
+simulated. `make bench-scale` prints the tables of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from proxy.config import SchedulingConfig
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.generation import Generation
 from proxy.records import FinishReason, Ids
 from proxy.routing import Router
+from proxy.scheduling.admission import CacheAdmission, RoomClaim
 from tests.agent_loop.virtual_time import run_in_virtual_time
 
 
@@ -56,6 +59,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.info = EngineInfo(name=f"gpu-{self.number}", url="")
+        self.info.cache_tokens = self.model.cache_tokens
 
     def view(self) -> View:
         return View(self)
@@ -77,6 +81,11 @@ class Replica:
         prefill_s = (prompt - known) / self.model.prefill_tokens_s * self.running
         return prefill_s + self.model.sampled_tokens / rate
 
+    def used(self, session: str) -> None:
+        """The cache drops the path first whose last use ended longest ago, as vLLM does."""
+        if session in self.cached:
+            self.cached.move_to_end(session)
+
 
 class View:
     """A replica as one proxy sees it: the calls in flight are those of this proxy."""
@@ -84,6 +93,7 @@ class View:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self.info = EngineInfo(name=replica.info.name, url="")
+        self.info.cache_tokens = replica.info.cache_tokens
 
     async def generate(
         self,
@@ -102,6 +112,7 @@ class View:
         finally:
             self.info.in_flight -= 1
             replica.running -= 1
+            replica.used(request_id)
         yield Chunk([1], [-1.0], finish_reason=FinishReason.STOP)
 
     async def abort(self, request_id: str) -> None: ...
@@ -121,6 +132,10 @@ class Figures:
     hit_tokens: int = 0
     prompt_tokens: int = 0
     waits_s: list[float] = field(default_factory=list)
+    longest_pause_s: float = 0.0
+
+    def admitted(self, paused_s: float, overdue: bool) -> None:
+        self.longest_pause_s = max(self.longest_pause_s, paused_s)
 
 
 async def agent(name: str, router: Router, model: Model, until_s: float, figures: Figures) -> None:
@@ -137,35 +152,61 @@ async def agent(name: str, router: Router, model: Model, until_s: float, figures
         call = Generation(
             router, ids, Sampling(model.sampled_tokens), request_id=session, session_id=session
         )
+        claim = RoomClaim(session, session, prompt, model.sampled_tokens)
+        await router.until_admitted(claim, trained=False, adapted=False)
         async for _ in call.stream():
             pass
+        router.left(session, prompt + model.sampled_tokens, model.sampled_tokens)
         if began > figures.from_s:
             figures.waits_s.append(loop.time() - began)
         turn = (turn + 1) % model.turns
         talk += turn == 0
+        if turn == 0:
+            router.forget(session)
         await asyncio.sleep(rng.lognormvariate(np.log(model.agent_median_s), 1.2))
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """A fleet of GPUs and its agents."""
+
+    gpus: int
+    agents: int
+    proxies: int
+    share: int
+    """Number of replicas that each proxy knows."""
+
+
 async def simulate(
-    gpus: int, agents: int, proxies: int, share: int, seconds: float, model: Model
+    fleet: Fleet, seconds: float, model: Model, scheduling: SchedulingConfig | None
 ) -> str:
-    """`share` is the number of replicas that each proxy knows."""
+    """A row of the table. Without `scheduling`, every call goes to an engine at once."""
     figures = Figures(from_s=seconds / 2)
-    replicas = [Replica(number, model, figures) for number in range(gpus)]
+    replicas = [Replica(number, model, figures) for number in range(fleet.gpus)]
     routers = []
-    for proxy in range(proxies):
-        first = proxy * share
-        known = [replicas[(first + i) % gpus] for i in range(share)]
-        routers.append(Router([replica.view() for replica in known]))
+    for proxy in range(fleet.proxies):
+        first = proxy * fleet.share
+        known = [replicas[(first + i) % fleet.gpus] for i in range(fleet.share)]
+        admission = CacheAdmission(
+            scheduling or SchedulingConfig(enabled=False), on_admitted=figures.admitted
+        )
+        router = Router([replica.view() for replica in known], admission=admission)
+        await router.check()
+        routers.append(router)
     await asyncio.gather(
-        *(agent(f"a{i}", routers[i % proxies], model, seconds, figures) for i in range(agents))
+        *(
+            agent(f"a{i}", routers[i % fleet.proxies], model, seconds, figures)
+            for i in range(fleet.agents)
+        )
     )
     hits = figures.hit_tokens / max(1, figures.prompt_tokens)
     peaks = np.array([replica.peak for replica in replicas])
     waits = np.array(figures.waits_s)
+    way = "no" if scheduling is None else f"{scheduling.max_wait_s:.0f}"
     return (
-        f"| {gpus} | {agents:,} | {proxies} of {share} | {len(waits) / seconds * 2:,.0f} | "
-        f"{np.median(waits):.1f} / {np.quantile(waits, 0.99):.1f} | {hits:.0%} | "
+        f"| {fleet.gpus} | {fleet.agents:,} | {fleet.proxies} of {fleet.share} | {way} | "
+        f"{len(waits) / seconds * 2:,.1f} | {np.median(waits):.1f} / {np.quantile(waits, 0.99):.1f}"
+        f" | {waits.mean():.1f} | {figures.longest_pause_s:.1f} | {hits:.0%} | "
         f"{peaks.max() / peaks.mean():.2f} |"
     )
 
@@ -192,6 +233,7 @@ def choosing_us(replicas: int, sessions: int = 20_000) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of virtual time")
+    parser.add_argument("--max-wait-s", type=float, nargs="*", default=[300.0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--agents-per-gpu", type=int, nargs="+", default=[25, 50, 100])
     arguments = parser.parse_args()
@@ -199,16 +241,18 @@ def main() -> None:
     for replicas in (1, 10, 100, 1000):
         print(f"| {replicas} | {choosing_us(replicas, 2000 if replicas > 100 else 10000):.0f} |")
     print(
-        "\n| GPUs | agents | proxies, of replicas each | calls/s | call, s (p50 / p99) | "
-        "prompt tokens from the cache | busiest / mean replica |\n|---|---|---|---|---|---|---|"
+        "\n| GPUs | agents | proxies, of replicas each | scheduled: max_wait_s | calls/s | "
+        "call, s (p50 / p99) | mean | longest pause, s | prompt tokens from the cache | "
+        "busiest / mean replica |\n|---|---|---|---|---|---|---|---|---|---|"
     )
+    ways = [None, *(SchedulingConfig(max_wait_s=wait_s) for wait_s in arguments.max_wait_s)]
     for gpus in arguments.gpus:
         proxies = max(1, gpus // 50)
         for agents in arguments.agents_per_gpu:
-            row = simulate(
-                gpus, gpus * agents, proxies, gpus // proxies, arguments.seconds, Model()
-            )
-            print(run_in_virtual_time(row), flush=True)
+            fleet = Fleet(gpus, gpus * agents, proxies, gpus // proxies)
+            for way in ways:
+                row = simulate(fleet, arguments.seconds, Model(), way)
+                print(run_in_virtual_time(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.retention import keep_removing
 from proxy.routing import Router
+from proxy.scheduling.admission import CacheAdmission
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.backend import Backend
 from proxy.serving.calls import Calls
@@ -166,12 +167,17 @@ def _parts(
 def _make_router(
     config: ProxyConfig, rendering: Rendering, replicas: Sequence[Engine], metrics: Metrics
 ) -> Router:
+    admission = CacheAdmission(
+        config.scheduling, share=1 / config.workers, on_admitted=metrics.admitted
+    )
+    metrics.watch(admission.schedule)
     return Router(
         replicas,
         vocab_size=rendering.tokenizer.vocab_size,
         version=config.policy_version,
         patience_s=config.limits.engine_patience_s,
         on_failure=metrics.engine_failed,
+        admission=admission,
     )
 
 

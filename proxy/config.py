@@ -117,6 +117,21 @@ class LimitsConfig(Section):
     """Seconds that calls in flight get to finish when the process stops."""
 
 
+class SchedulingConfig(Section):
+    """Which sessions sample when the engines' KV caches are too small for all of them. Only engines
+    that report the size of their cache are scheduled."""
+
+    enabled: bool = True
+    """Whether calls wait so that the sessions that sample fit the engines' KV caches."""
+    max_wait_s: float = Field(default=300.0, gt=0)
+    """Maximum number of seconds that a call waits for room; then it goes to the engine anyway. No
+    call waits for more than a tenth of the time that its session has left, and one that is not
+    streamed for at most half of its client's own time-out, which most clients send."""
+    cache_share: float = Field(default=0.95, gt=0, le=1)
+    """The share of each engine's cache that the sessions of this proxy may use. Set it lower if
+    others call the same engines."""
+
+
 class RetentionConfig(Section):
     """How long recorded sessions are kept; in a run, the folders of its trials, too."""
 
@@ -233,6 +248,8 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """Sessions and their limits."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """Limits of the process."""
+    scheduling: SchedulingConfig = Field(default_factory=SchedulingConfig)
+    """Which sessions sample when the engines' KV caches are too small for all of them."""
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
     """How long recorded sessions are kept."""
     relay: RelayConfig = Field(default_factory=RelayConfig)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from proxy.errors import ProxyError
 from proxy.records import BranchMode, Turn, TurnStatus
+from proxy.scheduling.schedule import SessionSchedule
 
 
 class Metrics:
@@ -60,11 +62,31 @@ class Metrics:
             ["mode"],
             registry=self._registry,
         )
+        self._waited = Histogram(
+            "agentic_proxy_admission_wait_seconds",
+            "Seconds that calls waited for room in an engine's cache, by how the wait ended",
+            ["end"],
+            buckets=(0.1, 1, 10, 30, 60, 120, 300, 600),
+            registry=self._registry,
+        )
         self._turns_of = {status: self._turns.labels(status.value) for status in TurnStatus}
         self._shared, self._new = (self._prompt.labels(part) for part in ("shared", "new"))
         self.in_flight = Gauge(
             "agentic_proxy_in_flight_calls", "Calls being answered", registry=self._registry
         )
+
+    def watch(self, schedule: SessionSchedule) -> None:
+        """Adds the state of the schedule."""
+        for name, words, value in (
+            ("admitted_sessions", "Sessions that have room in an engine's cache", "seated"),
+            ("paused_calls", "Calls that wait for room in an engine's cache", "waiting"),
+        ):
+            gauge = Gauge(f"agentic_proxy_{name}", words, registry=self._registry)
+            gauge.set_function(partial(getattr, schedule, value))
+
+    def admitted(self, waited_s: float, overdue: bool) -> None:
+        """A call was admitted to an engine whose cache is scheduled."""
+        self._waited.labels("overdue" if overdue else "admitted").observe(waited_s)
 
     def recorded(self, turn: Turn) -> None:
         self._turns_of[turn.status].inc()

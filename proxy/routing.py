@@ -13,10 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
 from secrets import token_hex
 
+from proxy.config import SchedulingConfig
 from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, RequestError
 from proxy.policies import Policies
 from proxy.records import ServedPolicy
+from proxy.scheduling.admission import CacheAdmission, RoomClaim
 
 REMEMBERED_SESSIONS = 100_000
 """With more sessions, the one that was idle longest is forgotten; its next call costs a prefill."""
@@ -37,15 +39,18 @@ class Router:
         pause_timeout_s: float = 900.0,
         patience_s: float = 120.0,
         on_failure: Callable[[str, EngineError], None] = lambda engine, error: None,
+        admission: CacheAdmission | None = None,
     ) -> None:
         """`vocab_size`: every sampled id is below it. `pause_timeout_s`: how long a call waits for
         `resume` before it is refused. `patience_s`: how long an answer may stand still after its
-        replica failed. `on_failure` gets each failed call's engine name and error.
+        replica failed. `on_failure` gets each failed call's engine name and error. `admission`
+        decides which sessions may sample; None: all.
         """
         self.policies = Policies()
         self._engines = {engine.info.name: engine for engine in engines}
         self._vocab_size = vocab_size
         self._on_failure = on_failure
+        self._admission = admission or CacheAdmission(SchedulingConfig(enabled=False))
         self._version = version
         self._check_interval_s = check_interval_s
         self._pause_timeout_s = pause_timeout_s
@@ -132,6 +137,7 @@ class Router:
                 f"name: there is no engine {name!r}; the engines are: {known}", status=404
             )
         self._removed.add(engine)
+        self._admission.lost(name)
         await self._close_if_removed(engine)
 
     async def check(self) -> None:
@@ -144,10 +150,12 @@ class Router:
             )
 
     async def start(self) -> None:
-        """Checks the replicas from now on, every `check_interval_s` and after each failure."""
+        """Checks the replicas now, every `check_interval_s` and after each failure."""
+        self._suspicion.set()
         self._checking = asyncio.create_task(self._keep_checking())
 
     async def close(self) -> None:
+        self._admission.close()
         if self._checking is not None:
             self._checking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -177,6 +185,25 @@ class Router:
             async with asyncio.timeout(timeout_s):
                 await self._joined.wait()
 
+    async def until_admitted(self, claim: RoomClaim, *, trained: bool, adapted: bool) -> None:
+        """Waits until the caches have room for the call. To be called once, before the call's
+        generation begins; then `left` must be called when it has ended in any way."""
+        if not self._admission.active:
+            return
+
+        def usable() -> list[str]:
+            serving = self._serving(trained, adapted)
+            return [engine.info.name for engine in serving if engine.info.healthy]
+
+        replica = await self._admission.admitted(claim, usable)
+        if replica is not None:
+            self._homes[claim.session_id] = replica
+
+    def left(self, call_id: str, path_tokens: int, answer_tokens: int) -> None:
+        """The call has ended; its path has this many tokens, the last of which are its answer."""
+        if self._admission.active:
+            self._admission.ended(call_id, path_tokens, answer_tokens)
+
     def choose(
         self,
         session_id: str,
@@ -204,6 +231,7 @@ class Router:
     def forget(self, session_id: str) -> None:
         """Frees what the router and the replicas keep of a session that has ended."""
         self._homes.pop(session_id, None)
+        self._admission.forget(session_id)
         for engine in (*self._engines.values(), *self._removed):
             engine.forget(session_id)
 
@@ -222,6 +250,7 @@ class Router:
         _log.warning("engine %s failed a call (id %s): %s", name, failure_id, error.message)
         self._on_failure(name, error)
         engine.info.healthy = False
+        self._admission.lost(name)
         self._suspicion.set()
         return failure_id
 
@@ -261,9 +290,11 @@ class Router:
         try:
             await engine.check()
         except EngineError as error:
+            self._admission.lost(engine.info.name)
             if was_healthy:
                 _log.warning("engine %s failed its check: %s", engine.info.name, error.message)
             return error
+        self._admission.report(engine.info.name, engine.info.cache_tokens)
         if not was_healthy:
             _log.info("engine %s is healthy again", engine.info.name)
             self._wake_waiting_calls()

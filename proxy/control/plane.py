@@ -253,6 +253,7 @@ class ControlPlane:
                 "version": info.version,
                 "model": info.model,
                 "max_context_tokens": info.max_context_tokens,
+                "cache_tokens": info.cache_tokens,
                 "adapters": info.adapters,
                 "text_only": info.text_only,
                 "details": info.details,

@@ -307,6 +307,8 @@ class EngineView(Schema):
     version: int
     model: str | None
     max_context_tokens: int | None
+    cache_tokens: int | None
+    """Number of tokens that the KV cache holds, if the engine reports it."""
     adapters: bool
     """Whether it samples with the LoRA adapters of policies."""
     text_only: bool

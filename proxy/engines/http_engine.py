@@ -154,6 +154,7 @@ class HttpEngine(ABC, Generic[A]):
             await self._learn()
         except EngineError:
             self._info.healthy = False
+            self._info.cache_tokens = None  # it may come back with another size
             raise
         self._info.healthy = True
 

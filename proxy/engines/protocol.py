@@ -77,6 +77,8 @@ class EngineInfo:
     version: int = 0
     model: str | None = None
     max_context_tokens: int | None = None
+    cache_tokens: int | None = None
+    """Number of tokens that the KV cache holds; None if the engine does not report it."""
     adapters: bool = False
     """Samples with a LoRA adapter if a call names one."""
     text_only: bool = False

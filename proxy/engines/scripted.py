@@ -42,13 +42,16 @@ class ScriptedEngine:
         token_delay_s: float = 0.0,
         expect_extension: bool = False,
         remember_calls: bool = True,
+        cache_tokens: int | None = None,
     ) -> None:
+        """`cache_tokens`: the size of the KV cache that its metrics report; None: no metrics."""
         self.script = script
         self.model = model
         self.max_context_tokens = max_context_tokens
         self.token_delay_s = token_delay_s
         self.expect_extension = expect_extension
         self.remember_calls = remember_calls
+        self.cache_tokens = cache_tokens
         self.adapters: dict[str, Script] = {}
         """The scripts of LoRA adapters, by the name with `@` under which calls request them."""
         self.version = 0
@@ -78,6 +81,7 @@ class ScriptedEngine:
                 web.post(sglang.ABORT, self._abort),
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
+                web.get(vllm.METRICS, self._metrics),
                 web.get("/weight_info", self._weight_info),
                 web.get("/get_model_info", self._weight_info),
                 web.post("/update_weight_version", self._update_version),
@@ -257,6 +261,12 @@ class ScriptedEngine:
     async def _health(self, _: web.Request) -> web.Response:
         self.checked.set()
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        if self.cache_tokens is None:
+            return web.Response(status=404)
+        config = f'block_size="1",num_gpu_blocks="{self.cache_tokens}"'
+        return web.Response(text=f"vllm:cache_config_info{{{config}}} 1.0\n")
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self.model, "object": "model", "max_model_len": self.max_context_tokens}

@@ -58,6 +58,12 @@ class Upstream:
             body = None if response.status == 404 else await response.read()
         return self.parse(body) if body else None
 
+    async def text(self, path: str, *, timeout_s: float) -> str:
+        """The body at `path`; empty if the path does not exist."""
+        async with self._request("GET", path, b"", timeout_s) as response:
+            body = b"" if response.status == 404 else await response.read()
+        return body.decode(errors="replace")
+
     async def post(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
         """The response's body. Without `timeout_s`, only `stall_timeout_s` limits the wait."""
         async with self._request("POST", path, body, timeout_s) as response:

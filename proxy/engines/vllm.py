@@ -7,6 +7,7 @@ is an error. The finish reason `abort` becomes CUT.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,8 +23,14 @@ GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"
 """vLLM puts this before the id of a request of this route."""
+METRICS = "/metrics"
 MISSING_LOGPROB = -9999.0
 """vLLM's value for NaN, minus infinity, or a token that is not in its table."""
+
+
+_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+"""One line per data-parallel rank."""
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class _Alternative(msgspec.Struct, gc=False):
@@ -79,6 +86,9 @@ class VllmEngine(HttpEngine[_Answer]):
 
     async def _learn(self) -> None:
         await super()._learn()
+        if self._info.cache_tokens is None:
+            metrics = await self._upstream.text(METRICS, timeout_s=CONTROL_TIMEOUT_S)
+            self._info.cache_tokens = cache_tokens(metrics)
         self._info.version = self._version(await self._weight_label("/weight_info"))
 
     def _body(
@@ -142,6 +152,17 @@ class VllmEngine(HttpEngine[_Answer]):
             )
         if chunk.logprobs and min(chunk.logprobs) <= MISSING_LOGPROB:
             raise self._upstream.fault("sent a token without its log-probability")
+
+
+def cache_tokens(metrics: str) -> int | None:
+    """The number of tokens that the KV caches of all ranks hold; None if the metrics lack it."""
+    tokens = 0
+    for line in _CACHE_CONFIG.findall(metrics):
+        labels = dict(_LABEL.findall(line))
+        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        if blocks.isdigit() and size.isdigit():
+            tokens += int(blocks) * int(size)
+    return tokens or None
 
 
 def sampling_params(s: Sampling) -> dict[str, Any]:

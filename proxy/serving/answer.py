@@ -20,16 +20,21 @@ from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.generation import Generation, Seam
-from proxy.records import FinishReason, Ids, Turn, TurnStatus
+from proxy.records import FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.rendering.stream import AnswerParser
+from proxy.scheduling.admission import RoomClaim
 from proxy.serving.asked import Asked
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
 if TYPE_CHECKING:
     from proxy.serving.call import LiveCall
+
+
+WAIT_SHARE = 0.1
+"""The share of the time that a session has left for which one of its calls may be paused."""
 
 
 class LiveAnswer:
@@ -86,6 +91,15 @@ class LiveAnswer:
         if self._given is not None:
             self._take_given(self._given)
             return
+        router, claim = self._call.backend.router, self._claim
+        policy = self._sampling.policy
+        await router.until_admitted(claim, trained=self._sampling.trained, adapted=bool(policy))
+        try:
+            await self._sample()
+        finally:
+            router.left(claim.call_id, len(self._prompt) + len(self._ids), len(self._ids))
+
+    async def _sample(self) -> None:
         async with aclosing(self._generation.stream()) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Seam):
@@ -145,6 +159,24 @@ class LiveAnswer:
         if visible:
             self._call.stream.push(Piece(self._choice, visible, turn=self._intent.index))
         return turn
+
+    @property
+    def _claim(self) -> RoomClaim:
+        """What decides whether the call waits for room in an engine's cache."""
+        intent, session = self._intent, self._call.live.session
+        longest_s = [max(0.0, session.expires_at - time.time()) * WAIT_SHARE]
+        timeout_s = self._asked.caller.timeout_s
+        if timeout_s is not None and not self._asked.request.stream:
+            longest_s.append(timeout_s / 2)
+        again = intent.fork_cause is ForkCause.SIBLING
+        return RoomClaim(
+            call_id=f"{intent.session_id}#{intent.index}",
+            session_id=intent.session_id,
+            prompt_tokens=len(intent.prompt_ids) if again else len(self._prompt),
+            max_tokens=self._sampling.max_tokens,
+            group=str(session.metadata.get("group", session.metadata.get("task_id", ""))),
+            max_wait_s=min(longest_s),
+        )
 
     @property
     def _ended_as(self) -> TurnStatus:

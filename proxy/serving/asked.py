@@ -18,6 +18,8 @@ class Caller:
     arrived_at: float
     """`time.monotonic()` when the request's headers were read."""
     agent_id: str | None = None
+    timeout_s: float | None = None
+    """How long the client waits for an answer (`x-stainless-timeout`), if it sends that."""
     is_retry: bool = False
     """Whether the client marks the request as a retry (`x-stainless-retry-count` above 0)."""
 

@@ -39,6 +39,7 @@ from proxy.wire.dialect import KEEP_ALIVE, Call, Dialect
 _PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
 
 COUNT = "/count_tokens"
+_SECONDS = re.compile(r"\d{1,6}(\.\d{1,3})?")
 MAX_AGENT_ID_CHARS = 200
 MAX_PATH_CHARS = 200
 """Characters of a wrong path that its error repeats."""
@@ -319,10 +320,12 @@ def _caller(exchange: Exchange, live: LiveSession) -> Caller:
     headers = exchange.request.headers
     agent_id = next((headers[name] for name in live.profile.agents if name in headers), None)
     retries = headers.get("x-stainless-retry-count", "0")
+    timeout_s = headers.get("x-stainless-timeout", "")
     return Caller(
         dialect=exchange.dialect.name,
         arrived_at=exchange.arrived_at,
         agent_id=agent_id and agent_id[:MAX_AGENT_ID_CHARS],
+        timeout_s=float(timeout_s) if _SECONDS.fullmatch(timeout_s) else None,
         is_retry=retries.isascii() and retries.isdigit() and int(retries[:9]) > 0,
     )
 

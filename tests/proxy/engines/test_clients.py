@@ -14,7 +14,7 @@ from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.upstream import Upstream
-from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm import VllmEngine, cache_tokens
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, VersionSpan
 
@@ -251,3 +251,37 @@ async def test_scripted_engine_refuses_a_prompt_that_does_not_extend(
     call = engine.generate(extended, Sampling(max_tokens=9), request_id="r-3", cache_salt="s")
     assert [i async for c in call for i in c.ids] == ANSWER
     assert len(server.violations) == 1
+
+
+async def test_vllm_reports_the_size_of_its_cache_until_it_fails_its_check(
+    server: ScriptedEngine,
+) -> None:
+    engine = VllmEngine(server.url)
+    await engine.check()
+    assert engine.info.cache_tokens is None
+    server.cache_tokens = 640
+    await engine.check()
+    assert engine.info.cache_tokens == 640
+    server.healthy = False
+    with pytest.raises(EngineError):
+        await engine.check()
+    assert engine.info.cache_tokens is None
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tokens"),
+    [
+        (
+            'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+            'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="50"} 1.0\n',
+            2400,
+        ),
+        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n', None),
+        ("# HELP vllm:cache_config_info Information\nother 1.0\n", None),
+        ("", None),
+    ],
+    ids=["two-ranks", "unknown", "missing", "empty"],
+)
+def test_cache_size_in_vllm_metrics(metrics: str, tokens: int | None) -> None:
+    assert cache_tokens(metrics) == tokens

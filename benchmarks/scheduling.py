@@ -1,0 +1,231 @@
+"""Scheduled against first come first served, on a real vLLM whose cache holds few of the agents.
+
+Agents talk in turns and pause at their tools in between; each prompt extends the path of the turn
+before by a tool's output. Both ways sample the same calls (same prompts, seeds and pauses, the same
+server and code), in turn, with an empty prefix cache at the start of each. The model has random
+weights: the figures are about its size and the cache, not about what it says.
+`make bench-scheduling` prints the table of docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from proxy.config import SchedulingConfig
+from proxy.engines.address import EngineAddress
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm_server import VllmConfig, VllmServer
+from proxy.generation import Generation
+from proxy.routing import Router
+from proxy.scheduling.admission import CacheAdmission, RoomClaim
+
+TOKENIZER = Path("examples/quickstart/model")
+BLOCK_TOKENS = 32
+"""The smallest that vLLM's attention on CPU supports."""
+CACHE_BYTES = 64 * 2**20
+FIRST_TOKENS = 200
+"""Tokens of an agent's first prompt: no two agents share them."""
+TEMPERATURES = (0.0, 1.0)
+"""Agents take turns; the answers at temperature 0 are compared."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each agent does."""
+
+    agents: int
+    turns: int
+    new_tokens: int
+    """Prompt tokens that a turn adds (a tool's output)."""
+    answer_tokens: int
+    pause_s: float
+    """Median of the times at tools; log-normal with sigma 1."""
+
+
+@dataclass
+class Figures:
+    """One way of running the work."""
+
+    seconds: float = 0.0
+    answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    calls_s: list[float] = field(default_factory=list)
+    paused_s: list[float] = field(default_factory=list)
+    cached: float = 0.0
+    """Share of the prompt tokens that the engine had in its cache, by its own count."""
+
+    @property
+    def tokens_s(self) -> float:
+        return sum(map(len, self.answers.values())) / self.seconds
+
+    def row(self, way: str) -> str:
+        calls = np.array(self.calls_s)
+        return (
+            f"| {way} | {self.seconds:.0f} | {self.tokens_s:.1f} | {self.cached:.0%} | "
+            f"{np.median(calls):.1f} / {np.quantile(calls, 0.99):.1f} | "
+            f"{max(self.paused_s, default=0.0):.1f} |"
+        )
+
+
+def write_model(folder: Path, *, layers: int, hidden: int) -> int:
+    """A Qwen3 with random weights. Returns the bytes that a token takes in the KV cache."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=16_384,
+        tie_word_embeddings=False,
+        eos_token_id=1017,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / name, folder)
+    return layers * 2 * 2 * 64 * 4
+
+
+async def agent(number: int, router: Router, work: Work, figures: Figures) -> None:
+    rng = random.Random(number)
+    session = f"agent-{number}"
+    path = [rng.randrange(3, 1000) for _ in range(FIRST_TOKENS)]
+    for turn in range(work.turns):
+        began = time.perf_counter()
+        sampling = Sampling(
+            work.answer_tokens, temperature=TEMPERATURES[number % 2], seed=number * 1000 + turn
+        )
+        call_id = f"{session}#{turn}"
+        claim = RoomClaim(call_id, session, len(path), work.answer_tokens)
+        answer: list[int] = []
+        await router.until_admitted(claim, trained=False, adapted=False)
+        try:
+            prompt = np.array(path, np.int32)
+            call = Generation(router, prompt, sampling, request_id=call_id, session_id=session)
+            async for chunk in call.stream():
+                if isinstance(chunk, Chunk):
+                    answer += chunk.ids
+        finally:
+            router.left(call_id, len(path) + len(answer), len(answer))
+        figures.calls_s.append(time.perf_counter() - began)
+        figures.answers[number, turn] = answer
+        path += answer
+        path += [rng.randrange(3, 1000) for _ in range(work.new_tokens)]
+        await asyncio.sleep(rng.lognormvariate(np.log(work.pause_s), 1.0))
+    router.forget(session)
+
+
+async def run(server: VllmServer, work: Work, *, scheduled: bool) -> Figures:
+    figures = Figures()
+    admission = CacheAdmission(
+        SchedulingConfig(enabled=scheduled),
+        on_admitted=lambda waited_s, overdue: figures.paused_s.append(waited_s),
+    )
+    engine = VllmEngine(server.url)
+    router = Router([engine], vocab_size=1024, admission=admission)
+    try:
+        await router.check()
+        await request(server, "POST", "/reset_prefix_cache")
+        hits, queries = await prefix_cache(server)
+        began = time.perf_counter()
+        await asyncio.gather(*(agent(n, router, work, figures) for n in range(work.agents)))
+        figures.seconds = time.perf_counter() - began
+        now_hits, now_queries = await prefix_cache(server)
+        figures.cached = (now_hits - hits) / max(1.0, now_queries - queries)
+        return figures
+    finally:
+        await router.close()
+
+
+async def prefix_cache(server: VllmServer) -> tuple[float, float]:
+    """The tokens that the server found in its prefix cache, and those that it looked for."""
+    text = await request(server, "GET", "/metrics")
+    counts = {
+        name: sum(map(float, re.findall(rf"^vllm:prefix_cache_{name}_total\S* (\S+)", text, re.M)))
+        for name in ("hits", "queries")
+    }
+    return counts["hits"], counts["queries"]
+
+
+async def request(server: VllmServer, method: str, path: str) -> str:
+    address = EngineAddress.parse(server.url)
+    async with (
+        aiohttp.ClientSession(headers=address.headers) as http,
+        http.request(method, address.url + path) as response,
+    ):
+        response.raise_for_status()
+        return await response.text()
+
+
+async def compare(arguments: argparse.Namespace) -> None:
+    work = Work(
+        arguments.agents,
+        arguments.turns,
+        arguments.new_tokens,
+        arguments.answer_tokens,
+        arguments.pause_s,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        token_bytes = write_model(model, layers=arguments.layers, hidden=arguments.hidden)
+        blocks = CACHE_BYTES // token_bytes // BLOCK_TOKENS
+        args = ("--num-gpu-blocks-override", str(blocks), "--block-size", str(BLOCK_TOKENS))
+        config = VllmConfig(max_context_tokens=8192, args=args)
+        print(f"cache: {blocks * BLOCK_TOKENS} tokens, {token_bytes} bytes each", flush=True)
+        log = arguments.log or Path(folder) / "vllm.log"
+        async with VllmServer(config, model, log=log, dtype="float32") as server:
+            await run(server, Work(2, 2, 100, 8, 0.1), scheduled=False)
+            print(
+                "| way | seconds | sampled tokens/s | prompt tokens from the cache | "
+                "call, s (p50 / p99) | longest pause, s |\n|---|---|---|---|---|---|"
+            )
+            ratios = []
+            for _ in range(arguments.repeats):
+                plain = await run(server, work, scheduled=False)
+                print(plain.row("first come first served"), flush=True)
+                planned = await run(server, work, scheduled=True)
+                print(planned.row("scheduled"), flush=True)
+                ratios.append(planned.tokens_s / plain.tokens_s)
+                print(f"\n{ratios[-1]:.2f} x tokens/s; {same_answers(plain, planned)}\n")
+
+
+def same_answers(one: Figures, other: Figures) -> str:
+    """How many answers at temperature 0 are equal."""
+    greedy = [key for key in one.answers if TEMPERATURES[key[0] % 2] == 0]
+    same = sum(one.answers[key] == other.answers[key] for key in greedy)
+    return f"{same} of {len(greedy)} answers at temperature 0 are equal"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=300)
+    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--pause-s", type=float, default=0.2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--log", type=Path, help="the server's log; default: not kept")
+    asyncio.run(compare(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Which sessions sample now, so that their paths fit the engines' KV caches.
+
+`schedule` decides, on the book of each replica (`ledger`) and on how long sessions are usually away
+at their tools (`away`). `admission` lets calls wait for the decisions.
+"""

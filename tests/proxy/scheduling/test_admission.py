@@ -1,0 +1,149 @@
+"""Calls that wait for the schedule, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from proxy.config import SchedulingConfig
+from proxy.scheduling.admission import CacheAdmission, RoomClaim
+from tests.agent_loop.virtual_time import run_in_virtual_time
+
+MAX_WAIT_S = 50.0
+
+
+class Waits:
+    """An admission with one replica of 1000 tokens, and what its calls waited."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.admission = CacheAdmission(
+            SchedulingConfig(enabled=enabled, max_wait_s=MAX_WAIT_S, cache_share=1.0),
+            on_admitted=lambda waited_s, overdue: self.waited.append((waited_s, overdue)),
+        )
+        self.waited: list[tuple[float, bool]] = []
+        self.usable = ["gpu"]
+        self.admission.report("gpu", 1000)
+
+    async def arrive(self, call_id: str, tokens: int, **more: Any) -> str | None:
+        claim = RoomClaim(call_id, call_id.partition("#")[0], tokens, max_tokens=0, **more)
+        return await self.admission.admitted(claim, lambda: self.usable)
+
+
+def in_virtual_time(main: Coroutine[Any, Any, None]) -> None:
+    run_in_virtual_time(main)
+
+
+@pytest.mark.parametrize(("allowed_s", "waited_s"), [(None, MAX_WAIT_S), (7.0, 7.0), (0.0, 0.0)])
+def test_call_waits_no_longer_than_it_may(allowed_s: float | None, waited_s: float) -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 900)
+        assert await waits.arrive("b#0", 900, max_wait_s=allowed_s) == "gpu"
+
+    in_virtual_time(main())
+    assert waits.waited == [(0.0, False), (waited_s, True)]
+
+
+def test_paused_call_goes_when_a_session_has_been_away_for_long() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 800)
+        waits.admission.ended("a#0", 800, 0)
+        await waits.arrive("b#0", 400)
+
+    in_virtual_time(main())
+    ((_, _), (waited_s, overdue)) = waits.waited
+    assert not overdue
+    assert waited_s == pytest.approx(waits.admission.schedule.away.usual_s, abs=0.1)
+
+
+def test_call_that_hangs_up_while_it_is_paused_leaves_nothing_and_loses_no_other_call() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 900)
+        gone = asyncio.create_task(waits.arrive("b#0", 800))
+        stays = asyncio.create_task(waits.arrive("c#0", 700))
+        await asyncio.sleep(0)  # both tasks run until they wait
+        assert waits.admission.schedule.waiting == 2
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert waits.admission.schedule.waiting == 1
+        waits.admission.forget("a")
+        waits.admission.ended("a#0", 900, 0)
+        assert await stays == "gpu"
+
+    in_virtual_time(main())
+
+
+def test_call_that_hangs_up_in_the_moment_of_its_grant_gives_its_room_to_the_next() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 900)
+        gone = asyncio.create_task(waits.arrive("b#0", 800))
+        next_one = asyncio.create_task(waits.arrive("c#0", 700))
+        await asyncio.sleep(0)  # both tasks run until they wait
+        assert waits.admission.schedule.waiting == 2
+        waits.admission.forget("a")
+        waits.admission.ended("a#0", 900, 0)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        waits.admission.forget("b")
+        assert await next_one == "gpu"
+
+    in_virtual_time(main())
+
+
+def test_paused_calls_look_for_another_replica_when_theirs_is_lost() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 900)
+        paused = asyncio.create_task(waits.arrive("b#0", 800))
+        await asyncio.sleep(0)  # the task runs until it waits
+        assert waits.admission.schedule.waiting == 1
+        waits.admission.report("other", 1000)
+        waits.usable = ["other"]
+        waits.admission.lost("gpu")
+        assert await paused == "other"
+
+    in_virtual_time(main())
+
+
+def test_calls_pass_without_a_schedule_if_no_replica_is_left() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 900)
+        paused = asyncio.create_task(waits.arrive("b#0", 800))
+        await asyncio.sleep(0)  # the task runs until it waits
+        assert waits.admission.schedule.waiting == 1
+        waits.usable = []
+        waits.admission.lost("gpu")
+        assert await paused is None
+
+    in_virtual_time(main())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_waits_if_scheduling_is_off_or_a_replica_does_not_report_its_cache(
+    enabled: bool,
+) -> None:
+    waits = Waits(enabled=enabled)
+
+    async def main() -> None:
+        if enabled:
+            waits.usable = ["gpu", "silent"]
+        assert await waits.arrive("a#0", 900) is None
+        assert await waits.arrive("b#0", 900) is None
+
+    in_virtual_time(main())
+    assert waits.waited == []
