@@ -244,22 +244,7 @@ class ControlPlane:
         return _json({"events": await self._store.get_events(live.session.session_id, since)})
 
     async def _engines(self, request: web.Request) -> web.Response:
-        engines = [
-            {
-                "name": info.name,
-                "url": info.url,
-                "healthy": info.healthy,
-                "in_flight": info.in_flight,
-                "version": info.version,
-                "model": info.model,
-                "max_context_tokens": info.max_context_tokens,
-                "cache_tokens": info.cache_tokens,
-                "adapters": info.adapters,
-                "text_only": info.text_only,
-                "details": info.details,
-            }
-            for info in self._router.infos
-        ]
+        engines = [asdict(info) for info in self._router.infos]
         policies = [asdict(served) for served in self._router.policies.published]
         return _json({"engines": engines, "policies": policies, "paused": self._router.paused})
 
