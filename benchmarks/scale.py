@@ -156,7 +156,7 @@ async def agent(name: str, router: Router, model: Model, until_s: float, figures
         await router.until_admitted(claim, trained=False, adapted=False)
         async for _ in call.stream():
             pass
-        router.left(session, prompt + model.sampled_tokens, model.sampled_tokens)
+        router.left(claim, prompt + model.sampled_tokens, model.sampled_tokens)
         if began > figures.from_s:
             figures.waits_s.append(loop.time() - began)
         turn = (turn + 1) % model.turns

@@ -120,7 +120,7 @@ async def agent(number: int, router: Router, work: Work, figures: Figures) -> No
                 if isinstance(chunk, Chunk):
                     answer += chunk.ids
         finally:
-            router.left(call_id, len(path) + len(answer), len(answer))
+            router.left(claim, len(path) + len(answer), len(answer))
         figures.calls_s.append(time.perf_counter() - began)
         figures.answers[number, turn] = answer
         path += answer

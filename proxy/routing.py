@@ -199,10 +199,10 @@ class Router:
         if replica is not None:
             self._homes[claim.session_id] = replica
 
-    def left(self, call_id: str, path_tokens: int, answer_tokens: int) -> None:
+    def left(self, claim: RoomClaim, path_tokens: int, answer_tokens: int) -> None:
         """The call has ended; its path has this many tokens, the last of which are its answer."""
         if self._admission.active:
-            self._admission.ended(call_id, path_tokens, answer_tokens)
+            self._admission.ended(claim.session_id, claim.call_id, path_tokens, answer_tokens)
 
     def choose(
         self,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from proxy.config import SchedulingConfig
+from proxy.records import Ids
+from proxy.scheduling.openings import Openings
 from proxy.scheduling.schedule import RoomGrant, SessionSchedule
 
 FIRST_ANSWER_TOKENS = 256.0
@@ -37,6 +39,8 @@ class RoomClaim:
     group: str = ""
     max_wait_s: float | None = None
     """How long the caller can wait, if that is known."""
+    prompt: Ids | None = None
+    """The prompt, which shows what it shares with other sessions' prompts; None: nothing."""
 
 
 class CacheAdmission:
@@ -52,6 +56,7 @@ class CacheAdmission:
         """`share` is the part of the configured share that is this process's. `on_admitted` gets
         for each call the seconds that it waited, and whether it had waited as long as it may."""
         self.schedule = SessionSchedule(config.cache_share * share)
+        self._openings = Openings()
         self._enabled = config.enabled
         self._max_wait_s = config.max_wait_s
         self._on_admitted = on_admitted
@@ -83,7 +88,10 @@ class CacheAdmission:
             allowed_s = min(allowed_s, claim.max_wait_s)
         began_s = loop.time()
         while self.schedule.covers(names := usable()):
-            tokens = claim.prompt_tokens + round(min(claim.max_tokens, self._answer_tokens))
+            if claim.prompt is not None:
+                self._openings.arrive(claim.session_id, claim.prompt)
+            own = self._openings.own(claim.session_id, claim.prompt_tokens)
+            tokens = own + round(min(claim.max_tokens, self._answer_tokens))
             now_s = loop.time()
             future = self._waiting[claim.call_id] = loop.create_future()
             self._grant(
@@ -97,15 +105,17 @@ class CacheAdmission:
                 return grant.replica
         return None
 
-    def ended(self, call_id: str, path_tokens: int, answer_tokens: int) -> None:
+    def ended(self, session_id: str, call_id: str, path_tokens: int, answer_tokens: int) -> None:
         """The call has ended, with these numbers of tokens."""
         if answer_tokens:
             self._answer_tokens += WEIGHT * (answer_tokens - self._answer_tokens)
         now_s = asyncio.get_running_loop().time()
-        self._grant(self.schedule.ended(call_id, path_tokens, now_s))
+        own = self._openings.own(session_id, path_tokens)
+        self._grant(self.schedule.ended(call_id, own, now_s))
 
     def forget(self, session_id: str) -> None:
         """The session has ended."""
+        self._openings.forget(session_id)
         if self.schedule.active:
             now_s = asyncio.get_running_loop().time()
             self._grant(self.schedule.forget(session_id, now_s))

@@ -97,7 +97,7 @@ class LiveAnswer:
         try:
             await self._sample()
         finally:
-            router.left(claim.call_id, len(self._prompt) + len(self._ids), len(self._ids))
+            router.left(claim, len(self._prompt) + len(self._ids), len(self._ids))
 
     async def _sample(self) -> None:
         async with aclosing(self._generation.stream()) as pieces:
@@ -168,7 +168,7 @@ class LiveAnswer:
         timeout_s = self._asked.caller.timeout_s
         if timeout_s is not None and not self._asked.request.stream:
             longest_s.append(timeout_s / 2)
-        again = intent.fork_cause is ForkCause.SIBLING
+        again = self._choice > 0 and intent.fork_cause is ForkCause.SIBLING
         return RoomClaim(
             call_id=f"{intent.session_id}#{intent.index}",
             session_id=intent.session_id,
@@ -176,6 +176,7 @@ class LiveAnswer:
             max_tokens=self._sampling.max_tokens,
             group=str(session.metadata.get("group", session.metadata.get("task_id", ""))),
             max_wait_s=min(longest_s),
+            prompt=None if again else self._prompt,
         )
 
     @property

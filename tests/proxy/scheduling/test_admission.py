@@ -53,7 +53,7 @@ def test_paused_call_goes_when_a_session_has_been_away_for_long() -> None:
 
     async def main() -> None:
         await waits.arrive("a#0", 800)
-        waits.admission.ended("a#0", 800, 0)
+        waits.admission.ended("a", "a#0", 800, 0)
         await waits.arrive("b#0", 400)
 
     in_virtual_time(main())
@@ -76,7 +76,7 @@ def test_call_that_hangs_up_while_it_is_paused_leaves_nothing_and_loses_no_other
             await gone
         assert waits.admission.schedule.waiting == 1
         waits.admission.forget("a")
-        waits.admission.ended("a#0", 900, 0)
+        waits.admission.ended("a", "a#0", 900, 0)
         assert await stays == "gpu"
 
     in_virtual_time(main())
@@ -92,7 +92,7 @@ def test_call_that_hangs_up_in_the_moment_of_its_grant_gives_its_room_to_the_nex
         await asyncio.sleep(0)  # both tasks run until they wait
         assert waits.admission.schedule.waiting == 2
         waits.admission.forget("a")
-        waits.admission.ended("a#0", 900, 0)
+        waits.admission.ended("a", "a#0", 900, 0)
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
