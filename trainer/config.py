@@ -89,7 +89,7 @@ class TrainerConfig(ProcessesConfig):
                 yield f"agents.{name}: no agent: set command.argv, or one of python, http, …"
 
     def _swarm_batches(self) -> Iterator[str]:
-        for name in ("filter", "producer"):
+        for name in ("filter", "producer", "tree", "prefix"):
             if self.swarm is not None and getattr(self.rollout, name) is not None:
                 yield f"rollout.{name}: a swarm's clients choose the episodes; remove the key"
 

@@ -31,6 +31,7 @@ from agent_loop.producers.groups import (
     ProductionError,
     RunsTrials,
 )
+from agent_loop.producers.prefix_sampling import PrefixSampler
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.slots import TrialSlots
 from agent_loop.producers.staleness import fresh_part, is_cancelled
@@ -84,6 +85,7 @@ class AsyncProducer:
         self._ending: set[asyncio.Task[None]] = set()
         self._ready: dict[int, Group] = {}
         self._intake = Intake(config)
+        self._prefixes = None if config.prefix is None else PrefixSampler(config.prefix)
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self.counts = self._intake.counts
@@ -105,6 +107,8 @@ class AsyncProducer:
             self._tasks.restore(cursor)
         if (intake := restored.intake or saved.get("intake")) is not None:
             self._intake.restore(intake)
+        if self._prefixes is not None:
+            self._prefixes.restore(saved.get("prefixes", {}))
         self._expire()
         self._admit()
 
@@ -153,6 +157,7 @@ class AsyncProducer:
             "batches": self._batches,
             "cursor": self._tasks.state(),
             "intake": self._intake.state(),
+            **({} if self._prefixes is None else {"prefixes": self._prefixes.state()}),
         }
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
@@ -221,6 +226,7 @@ class AsyncProducer:
             slots=self._slots,
             straggler_factor=None if tail else self._config.straggler_factor,
             tree=self._config.tree,
+            prefixes=self._prefixes,
         )
         task = asyncio.get_running_loop().create_task(self._produce(drawn.number, run, written))
         self._running[drawn.number] = _Running(drawn, run, task)

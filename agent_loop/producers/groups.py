@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from agent_loop.errors import AgentLoopError
+from agent_loop.producers.prefix_sampling import PrefixSampler
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
@@ -81,6 +82,8 @@ class GroupRun:
     kind: SessionKind = SessionKind.TRAIN
     straggler_factor: float | None = None
     tree: TreeConfig | None = None
+    prefixes: PrefixSampler | None = None
+    """Chooses where the group begins; None: at the start."""
     oldest_start: int | None = None
     """The policy's version when the first of its trials started; None before that."""
     _limits: dict[Place, tuple[float, asyncio.Timeout]] = field(default_factory=dict)
@@ -88,15 +91,21 @@ class GroupRun:
     _durations_s: list[float] = field(default_factory=list)
 
     async def run(self) -> Group:
+        origin = None if self.prefixes is None else self.prefixes.choose(self.task)
         async with asyncio.TaskGroup() as trials:
-            started = [trials.create_task(self._with_branches(n)) for n in range(self.size)]
+            started = [trials.create_task(self._with_branches(n, origin)) for n in range(self.size)]
         found = [trial.result() for trial in started]
         first, branches = [trunk for trunk, _ in found], [b for _, own in found for b in own]
-        return Group(f"g{self.number}", self.task, (*first, *branches))
+        group = Group(f"g{self.number}", self.task, (*first, *branches))
+        if self.prefixes is not None:
+            self.prefixes.observe(group, origin)
+        return group
 
-    async def _with_branches(self, number: int) -> tuple[Rollout, list[Rollout]]:
+    async def _with_branches(
+        self, number: int, origin: Origin | None
+    ) -> tuple[Rollout, list[Rollout]]:
         """A rollout, and those that branch from it."""
-        trunk = await self._one((number,))
+        trunk = await self._one((number,), origin)
         points = [] if self.tree is None else self.tree.points(trunk)
         places = [
             (number, turn, child)

@@ -15,6 +15,7 @@ from agent_loop.producers.groups import (
     Intake,
     RunsTrials,
 )
+from agent_loop.producers.prefix_sampling import PrefixSampler
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Task
 from agent_loop.tasks import TaskStream
@@ -32,6 +33,7 @@ class SyncProducer:
         self._seed = seed
         self._slots = asyncio.Semaphore(config.concurrency)
         self._intake = Intake(config)
+        self._prefixes = None if config.prefix is None else PrefixSampler(config.prefix)
         self.counts = self._intake.counts
         """Number of groups by `Verdict` over the run, and `no_signal`, as in `Intake`."""
 
@@ -51,13 +53,16 @@ class SyncProducer:
 
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint that contains every batch so far."""
-        return {"cursor": self._tasks.state(), "intake": self._intake.state()}
+        known = {} if self._prefixes is None else {"prefixes": self._prefixes.state()}
+        return {"cursor": self._tasks.state(), "intake": self._intake.state(), **known}
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """Starts production. `state` comes from the checkpoint that the trainer resumes from."""
         if state:
             self._tasks.restore(state["cursor"])
             self._intake.restore(state.get("intake", {}))
+            if self._prefixes is not None:
+                self._prefixes.restore(state.get("prefixes", {}))
 
     def set_version(self, version: int) -> None:
         """Does nothing: nothing is sampled between batches."""
@@ -91,4 +96,5 @@ class SyncProducer:
             slots=self._slots,
             straggler_factor=self._config.straggler_factor,
             tree=self._config.tree,
+            prefixes=self._prefixes,
         )

@@ -33,11 +33,14 @@ def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
         "rollout/truncated": ends[RolloutStatus.TRUNCATED] / len(rollouts),
         "rollout/aborted": ends[RolloutStatus.ABORTED] / len(rollouts),
         "rollout/untrainable": 1 - len(usable) / len(rollouts),
+        "rollout/with_prefix": _mean([float(bool(rollout.prefix)) for rollout in rollouts]),
         "rollout/uniform_groups": _mean([float(group.uniform) for group in groups]),
     }
     metrics |= _lost_trials(rollouts)
     if usable:
-        metrics |= _rewards(usable, success_at) | _sizes(usable)
+        # A rollout that begins with recorded turns says nothing about the policy from the start.
+        from_start = [rollout for rollout in usable if not rollout.prefix] or usable
+        metrics |= _rewards(from_start, success_at) | _sizes(usable)
     return metrics | _per_agent(rollouts, success_at)
 
 

@@ -35,6 +35,15 @@ def test_lost_trials_are_summed_over_the_rollouts() -> None:
     assert metrics["rollout/lost_tokens"] == 80.0
 
 
+def test_success_is_that_of_rollouts_from_the_start() -> None:
+    begun = replace(rollout("b", 1.0), prefix="a@2")
+    metrics = rollout_metrics([Group("g", TASK, (rollout("a", 0.0), begun))], success_at=1.0)
+    assert metrics["rollout/with_prefix"] == 0.5
+    assert metrics["rollout/success"] == metrics["reward/mean"] == 0.0
+    metrics = rollout_metrics([Group("g", TASK, (begun,))], success_at=1.0)
+    assert metrics["rollout/success"] == 1.0
+
+
 def rollout(
     name: str,
     reward: float | None,
