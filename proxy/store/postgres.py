@@ -28,6 +28,7 @@ from proxy.store.protocol import (
     TurnConflict,
     Undelivered,
 )
+from proxy.store_address import without_password
 
 SCHEMA_LOCK = 0x61677279
 MIGRATION_TIMEOUT_S = 3600.0
@@ -163,7 +164,7 @@ class PostgresStore:
                 on_error.pop_all()
             return store
         except (*CONNECTION_ERRORS, ValueError) as error:
-            raise ConfigurationError(f"store {_without_password(url)}: {error}") from error
+            raise ConfigurationError(f"store {without_password(url)}: {error}") from error
 
     async def create_session(self, session: Session) -> bool:
         row = rows.session_row(session)
@@ -372,16 +373,11 @@ async def _migrate(pool: asyncpg.Pool, url: str, *, create: bool) -> None:
             layout = await connection.fetchval("SELECT version FROM agentic_proxy_schema")
         elif not create:
             raise ConfigurationError(
-                f"store: {_without_password(url)} is not a store of the proxy; use the URL in the"
+                f"store: {without_password(url)} is not a store of the proxy; use the URL in the"
                 " proxy's `store` setting"
             )
-        for step in migrations.steps("postgres", layout, store=_without_password(url)):
+        for step in migrations.steps("postgres", layout, store=without_password(url)):
             await connection.execute(step.sql, timeout=MIGRATION_TIMEOUT_S)
             await connection.execute("DELETE FROM agentic_proxy_schema")
             sql = "INSERT INTO agentic_proxy_schema (version) VALUES ($1)"
             await connection.execute(sql, step.layout)
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -236,6 +236,39 @@ async def test_rolling_update_with_calls_in_flight_loses_nothing(fleet: Fleet) -
         assert TurnStatus.CUT not in [turn.status for turn in turns]
 
 
+@pytest.mark.long
+async def test_every_proxy_is_replaced_three_times_while_agents_work(fleet: Fleet) -> None:
+    updated = asyncio.Event()
+
+    async def update() -> None:
+        for _ in range(3):
+            for replica in fleet.replicas:
+                assert await replica.stop() == 0, replica.log.read_text()
+                await replica.start()
+        updated.set()
+
+    fleet.engine.calls.clear()
+    fleet.engine.token_delay_s = 0.05
+    records: list[list[Turn]] = []
+
+    async def work() -> None:
+        while not updated.is_set():
+            session = await fleet.control.create_session()
+            await fleet.agent(session)
+            records.append((await fleet.control.get_turns(session.trial_id))[1])
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AGENTS * 4):
+            group.create_task(work())
+        group.create_task(update())
+    assert len(records) >= AGENTS * 4
+    for turns in records:
+        assert_one_path(turns)
+        assert {turn.status for turn in turns} == {TurnStatus.DONE}
+    assert len(fleet.engine.calls) == len(records) * TURNS
+    print(f"{len(records)} sessions, {len(fleet.engine.calls)} calls, {fleet.retries} retries")
+
+
 async def test_killed_proxy_costs_its_agents_only_a_retry(fleet: Fleet) -> None:
     async def kill() -> None:
         await fleet.engine.called.wait()
