@@ -55,6 +55,8 @@ from proxy.records import BranchMode, Origin, SessionKind, Turn, TurnStatus
 from proxy.wall import Wall
 
 Result = TypeVar("Result")
+AWAY = frozenset({0, 502, 503, 504})
+"""Status of a control call that found no proxy: 502 and 504 are a load balancer's."""
 
 
 class RemoteAgentLoop:
@@ -342,7 +344,7 @@ class _TrialRun:
 
 
 def _is_away(error: BaseException) -> bool:
-    return isinstance(error, ProxyClientError) and error.status in (0, 503)
+    return isinstance(error, ProxyClientError) and error.status in AWAY
 
 
 def _unique() -> str:

@@ -241,10 +241,12 @@ async def test_cancelling_ends_the_agent_and_completes_the_session(
 
 
 class AwayForAWhile(ProxyClient):
-    """The real client, whose first calls at a trial's start and end do not reach the proxy."""
+    """The real client, whose first calls at a trial's start and end do not reach the proxy, or are
+    answered by a load balancer in front of it."""
 
-    def away(self, times: int) -> ProxyClient:
+    def away(self, times: int, status: int = 0) -> ProxyClient:
         self.times = {"create": times, "complete": times}
+        self.status = status
         return self
 
     async def create_session(self, *arguments: Any, **more: Any) -> SessionHandle:
@@ -258,7 +260,7 @@ class AwayForAWhile(ProxyClient):
     def _nobody(self, call: str) -> None:
         if self.times[call] > 0:
             self.times[call] -= 1
-            raise ProxyClientError("nobody is there", 0)
+            raise ProxyClientError("nobody is there", self.status)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +272,19 @@ async def test_trial_waits_up_to_patience_s_for_a_proxy_that_restarts(
     async with AwayForAWhile(proxy.url, ADMIN_KEY) as client:
         recording = RecordingConfig(patience_s=patience_s)
         rollout = await run(proxy, trials, client=client.away(2), recording=recording)
+    assert rollout.status is status
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [(502, RolloutStatus.DONE), (504, RolloutStatus.DONE), (500, RolloutStatus.FAILED)],
+)
+async def test_trial_waits_for_a_proxy_whose_load_balancer_finds_nobody(
+    proxy: RunningProxy, trials: Path, answer: int, status: RolloutStatus
+) -> None:
+    async with AwayForAWhile(proxy.url, ADMIN_KEY) as client:
+        recording = RecordingConfig(patience_s=20.0)
+        rollout = await run(proxy, trials, client=client.away(2, answer), recording=recording)
     assert rollout.status is status
 
 

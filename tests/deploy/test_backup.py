@@ -49,7 +49,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Ba
     if request.param == "sqlite":
 
         def backup_file() -> str:
-            run(documented("sqlite3"), tmp_path)
+            run(documented("python3 -c"), tmp_path)
             return f"sqlite:///{tmp_path}/backup.db"
 
         return f"sqlite:///{tmp_path}/proxy.db", backup_file

@@ -8,11 +8,12 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEY = "an-admin-key-of-the-tests"
 REPLICAS, AGENTS, TURNS = 3, 6, 12
 ANSWER = [40, 41, 42]
+Result = TypeVar("Result")
 
 
 class Replica:
@@ -118,6 +120,17 @@ class Fleet:
         async with self.http.post(url, json=body, headers=headers) as response:
             await response.read()
             return response.status
+
+    async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Repeats a control call that nginx could not pass on, as the trainer does."""
+        for attempt in range(8):
+            try:
+                return await call()
+            except ProxyClientError as error:
+                assert error.status in (502, 503, 504), error
+            self.retries += 1
+            await asyncio.sleep(0.05 * 2**attempt)
+        raise AssertionError("a control call was never answered")
 
     async def is_ready(self, replica: Replica) -> bool:
         async with self.http.get(f"http://127.0.0.1:{replica.port}/ready") as response:
@@ -253,9 +266,10 @@ async def test_every_proxy_is_replaced_three_times_while_agents_work(fleet: Flee
 
     async def work() -> None:
         while not updated.is_set():
-            session = await fleet.control.create_session()
+            session = await fleet.patiently(fleet.control.create_session)
             await fleet.agent(session)
-            records.append((await fleet.control.get_turns(session.trial_id))[1])
+            get_turns = partial(fleet.control.get_turns, session.trial_id)
+            records.append((await fleet.patiently(get_turns))[1])
 
     async with asyncio.TaskGroup() as group:
         for _ in range(AGENTS * 4):
