@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from agent_loop.remote_agent_loop import AWAY
 from agent_loop.trajectory import build_segments, flatten
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.engines.scripted import ScriptedEngine
@@ -127,7 +128,8 @@ class Fleet:
             try:
                 return await call()
             except ProxyClientError as error:
-                assert error.status in (502, 503, 504), error
+                if error.status not in AWAY:
+                    raise
             self.retries += 1
             await asyncio.sleep(0.05 * 2**attempt)
         raise AssertionError("a control call was never answered")
