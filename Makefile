@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv harbor helm chart agents agents-long tools images locks starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -160,7 +160,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v
 test-fast: setup ## tests that start no other programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not programs and not slow" $(ARGS)
 
-test-long: setup reference export-packages verifiers openenv $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
+test-long: setup reference export-packages verifiers openenv sbom $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) fuzz SECONDS=600
 	$(MAKE) test-python PYTHON=python3.12
@@ -231,6 +231,18 @@ locks: setup ## write docker/*.lock again from pyproject.toml
 	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra ray $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
 	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra ray --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
+
+LOCKS := proxy harbor trainer-cpu trainer-cuda
+sbom: $(LOCKS:%=dist/sbom/%.cdx.json) ## write each image's Python packages as CycloneDX in dist/sbom/
+
+dist/sbom/%.cdx.json: docker/%.lock .cache/sbom/.ready
+	mkdir -p $(@D)
+	.cache/sbom/bin/cyclonedx-py requirements --validate --output-reproducible -o $@ $<
+
+.cache/sbom/.ready: $(VENV)/.ready
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(BIN)/uv pip install -q --python $(@D)/bin/python cyclonedx-bom==7.5.0
+	touch $@
 
 serve: setup ## the recording proxy: MODEL=checkpoint (default: the starter model), ENGINE=http://… to use a running vLLM
 	$(BIN)/agentic-proxy serve --auto-create --model $(or $(MODEL),examples/quickstart/model) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)

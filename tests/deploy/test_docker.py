@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.manifests import ROOT, dockerfiles, instructions
+from tests.needs import needs
 from trainer.config_sources import load
 
+SBOM = ROOT / ".cache/sbom/bin/cyclonedx-py"
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
 
 
@@ -94,3 +97,18 @@ def test_proxy_lock_has_no_torch() -> None:
     packages = re.findall(r"^([a-z0-9-]+)==", (ROOT / "docker/proxy.lock").read_text(), re.M)
     assert "aiohttp" in packages
     assert not {"torch", "vllm", "transformers", "triton"} & set(packages)
+
+
+@pytest.mark.long
+@needs(None if SBOM.exists() else f"no {SBOM}: make sbom")
+@pytest.mark.parametrize("lock", sorted((ROOT / "docker").glob("*.lock")), ids=lambda p: p.name)
+def test_bill_of_materials_has_every_package_of_the_lock(lock: Path, tmp_path: Path) -> None:
+    bill = tmp_path / "bill.json"
+    write = [str(SBOM), "requirements", "--validate", "--output-reproducible", "-o", str(bill)]
+    subprocess.run([*write, str(lock)], check=True)
+    listed = {
+        f"{each['name']}=={each['version']}" for each in json.loads(bill.read_text())["components"]
+    }
+    pinned = re.findall(r"^([a-zA-Z0-9._-]+==[^\s;\\]+)", lock.read_text(), re.M)
+    assert len(pinned) > 20
+    assert listed == set(pinned)
