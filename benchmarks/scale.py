@@ -232,7 +232,9 @@ def choosing_us(replicas: int, sessions: int = 20_000) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of virtual time")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="virtual; a schedule settles in 600"
+    )
     parser.add_argument("--max-wait-s", type=float, nargs="*", default=[300.0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--agents-per-gpu", type=int, nargs="+", default=[25, 50, 100])
