@@ -18,6 +18,7 @@ from agent_loop.endpoint_loop import Endpoint, EndpointLoop
 from agent_loop.evaluator import Evaluator
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.own_tasks import with_own_tasks
+from agent_loop.processes.host import StartsEarly
 from agent_loop.producers.groups import RunsTrials
 from agent_loop.producers.protocol import Producer
 from agent_loop.records import Rollout, Task
@@ -38,6 +39,7 @@ from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
 from trainer.cluster.services import RunServices
+from trainer.cluster.starting import StartingEngines
 from trainer.config import TrainerConfig
 from trainer.fit import Fit
 from trainer.models import check_models
@@ -124,6 +126,20 @@ class RunParts:
         files = [path for section in data for path in section.private_files]
         files += [path for each in self.agents.values() for path in each.config.private_files]
         return [folder.path, *(path for path in files if not agent.config.owns(path))]
+
+    @asynccontextmanager
+    async def agents_started(self) -> AsyncIterator[None]:
+        """A context in which the processes from which trials are forked run already, and after
+        which they have ended."""
+        parts = [part for agent in self.agents.values() for part in (agent.launcher, agent.rewards)]
+        early = [part for part in parts if isinstance(part, StartsEarly)]
+        try:
+            for part in early:
+                part.start()
+            yield
+        finally:
+            for part in early:
+                await part.close()
 
     @property
     def trials_per_step(self) -> int:
@@ -228,12 +244,15 @@ async def open_fit(
 ) -> AsyncIterator[Fit]:
     """Starts the processes, restores the last checkpoint, and yields a `Fit` that can `run`.
 
-    On exit it ends the agents first, then the engines and the proxy.
+    Engines start, agents' modules are imported and models are loaded at the same time. On exit it
+    ends the agents first, then the engines and the proxy.
     """
     config, folder, say = parts.config, log.folder, log.progress.say
     checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=config.trainer.keep_last)
     async with (
         open_cluster(config, folder, control) as cluster,
+        StartingEngines(cluster, config.engine, control) as starting,
+        parts.agents_started(),
         cluster.trainer(parts.probe.tolist()) as rank_zero,
     ):
         state = await control.wait_for(rank_zero.ask(Restore(checkpoints)))
@@ -241,7 +260,7 @@ async def open_fit(
             if warning is not None:
                 say(warning)
         log.progress.phase(state.step, "starting the engine and the proxy")
-        around = RunServices(config, folder, control, cluster, rank_zero, say)
+        around = RunServices(config, folder, control, cluster, rank_zero, say, starting)
         async with around.running() as services:
             loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
             producer = parts.own_producer(loop) or make_producer(loop, services.proxy)

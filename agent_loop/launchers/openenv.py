@@ -48,6 +48,9 @@ class OpenEnvLauncher:
         self._settings = settings
         self._host = function_host(OpenEnvCall, TARGET)
 
+    def start(self) -> None:
+        self._host.start()
+
     async def run(self, trial: Trial) -> AgentResult:
         settings = self._settings
         argument: dict[str, Any] = {

@@ -42,6 +42,9 @@ class PythonLauncher:
         self._settings = settings
         self._host = function_host(AgentCall, settings.target, settings.pass_env)
 
+    def start(self) -> None:
+        self._host.start()
+
     async def run(self, trial: Trial) -> AgentResult:
         settings = self._settings
         argument = {

@@ -140,6 +140,9 @@ class VerifiersLauncher:
             settings.inherited,
         )
 
+    def start(self) -> None:
+        self._host.start()
+
     async def run(self, trial: Trial) -> AgentResult:
         settings, data = self._settings, trial.task.data
         if FIELD not in data:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -158,6 +158,20 @@ class Ended:
         return f"exit code {self.exit_code}" if self.exit_code > 0 else _signal(-self.exit_code)
 
 
+@runtime_checkable
+class StartsEarly(Protocol):
+    """A launcher or a reward source with a process that all trials share."""
+
+    def start(self) -> None:
+        """Starts the process, which imports what trials need. Otherwise the first trial starts
+        it."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the process; may be called again."""
+        ...
+
+
 class ProcessHost:
     """Starts jobs through one server process (`supervisor.py`), which it starts when needed."""
 
@@ -175,6 +189,10 @@ class ProcessHost:
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ports = RefusedPorts()
+
+    def start(self) -> None:
+        """Starts the server, which otherwise the first job starts."""
+        self._running()
 
     async def run(self, job: Job) -> Ended:
         """Runs the job to its end or its deadline.

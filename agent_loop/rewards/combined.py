@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent_loop.errors import RewardError
+from agent_loop.processes.host import StartsEarly
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.rewards.protocol import RewardSource
 
@@ -27,6 +28,11 @@ class CombinedReward:
 
     def __init__(self, sources: Mapping[str, Weighted]) -> None:
         self._sources = sources
+
+    def start(self) -> None:
+        for weighted in self._sources.values():
+            if isinstance(weighted.source, StartsEarly):
+                weighted.source.start()
 
     async def grade(self, finished: FinishedTrial) -> Graded:
         async with asyncio.TaskGroup() as grading:

@@ -48,6 +48,9 @@ class Grader:
         self._settings = settings
         self._host = function_host(GradeCall, settings.target, settings.pass_env)
 
+    def start(self) -> None:
+        self._host.start()
+
     async def grade(self, finished: FinishedTrial) -> Graded:
         settings, trial = self._settings, finished.trial
         result = trial.directory / "graded.json"

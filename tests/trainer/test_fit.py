@@ -169,7 +169,7 @@ async def run_once(
                 control,
             )
             fit.resume_from(await rank_zero.ask(Restore(checkpoints)))
-            await engines.start()
+            await engines.connect()
             return await fit.run()
 
 

@@ -111,6 +111,12 @@ class Cluster(Protocol):
         """Folders of the cluster on this machine, which agents must not see."""
         ...
 
+    @property
+    def starts_engines_early(self) -> bool:
+        """Whether engines may start while the trainer loads its models: not if both use a GPU,
+        because an engine measures at its start how much memory is free."""
+        ...
+
     def private_ports(self) -> frozenset[int]:
         """The TCP ports on which the run's processes and the cluster's listen now."""
         ...

@@ -1,4 +1,4 @@
-"""The run's engines: starts them together, sends them the weights, and replaces those that end.
+"""The run's engines: sends them the weights, and replaces those that end.
 
 Invariant: the proxy sends calls only to engines that serve the trainer's weights: a new engine
 receives them before it is added to the proxy, and a new version of an adapter is published there
@@ -31,7 +31,7 @@ def engine_name(number: int) -> str:
 class RunEngines:
     """Example:
     engines = RunEngines(rank_zero, replicas, restarts=3, say=print)
-    await engines.start()
+    await engines.connect()
     await engines.send_weights()
     await engines.keep_running(proxy, client)
     """
@@ -46,7 +46,7 @@ class RunEngines:
         given_urls: Sequence[str] = (),
         adapters: Path | None = None,
     ) -> None:
-        """`replicas` are started by the run, and each is restarted at most `restarts` times.
+        """`replicas` were started by the run, and each is restarted at most `restarts` times.
         `given_urls` are engines that the run does not start. `adapters` is the folder for the
         versions of a LoRA adapter. `say` is called with a line for the
         user."""
@@ -75,15 +75,8 @@ class RunEngines:
         ours = sorted(self._running)
         return given + [{"url": self._replicas[n].url, "name": engine_name(n)} for n in ours]
 
-    async def start(self) -> None:
-        """Starts the replicas and connects the trainer to every engine.
-
-        Raises:
-            EngineError, TrainerError: an engine could not be started.
-        """
-        async with asyncio.TaskGroup() as starting:
-            for replica in self._replicas.values():
-                starting.create_task(replica.start())
+    async def connect(self) -> None:
+        """Connects the trainer to every engine, once the replicas have started."""
         self._running = set(self._replicas)
         await self._rank_zero.ask(Connect(self.urls, self._adapters))
 

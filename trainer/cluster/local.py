@@ -29,7 +29,13 @@ from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import OneThread, RankZero
-from trainer.cluster.ranks import check_seat, models_of_rank, rendezvous_ports, torchrun_seat
+from trainer.cluster.ranks import (
+    check_seat,
+    device_of,
+    models_of_rank,
+    rendezvous_ports,
+    torchrun_seat,
+)
 from trainer.errors import TrainerError
 from trainer.learner import Learner, RanksConfig
 from trainer.models import Models
@@ -88,6 +94,10 @@ class LocalCluster:
     @property
     def private_paths(self) -> list[Path]:
         return [socket_folder()]
+
+    @property
+    def starts_engines_early(self) -> bool:
+        return device_of(self._config.trainer.device).type == "cpu"
 
     def private_ports(self) -> frozenset[int]:
         engines = {urlsplit(url).port or 80 for url in self._config.engine.urls}

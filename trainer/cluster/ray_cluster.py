@@ -81,12 +81,13 @@ def bundles(config: ProcessesConfig, *, has_gpus: bool) -> list[Bundle]:
 
 
 def _bundle(cpus: float, gpus: int) -> Bundle:
-    # Ray refuses an empty bundle.
-    return {"CPU": cpus or 0.01} | ({"GPU": float(gpus)} if gpus else {})
+    return {"CPU": cpus or 0.01} | ({"GPU": float(gpus)} if gpus else {})  # Ray refuses {}
 
 
 class RayCluster:
     """A run's actors on a Ray cluster; created by `ray_cluster`."""
+
+    starts_engines_early = False  # an engine and a rank can share a GPU
 
     def __init__(
         self,

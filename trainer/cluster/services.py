@@ -21,6 +21,7 @@ from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.proxy_server import PORT_SETTING
 from trainer.cluster.rank_zero import RankZero
+from trainer.cluster.starting import StartingEngines
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
@@ -57,6 +58,9 @@ class RunServices:
     say: Callable[[str], None]
     """Called with a line for the user whenever a process had to be started again."""
 
+    starting: StartingEngines | None = None
+    """The replicas, which may start already; None: `running` starts them."""
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Services]:
         """Starts engines and proxy and connects the trainer to the engines.
@@ -88,18 +92,21 @@ class RunServices:
         if engine.urls:
             with closing(EngineControl(engine.urls)) as running:
                 await wait_for(asyncio.to_thread(running.check))
-            engines = RunEngines(self.rank_zero, given_urls=engine.urls, adapters=adapters)
-        else:
-            replicas = [self.cluster.replica(number) for number in range(engine.replicas)]
-            engines = RunEngines(
-                self.rank_zero,
-                replicas,
-                restarts=engine.restarts,
-                say=self.say,
-                adapters=adapters,
-            )
+        starting = self.starting
+        if starting is None:
+            alone = StartingEngines(self.cluster, engine, self.control)
+            starting = await stack.enter_async_context(alone)
+        engines = RunEngines(
+            self.rank_zero,
+            starting.replicas,
+            restarts=engine.restarts,
+            say=self.say,
+            given_urls=engine.urls,
+            adapters=adapters,
+        )
         stack.push_async_callback(engines.stop)
-        await wait_for(engines.start())
+        await starting.ready()
+        await wait_for(engines.connect())
         return engines
 
     async def _start_proxy(self, engines: RunEngines, stack: AsyncExitStack) -> ProxyService:

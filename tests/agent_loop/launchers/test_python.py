@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.errors import RewardError
 from agent_loop.launchers.python import PythonConfig, PythonLauncher
-from agent_loop.processes.host import Job
+from agent_loop.processes.host import Job, StartsEarly
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
@@ -38,6 +38,19 @@ async def test_function_gets_its_call_and_environment_and_its_return_value_is_th
     result = await run(trial, "reads_its_environment")
     assert (result.end, result.reward) == (AgentEnd.EXITED, 0.5)
     assert log_of(trial) == "asked: do it\n"
+
+
+async def test_process_that_is_started_early_runs_the_first_trial(make_trial: MakeTrial) -> None:
+    started = launcher("reads_its_environment")
+    assert isinstance(started, StartsEarly)
+    started.start()
+    server = started._host._server
+    assert server is not None
+    result = await started.run(make_trial())
+    assert (result.reward, started._host._server) == (0.5, server)
+    await started.close()
+    await started.close()
+    assert server.poll() is not None
 
 
 async def test_async_function_returns_a_reward_with_parts(make_trial: MakeTrial) -> None:
