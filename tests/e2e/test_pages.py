@@ -37,6 +37,7 @@ LONG = {
     "docs/results.md",
     "docs/sft.md",
     "docs/swarm.md",
+    "docs/tutorials/ray.md",
     *WHOLE,
 }
 """Pages whose commands start a vLLM several times."""
