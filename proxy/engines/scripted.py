@@ -184,8 +184,8 @@ class ScriptedEngine:
         if call.fault is not None and call.fault.kind == "error" and not call.fault.after_tokens:
             return web.json_response({"error": {"message": "scripted fault"}}, status=500)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
         with suppress(ConnectionResetError):  # the client has disconnected
+            await response.prepare(request)
             sent = 0
             async for at in self._sample(call):
                 await response.write(_event(wire, call, sent, at))

@@ -137,17 +137,19 @@ class Fuzzer(ABC):
         claimed = self.rng.choice(
             ["gzip", "deflate", "br", "zstd", "identity", "none", "gzip, gzip"]
         )
-        sent = self.rng.choice(
+        blanks = self.rng.choice([10**6, 2 * 10**7])
+        make: Callable[[], bytes] = self.rng.choice(
             [
-                plain,
-                gzip.compress(plain, 1),
-                zlib.compress(plain),
-                gzip.compress(plain, 1)[:-5],
-                gzip.compress(b" " * self.rng.choice([10**6, 2 * 10**7]), 9),
-                self.rng.randbytes(100),
-                b"",
+                lambda: plain,
+                lambda: gzip.compress(plain, 1),
+                lambda: zlib.compress(plain),
+                lambda: gzip.compress(plain, 1)[:-5],
+                lambda: gzip.compress(b" " * blanks, 9),
+                lambda: self.rng.randbytes(100),
+                lambda: b"",
             ]
         )
+        sent = make()
         call.headers["Content-Encoding"] = claimed
         return Attack(f"{call.name} as {claimed}", self.request(call, sent))
 

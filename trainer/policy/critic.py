@@ -64,8 +64,11 @@ class Critic:
         self.config = config.model_copy(update={"lora": None})
         self.ranks = ranks or Ranks()
         self.device = torch.device(device)
-        model = load_model(self.config)
-        self.module = ValueModel(model, DTYPES[config.compute_dtype]).to(self.device)
+        place = self.ranks.placing(DTYPES[config.compute_dtype])
+        model = load_model(self.config, place=place, without_head=True)
+        self.module = ValueModel(model, DTYPES[config.compute_dtype])
+        if self.ranks.mesh is None:  # else each layer is moved when it is sharded
+            self.module = self.module.to(self.device)
         model.get_output_embeddings().requires_grad_(model.config.tie_word_embeddings)
         self.ranks.shard(self.module, blocks(model), self.module.compute_dtype)
         self.stepper = Stepper(self.module, optimizer, total_steps)

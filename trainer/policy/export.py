@@ -7,7 +7,6 @@ buffers (`e_score_correction_bias` of DeepSeek-V3, `layer_scalar` of Gemma 4).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-_LAYER = re.compile(r".*\.layers\.\d+\.")
+from trainer.policy.loading import layer_of
 
 
 @torch.no_grad()
@@ -30,13 +29,8 @@ def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     iterate, because each tensor is gathered from all ranks.
     """
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for _, group in groupby(_merged(model), key=lambda each: _layer_of(each[0])):
+    for _, group in groupby(_merged(model), key=lambda each: layer_of(each[0])):
         yield from revert_weight_conversion(plain, dict(group)).items()
-
-
-def _layer_of(name: str) -> str:
-    layer = _LAYER.match(name)
-    return layer.group() if layer else name
 
 
 def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:

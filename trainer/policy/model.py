@@ -15,12 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from proxy.policies import POLICY_NAME
 from trainer.errors import ConfigError
 from trainer.policy.adapter import check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
+from trainer.policy.loading import Place, load_weights
 from trainer.policy.proof import prove
 from trainer.policy.scorer import use_packed_rows
 
@@ -74,19 +75,36 @@ class ModelConfig(BaseModel):
         return "" if self.lora is None or self.lora.update == "merged" else self.lora.policy
 
 
-def load_model(config: ModelConfig, *, trainable: bool = True) -> Any:
-    """The checkpoint at `config.path` in float32, with packed attention and without dropout.
+def load_model(
+    config: ModelConfig,
+    *,
+    trainable: bool = True,
+    place: Place | None = None,
+    without_head: bool = False,
+) -> Any:
+    """The checkpoint at `config.path` in float32 (or the compute type, if it is not trained), with
+    packed attention and without dropout.
 
-    Raises ConfigError if the folder holds no checkpoint of a causal model, or if the architecture's
-    forward pass cannot be reproduced exactly.
+    `place` shards each layer as soon as it is read, unless adapters are added. `without_head`: the
+    checkpoint may have no output layer.
+
+    Raises ConfigError if the folder holds no checkpoint of a causal model, if weights are missing,
+    or if the architecture's forward pass cannot be reproduced exactly.
     """
     settings = without_noise(load_settings(config.path))
     prove(settings, config.path)
-    model = AutoModelForCausalLM.from_pretrained(
+    adapted = config.lora is not None and trainable  # adapters are added to whole layers
+
+    def placed(layer: nn.Module) -> None:
+        assert place is not None
+        place(layer.requires_grad_(trainable))
+
+    model = load_weights(
         config.path,
-        config=settings,
-        dtype=torch.float32 if trainable else DTYPES[config.compute_dtype],
-        local_files_only=True,
+        settings,
+        torch.float32 if trainable else DTYPES[config.compute_dtype],
+        place=placed if place is not None and not adapted else None,
+        without_head=without_head,
     )
     check_model(model, config.path)
     use_packed_rows(model)

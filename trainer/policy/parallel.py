@@ -8,16 +8,17 @@ each step to the other ranks over a separate process group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -112,14 +113,30 @@ class Ranks:
         total = self.sum(torch.tensor([metrics[name] for name in names], dtype=torch.float64))
         return dict(zip(names, total.tolist(), strict=True))
 
+    def placing(self, compute_dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
+        """Shards one layer with FSDP2, as `shard` does; None for a single process."""
+        return None if self.mesh is None else partial(self._shard, compute_dtype=compute_dtype)
+
     def shard(
         self, root: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype
     ) -> None:
-        """Applies FSDP2 to `root`; each of its `blocks` is gathered only while it computes."""
+        """Applies FSDP2 to `root`; each of its `blocks`, if it is not sharded already, is gathered
+        only while it computes."""
         if self.mesh is None:
             return
+        for block in blocks:
+            if not isinstance(block, FSDPModule):
+                self._shard(block, compute_dtype=compute_dtype)
+        self._shard(root, compute_dtype=compute_dtype)
+        device = torch.device(self.mesh.device_type)
+        for module in root.modules():  # buffers that were created after a layer was sharded
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, buffer.to(device), name not in module._non_persistent_buffers_set
+                )
+
+    def _shard(self, module: nn.Module, *, compute_dtype: torch.dtype) -> None:
+        assert self.mesh is not None
         low = None if compute_dtype == torch.float32 else compute_dtype
         precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        for block in blocks:
-            fully_shard(block, mesh=self.mesh, mp_policy=precision)
-        fully_shard(root, mesh=self.mesh, mp_policy=precision)
+        fully_shard(module, mesh=self.mesh, mp_policy=precision)

@@ -76,8 +76,9 @@ class Policy:
         self.config = config
         self.ranks = ranks or Ranks()
         self.device = torch.device(device)
-        self.model: Any = load_model(config, trainable=optimizer is not None)
-        if self.ranks.mesh is None:  # else `shard` moves layer by layer, and keeps a part of each
+        place = self.ranks.placing(DTYPES[config.compute_dtype])
+        self.model: Any = load_model(config, trainable=optimizer is not None, place=place)
+        if self.ranks.mesh is None:  # else each layer is moved when it is sharded
             self.model = self.model.to(self.device)
         self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype])
         self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
