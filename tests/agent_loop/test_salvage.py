@@ -171,7 +171,7 @@ async def test_continuations_and_new_starts_are_bounded(trials: Trials) -> None:
 
 
 async def test_agent_that_ran_out_of_time_is_continued(trials: Trials) -> None:
-    rollout = await trials.run({"hangs_after": 2}, timeout_s=5.0)
+    rollout = await trials.run({"hangs_after": 2}, timeout_s=10.0)
     assert rollout.status is RolloutStatus.DONE
     assert len(trials.proxy.engine.calls) == TURNS
     assert rollout.metrics["continuations"] == 1
