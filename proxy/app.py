@@ -44,6 +44,7 @@ from proxy.store import open_store
 from proxy.store.protocol import Store
 from proxy.view.access import Access
 from proxy.view.api import PAGE, ViewApi, add_routes
+from proxy.view.run_folder import RecordedRuns
 from proxy.web_guard import Hosts, host_of, web_guard
 from proxy.wire.dialect import Dialect
 from proxy.wire.registry import open_dialects
@@ -214,6 +215,7 @@ def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Ren
         access,
         lambda: {"engines": [asdict(info) for info in router.infos], "paused": router.paused},
         lambda: rendering.tokenizer,
+        RecordedRuns([] if config.run is None else [config.run]),
     )
 
 

@@ -232,6 +232,9 @@ class ProxyConfig(BaseSettings, ListenConfig):
     max_context_tokens: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of a prompt and its answer. Default: the smaller of the engines'
     limit and `max_position_embeddings` in the model's config.json."""
+    run: Path | None = None
+    """The folder of a training run, which the page in the browser then shows, too. A run sets it
+    for the proxy that it starts."""
     policy_version: int = Field(default=0, ge=0)
     """The version of the weights until an engine or the trainer reports another."""
     workers: int = Field(default=1, ge=1)

@@ -262,6 +262,8 @@ async def open_fit(
         log.progress.phase(state.step, "starting the engine and the proxy")
         around = RunServices(config, folder, control, cluster, rank_zero, say, starting)
         async with around.running() as services:
+            if services.page is not None:
+                say(f"see everything, live: {services.page} (opens once)")
             loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
             producer = parts.own_producer(loop) or make_producer(loop, services.proxy)
             evaluator = parts.evaluator(loop)

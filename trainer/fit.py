@@ -31,6 +31,7 @@ from trainer.learner import Learner, RunState, TrainerSection
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.log import RunLog
 from trainer.run.rollout_metrics import rollout_metrics, staleness_metrics
+from trainer.run.token_log import TokenColumns
 
 Ended = Literal["done", "stopped"]
 """How a run ended. `done`: it reached the configured end; `stopped`: it was asked to stop, and has
@@ -47,6 +48,8 @@ class StepResult:
     metrics: Metrics
     step: int
     version: int
+    tokens: TokenColumns | None = None
+    """What the page shows of the trained tokens; None: it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class TrainOn:
     """One training step on a batch of groups."""
 
     groups: Sequence[Group]
+    keep_tokens: bool = False
+    """Whether the result has the `tokens`."""
 
     def on(self, learner: Learner) -> StepResult:
         """Executes the step.
@@ -72,7 +77,10 @@ class TrainOn:
             metrics |= learner.compute_advantages(batch)
             metrics |= learner.update(batch)
             metrics |= learner.speed(batch, time.perf_counter() - started)
-        return StepResult(metrics, learner.step, learner.version)
+            tokens = None
+            if self.keep_tokens:
+                tokens = TokenColumns.of(batch, learner.algorithm.trained_sequences(batch))
+        return StepResult(metrics, learner.step, learner.version, tokens)
 
 
 class Evaluates(Protocol):
@@ -162,7 +170,8 @@ class Fit:
         clock.lap("sample")
 
         log.progress.phase(self.step + 1, "training")
-        trained = await self.control.finish(self.rank_zero.ask(TrainOn(groups)))
+        train = TrainOn(groups, keep_tokens=log.keeps_tokens)
+        trained = await self.control.finish(self.rank_zero.ask(train))
         metrics = rollout_metrics(groups, success_at=self.evals.success_at) | trained.metrics
         clock.lap("train")
 
@@ -178,7 +187,7 @@ class Fit:
         metrics["policy_version"] = float(self.version)
         self.without_signal = 0 if has_signal(metrics) else self.without_signal + 1
         metrics["signal/steps_without"] = float(self.without_signal)
-        log.step(self.step, metrics, [r for group in groups for r in group.rollouts])
+        log.step(self.step, metrics, groups, trained.tokens)
 
     def _new_counts(self) -> dict[str, int]:
         """Number of groups since the last step, by outcome."""

@@ -29,7 +29,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
     _add_export(commands.add_parser("export", help="write sessions as training data"))
     _add_replay(commands.add_parser("replay", help="score a session again and compare"))
-    _add_view(commands.add_parser("view", help="show a recorded store in the browser"))
+    _add_view(commands.add_parser("view", help="show a run or a store in the browser"))
     keys = commands.add_parser("view-key", help="who else may read the page in the browser")
     _add_view_key(keys.add_subparsers(required=True, metavar="create|revoke|list"))
 
@@ -291,7 +291,11 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 def _add_view(parser: argparse.ArgumentParser) -> None:
     _add_store(parser)
     parser.add_argument(
-        "positional_store", nargs="?", metavar="STORE", help="the store's file or URL"
+        "shown",
+        nargs="*",
+        metavar="RUN_OR_STORE",
+        help="the folders of training runs, the first of which is shown with its sessions; or the"
+        " file or URL of a store",
     )
     parser.add_argument(
         "--model", type=Path, metavar="FOLDER", help="the checkpoint whose tokenizer shows tokens"

@@ -1,4 +1,4 @@
-"""`agentic-proxy view` shows a recorded store in the browser; `view-key` says who else may look.
+"""`agentic-proxy view` shows a run or a store in the browser; `view-key` says who else may look.
 
 Invariant: the page of `view` listens on loopback unless told otherwise, and opens with the link
 that is printed.
@@ -27,21 +27,23 @@ from proxy.store.browser import GrantKind
 from proxy.store.protocol import Store
 from proxy.view.access import Access, new_key, new_link
 from proxy.view.api import PAGE, ViewApi, add_routes
+from proxy.view.run_folder import RecordedRuns
 from proxy.web_guard import Hosts, web_guard
 
 
 async def view(arguments: Namespace) -> int:
-    """Serves the page for a store until SIGINT or SIGTERM."""
-    if arguments.positional_store is not None:
-        arguments.store = arguments.positional_store
+    """Serves the page for runs or a store until SIGINT or SIGTERM."""
+    runs = _runs(arguments)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with named_store(arguments) as (store, config):
         model: Path | None = arguments.model or config.model
+        if model is None and runs:
+            model = next(iter(runs.values())).model
         tokenizer = None if model is None else load_tokenizer(model)
         listen = ListenConfig(host=arguments.host, port=arguments.port, admin_key=config.admin_key)
-        app = build_view(listen, store, tokenizer)
+        app = build_view(listen, store, tokenizer, runs)
         runner = app_runner(app, handler_cancellation=True)
         await runner.setup()
         try:
@@ -57,13 +59,52 @@ async def view(arguments: Namespace) -> int:
     return 0
 
 
-def build_view(config: ListenConfig, store: Store, tokenizer: Tokenizer | None) -> web.Application:
+def _runs(arguments: Namespace) -> RecordedRuns:
+    """The runs to show. Sets the store: that of the first run, or the one that is named.
+
+    Raises:
+        ConfigurationError: a folder without a run, a run without sessions, or several stores.
+    """
+    folders = [Path(each) for each in arguments.shown if Path(each).is_dir()]
+    stores = [each for each in arguments.shown if not Path(each).is_dir()]
+    if len(stores) > 1 or (stores and arguments.store is not None):
+        raise ConfigurationError(
+            f"the page shows one store, but {', '.join(filter(None, [*stores, arguments.store]))}"
+            " were given; start one `agentic-proxy view` for each"
+        )
+    for folder in folders:
+        if not (folder / "config.yaml").is_file():
+            raise ConfigurationError(f"{folder}: is not a run's folder: it has no config.yaml")
+    runs = RecordedRuns(folders)
+    if stores:
+        arguments.store = stores[0]
+    elif runs and arguments.store is None:
+        sessions = next(iter(runs.values())).sessions
+        if not sessions.is_file():
+            raise ConfigurationError(
+                f"{sessions}: the run has no sessions of its own; name the store that has them:"
+                " agentic-proxy view RUN --store URL"
+            )
+        arguments.store = f"sqlite:///{sessions.absolute()}"
+    return runs
+
+
+def build_view(
+    config: ListenConfig,
+    store: Store,
+    tokenizer: Tokenizer | None,
+    runs: RecordedRuns | None = None,
+) -> web.Application:
     """The page as an application of its own."""
     guard = web_guard(Hosts(config.host, config.allowed_hosts), pages=(PAGE,))
     app = web.Application(middlewares=[guard])
     access = Access(lambda: store.browser, AdminKeys(config).accepts, secure=False)
     api = ViewApi(
-        lambda: store.browser, access, lambda: {"engines": [], "paused": False}, lambda: tokenizer
+        lambda: store.browser,
+        access,
+        lambda: {"engines": [], "paused": False},
+        lambda: tokenizer,
+        runs,
     )
     add_routes(app, lambda: api)
 

@@ -81,6 +81,21 @@ class TurnHead:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenTurn:
+    """A turn with the text that it added to its conversation, without its tokens."""
+
+    place: int
+    """Its place in the order in which the store's turns began."""
+    session_id: str
+    index: int
+    fork_cause: ForkCause | None
+    agent_id: str | None
+    started_at: float
+    request: bytes
+    answer: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """How far a reader has followed the store. Example: Position.parse("17.16.3")"""
 
@@ -149,6 +164,11 @@ class Browser(Protocol):
 
     async def forks(self, cause: ForkCause, before: float, limit: int) -> list[TurnHead]:
         """Forks that began before the Unix time `before`, the newest first."""
+        ...
+
+    async def written(self, before: int, limit: int, max_bytes: int) -> list[WrittenTurn]:
+        """At most `limit` turns that began before a place in the store's order, the newest first:
+        as many as have `max_bytes` of text together, but at least one."""
         ...
 
     async def recent(self, after: Position | None, limit: int) -> Recent:

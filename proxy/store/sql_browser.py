@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from proxy.store.browser import (
     SessionPage,
     SessionSummary,
     TurnHead,
+    WrittenTurn,
 )
 
 _JOINED = "turns t LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
@@ -124,6 +126,38 @@ class SqlBrowser:
             " ORDER BY t.started_at DESC LIMIT ?"
         )
         return [_head(row) for row in await self._fetch(sql, cause.value, before, limit)]
+
+    async def written(self, before: int, limit: int, max_bytes: int) -> list[WrittenTurn]:
+        seq = self.SEQUENCE
+        sizes = await self._fetch(
+            f"SELECT t.{seq}, coalesce(length(t.request), 0) + coalesce(length(a.answer), 0)"
+            f" FROM {_JOINED} WHERE t.{seq} < ? ORDER BY t.{seq} DESC LIMIT ?",
+            before,
+            limit,
+        )
+        totals = accumulate(size for _, size in sizes)
+        read = [place for (place, _), total in zip(sizes, totals, strict=True) if total < max_bytes]
+        first = read[-1] if read else next(iter(sizes), [before])[0]
+        found = await self._fetch(
+            f"SELECT t.{seq}, t.session_id, t.idx, t.fork_cause, t.agent_id, t.started_at,"
+            f" t.request, a.answer FROM {_JOINED} WHERE t.{seq} >= ? AND t.{seq} < ?"
+            f" ORDER BY t.{seq} DESC",
+            first,
+            before,
+        )
+        return [
+            WrittenTurn(
+                place=row[0],
+                session_id=row[1],
+                index=row[2],
+                fork_cause=ForkCause(row[3]) if row[3] else None,
+                agent_id=row[4],
+                started_at=row[5],
+                request=bytes(row[6] or b""),
+                answer=bytes(row[7] or b""),
+            )
+            for row in found
+        ]
 
     async def recent(self, after: Position | None, limit: int) -> Recent:
         seq = self.SEQUENCE

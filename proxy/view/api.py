@@ -25,6 +25,9 @@ from proxy.view.access import Access
 from proxy.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.view.fork import fork_json
 from proxy.view.live import LiveFeed
+from proxy.view.query import choice, count, number, session_id, trial_filter, turn_index
+from proxy.view.run_folder import RecordedRun, RecordedRuns
+from proxy.view.search import READ_BYTES, TURNS, SearchTerms
 from proxy.view.session_turns import SessionTurns
 from proxy.view.summaries import head_json, summary_json
 from proxy.view.turn_tokens import TurnTokens, turn_tokens
@@ -32,6 +35,8 @@ from proxy.view.turn_tokens import TurnTokens, turn_tokens
 HEADS = 500
 """Turns of a session in one answer."""
 CONVERSATION_TURNS = 20
+LAST_PLACE = 2**62
+"""A place after all turns of a store."""
 CACHED_PATHS = 4
 """Paths whose tokens stay in memory while a reader scrolls: 1 MB each for 128k tokens."""
 
@@ -48,13 +53,16 @@ class ViewApi:
         access: Access,
         state: State,
         tokenizer: Callable[[], Tokenizer | None],
+        runs: RecordedRuns | None = None,
     ) -> None:
-        """`state`: what is shown besides the record, such as the engines."""
+        """`state`: what is shown besides the record, such as the engines. `runs`: training runs,
+        of which the first one's sessions are in the store."""
         self._browser = browser
         self._access = access
         self._tokenizer = tokenizer
-        self._show_state = state
-        self._feed = LiveFeed(browser, state)
+        self._runs = runs or RecordedRuns()
+        self._record_state = state
+        self._feed = LiveFeed(browser, self._whole_state)
         self._paths: OrderedDict[tuple[str, int], TurnTokens] = OrderedDict()
         self._handlers: dict[str, ViewHandler] = {
             "log_in": self._log_in,
@@ -69,6 +77,11 @@ class ViewApi:
             "fork": self._fork,
             "forks": self._forks,
             "tokens": self._tokens,
+            "search": self._search,
+            "run": self._run,
+            "run/metrics": self._run_metrics,
+            "run/trials": self._run_trials,
+            "run/step": self._run_step,
         }
 
     def close(self) -> None:
@@ -111,20 +124,23 @@ class ViewApi:
         return await self._feed.stream(request, lambda: self._access.allows(request))
 
     async def _state(self, request: web.Request) -> web.Response:
-        return _json(self._show_state() | {"tokenizer": self._tokenizer() is not None})
+        return _json(self._whole_state() | {"tokenizer": self._tokenizer() is not None})
+
+    def _whole_state(self) -> dict[str, Any]:
+        return self._record_state() | {"runs": self._runs.state()}
 
     async def _sessions(self, request: web.Request) -> web.Response:
         query = request.query
         before = None
         if "before" in query:
-            at, _, session_id = query["before"].partition(",")
-            before = (_number(at, "before"), session_id)
+            at, _, last_id = query["before"].partition(",")
+            before = (number(at, "before"), last_id)
         page = SessionPage(
-            status=_choice(query.get("status"), SessionStatus),
-            kind=_choice(query.get("kind"), SessionKind),
+            status=choice(query.get("status"), SessionStatus),
+            kind=choice(query.get("kind"), SessionKind),
             id_prefix=query.get("prefix", ""),
             before=before,
-            limit=_count(request, "limit", 50, most=200),
+            limit=count(request, "limit", 50, most=200),
         )
         found = await self._browser().sessions(page)
         more = len(found) == page.limit
@@ -137,15 +153,15 @@ class ViewApi:
         )
 
     async def _session(self, request: web.Request) -> web.Response:
-        session_id = _session_id(request)
-        found = await self._browser().session(session_id)
+        named = session_id(request)
+        found = await self._browser().session(named)
         if found is None:
-            raise SessionError(f"session {session_id!r} does not exist", status=404)
+            raise SessionError(f"session {named!r} does not exist", status=404)
         return _json(summary_json(found))
 
     async def _heads(self, request: web.Request) -> web.Response:
-        since = _count(request, "since", 0, most=2**31 - 1, least=0)
-        found = await self._browser().heads(_session_id(request), since, HEADS)
+        since = count(request, "since", 0, most=2**31 - 1, least=0)
+        found = await self._browser().heads(session_id(request), since, HEADS)
         more = found[-1].index + 1 if len(found) == HEADS else None
         return _json({"turns": [head_json(head) for head in found], "next": more})
 
@@ -153,40 +169,62 @@ class ViewApi:
         """The messages of up to CONVERSATION_TURNS turns."""
         given = request.query.get("turns", "").split(",")[:CONVERSATION_TURNS]
         indexes = [int(each) for each in given if each.isascii() and each.isdecimal()]
-        found = await self._browser().turns(_session_id(request), indexes)
+        found = await self._browser().turns(session_id(request), indexes)
         return _json({"turns": [turn_json(turn) for turn in found]})
 
     async def _text(self, request: web.Request) -> web.Response:
         """A piece of a long text, from the character `from` on."""
-        turn = await self._turns_of(request).read(_turn(request))
+        turn = await self._turns_of(request).read(turn_index(request))
         text = text_of(turn, request.query.get("place", ""))
         if text is None:
             raise RequestError("place: the turn has no such text", status=404)
-        start = _count(request, "from", 0, most=2**40, least=0)
+        start = count(request, "from", 0, most=2**40, least=0)
         piece = text[start : start + PIECE_CHARS]
         return _json({"text": piece, "from": start, "chars": len(text)})
 
     async def _fork(self, request: web.Request) -> web.Response:
-        return _json(await fork_json(self._turns_of(request), _turn(request), self._tokenizer()))
+        return _json(
+            await fork_json(self._turns_of(request), turn_index(request), self._tokenizer())
+        )
 
     async def _tokens(self, request: web.Request) -> web.Response:
-        start = _count(request, "start", 0, most=2**31, least=0)
-        count = _count(request, "count", 1000, most=4000)
+        start = count(request, "start", 0, most=2**31, least=0)
+        wanted = count(request, "count", 1000, most=4000)
         tokens = await self._path(request)
         tokenizer = self._tokenizer()
-        return _json(await asyncio.to_thread(tokens.page, start, count, tokenizer))
+        page = await asyncio.to_thread(tokens.page, start, wanted, tokenizer)
+        trained = await asyncio.to_thread(self._runs.trained_tokens, session_id(request))
+        if trained is not None:
+            page["trained"] = trained.page(tokens.spans, start, start + len(page["ids"]))
+        return _json(page)
 
     async def _forks(self, request: web.Request) -> web.Response:
-        cause = _choice(request.query.get("cause", ""), ForkCause)
-        before = _number(request.query.get("before", str(time.time() + 1)), "before")
-        limit = _count(request, "limit", 50, most=200)
+        cause = choice(request.query.get("cause", ""), ForkCause)
+        if cause is None:
+            raise RequestError(f"cause: give one of {', '.join(ForkCause)}")
+        before = number(request.query.get("before", str(time.time() + 1)), "before")
+        limit = count(request, "limit", 50, most=200)
         found = await self._browser().forks(cause, before, limit)
         more = found[-1].started_at if len(found) == limit else None
         return _json({"turns": [head_json(head) for head in found], "next": more})
 
+    async def _search(self, request: web.Request) -> web.Response:
+        query = request.query
+        terms = SearchTerms.of(
+            query.get("text", ""),
+            query.get("regex", ""),
+            query.get("tool", ""),
+            choice(query.get("cause"), ForkCause),
+        )
+        before = count(request, "before", LAST_PLACE, most=LAST_PLACE)
+        turns = await self._browser().written(before, TURNS, READ_BYTES)
+        hits = await asyncio.to_thread(terms.hits, turns)
+        older = turns[-1].place if turns and turns[-1].place > 1 else None
+        return _json({"hits": hits, "read": len(turns), "next": older})
+
     async def _path(self, request: web.Request) -> TurnTokens:
-        index = _turn(request)
-        key = (_session_id(request), index)
+        index = turn_index(request)
+        key = (session_id(request), index)
         if key in self._paths:
             self._paths.move_to_end(key)
             return self._paths[key]
@@ -198,8 +236,31 @@ class ViewApi:
                 self._paths.popitem(last=False)
         return tokens
 
+    async def _run(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._run_of(request).summary))
+
+    async def _run_metrics(self, request: web.Request) -> web.Response:
+        start = count(request, "from", 0, most=2**50, least=0)
+        return _json(await asyncio.to_thread(self._run_of(request).metrics, start))
+
+    async def _run_trials(self, request: web.Request) -> web.Response:
+        run, where = self._run_of(request), trial_filter(request)
+        before = count(request, "before", 0, most=2**50, least=0) or None
+        limit = count(request, "limit", 50, most=200)
+        return _json(await asyncio.to_thread(run.trials, where, before, limit))
+
+    async def _run_step(self, request: web.Request) -> web.Response:
+        step = count(request, "step", 0, most=2**31 - 1, least=0)
+        return _json(await asyncio.to_thread(self._run_of(request).step, step))
+
+    def _run_of(self, request: web.Request) -> RecordedRun:
+        name = request.query.get("run", "")
+        if name not in self._runs:
+            raise SessionError(f"there is no run {name[:80]!r}; `view RUN` shows one", status=404)
+        return self._runs[name]
+
     def _turns_of(self, request: web.Request) -> SessionTurns:
-        return SessionTurns(self._browser(), _session_id(request))
+        return SessionTurns(self._browser(), session_id(request))
 
 
 ROUTES = (
@@ -215,6 +276,11 @@ ROUTES = (
     ("GET", "/view/fork", "fork"),
     ("GET", "/view/forks", "forks"),
     ("GET", "/view/tokens", "tokens"),
+    ("GET", "/view/search", "search"),
+    ("GET", "/view/run", "run"),
+    ("GET", "/view/run/metrics", "run/metrics"),
+    ("GET", "/view/run/trials", "run/trials"),
+    ("GET", "/view/run/step", "run/step"),
 )
 PAGE = "/"
 STATIC = "/view/static/{name:[a-z0-9_./-]+}"
@@ -233,37 +299,6 @@ def add_routes(app: web.Application, api: Callable[[], ViewApi]) -> None:
         app.router.add_route(method, path, route(name), expect_handler=answer_expect)
     app.router.add_get(PAGE, pages.page, expect_handler=answer_expect)
     app.router.add_get(STATIC, pages.static, expect_handler=answer_expect)
-
-
-def _session_id(request: web.Request) -> str:
-    return request.query.get("session", "")
-
-
-def _turn(request: web.Request) -> int:
-    return _count(request, "turn", -1, most=2**31 - 1, least=0)
-
-
-def _count(request: web.Request, name: str, default: int, *, most: int, least: int = 1) -> int:
-    given = request.query.get(name, str(default))
-    if not (given.isascii() and given.isdecimal()) or not least <= int(given[:20]) <= most:
-        raise RequestError(f"{name}: {given[:40]!r} is not an integer from {least} to {most}")
-    return int(given)
-
-
-def _number(text: str, name: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise RequestError(f"{name}: {text[:40]!r} is not a number") from None
-
-
-def _choice(value: str | None, kind: Any) -> Any:
-    if not value:
-        return None
-    try:
-        return kind(value)
-    except ValueError:
-        raise RequestError(f"{value[:40]!r} is not one of {', '.join(kind)}") from None
 
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:

@@ -17,6 +17,8 @@ from typing import Any
 from proxy.admin_key import client_key
 from proxy.client import ProxyClient
 from proxy.port import usable_port
+from proxy.store import open_store
+from proxy.view.access import new_link
 from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.proxy_server import PORT_SETTING
@@ -38,6 +40,8 @@ class Services:
     engines: RunEngines
     proxy: ProxyClient
     """The proxy's control plane."""
+    page: str | None = None
+    """The link that opens the run's page once; None for a proxy that the run did not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class RunServices:
             ended = asyncio.create_task(_keep_running(engines, proxy, client, self.say))
             stack.push_async_callback(_cancel, ended)
             self.control.watch(ended)
-            yield Services(engines, client)
+            yield Services(engines, client, f"{proxy.url}/#link={await _new_link(self.folder)}")
 
     async def _start_engines(self, stack: AsyncExitStack) -> RunEngines:
         engine, wait_for = self.config.engine, self.control.wait_for
@@ -116,6 +120,7 @@ class RunServices:
             "store": f"sqlite:///{self.folder.sessions.absolute()}",
             "max_context_tokens": config.engine.max_context_tokens,
             "retention": config.retention.model_dump(),
+            "run": str(self.folder.path.absolute()),
             "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
         }
         proxy = self.cluster.proxy(settings)
@@ -123,6 +128,15 @@ class RunServices:
         stack.push_async_callback(proxy.stop)
         await self.control.wait_for(proxy.start())
         return proxy
+
+
+async def _new_link(folder: RunFolder) -> str:
+    """The secret of a link that opens the run's page once."""
+    store = await open_store(f"sqlite:///{folder.sessions.absolute()}")
+    try:
+        return await new_link(store.browser)
+    finally:
+        await store.close()
 
 
 def _admin_key(url: str) -> str:

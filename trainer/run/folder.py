@@ -10,6 +10,7 @@
     sessions.db        the recorded sessions (agentic-proxy sessions …)
     trials/            one folder per trial: the agent's log and working directory
     trials.jsonl       one line per finished trial
+    tokens/            step-000010/, …: advantages and log-probabilities of the trained tokens
     logs/              the engines' and the proxy's output
 
 Invariant: one process at a time writes to the folder (`run.lock`, which the kernel releases when
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from proxy.file_lock import is_locked
 from trainer.errors import ConfigError
 
 
@@ -45,6 +47,7 @@ class RunFolder:
         self.sessions = path / "sessions.db"
         self.trials = path / "trials"
         self.trials_log = path / "trials.jsonl"
+        self.tokens = path / "tokens"
         self.logs = path / "logs"
         self._lock: int | None = None
 
@@ -112,19 +115,7 @@ class RunFolder:
     def is_running(self) -> bool:
         """Whether a process, this one or another, holds the lock; the kernel releases it when the
         process dies."""
-        if self._lock is not None:
-            return True
-        try:
-            file = os.open(self.path / "run.lock", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
+        return self._lock is not None or is_locked(self.path / "run.lock")
 
     def unlock(self) -> None:
         if self._lock is not None:

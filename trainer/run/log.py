@@ -15,13 +15,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from agent_loop.evaluator import EvalReport
-from agent_loop.records import Rollout
+from agent_loop.records import Group, Rollout
 from proxy.logs import LogLevel
 from proxy.section import Section
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
 from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.progress import Progress
+from trainer.run.token_log import TokenColumns, TokenLog
 
 
 class LoggingConfig(Section):
@@ -43,6 +44,10 @@ class LoggingConfig(Section):
     log_level: LogLevel = "warning"
     """The least important log messages of the trainer on standard error; also `--log-level`. The
     proxy that the run starts takes its own from AGENTIC_PROXY_LOG_LEVEL."""
+    token_bytes: int = Field(2**30, ge=0)
+    """Size of `tokens/` above which the oldest steps are removed from it. The page shows from there
+    the advantage of each trained token and its probability under the trainer. 0: nothing is
+    written."""
     report_trials: int = Field(3, ge=0)
     """Number of trials that the report shows in full."""
 
@@ -50,7 +55,7 @@ class LoggingConfig(Section):
 class RunLog:
     """Example:
     log = RunLog(config.logging, folder, steps=100)
-    log.step(1, {"reward/mean": 0.4}, rollouts)
+    log.step(1, {"reward/mean": 0.4}, groups)
     """
 
     def __init__(
@@ -76,6 +81,10 @@ class RunLog:
         self._trials = folder.trials_log.open("a", buffering=1)
         self._started = time.monotonic()
         self.progress = Progress(config.progress, steps)
+        self._tokens: TokenLog | None = None
+        if config.token_bytes:
+            say = self.progress.say
+            self._tokens = TokenLog(folder.tokens, config.token_bytes, saved_step, say)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
         self._summarise(status="running", pid=os.getpid())
 
@@ -85,15 +94,30 @@ class RunLog:
         return self._wall_before_s + time.monotonic() - self._started
 
     @property
+    def keeps_tokens(self) -> bool:
+        """Whether `step` writes the tokens that it is given."""
+        return self._tokens is not None
+
+    @property
     def evaluations(self) -> dict[str, Any]:
         """The evaluations made so far, by name."""
         made: dict[str, Any] = self.summary.get("eval", {})
         return made
 
-    def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group],
+        tokens: TokenColumns | None = None,
+    ) -> None:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         metrics = {**metrics, **own_metrics(self._own, rollouts, metrics)}
+        for group in groups:
+            self._log_trials(step, "train", group.rollouts, group=group.group_id)
+        if tokens is not None and self._tokens is not None:
+            self._tokens.write(step, tokens)
         self._metrics.log(step, metrics)
-        self._log_trials(step, "train", rollouts)
         self.progress.step(step, metrics)
         self._summarise(steps=step)
 
@@ -117,7 +141,7 @@ class RunLog:
         own = own_metrics(self._own, report.rollouts, taken)
         own_scores = {f"eval/{name}": value for name, value in own.items()}
         self._metrics.log(step, scores | own_scores)
-        self._log_trials(step, "eval", report.rollouts)
+        self._log_trials(step, "eval", report.rollouts, evaluation=name)
         low, high = overall.interval
         self.progress.say(
             f"evaluation {name}: success {overall.success:.3f} (95% {low:.2f} to {high:.2f}), "
@@ -130,6 +154,8 @@ class RunLog:
         self._summarise(status=status, **values)
 
     def close(self) -> None:
+        if self._tokens is not None:
+            self._tokens.close()
         self.progress.close()
         self._metrics.close()
         self._trials.close()
@@ -138,11 +164,12 @@ class RunLog:
         self.summary |= values | {"wall_s": round(self.wall_s, 1)}
         self.folder.write_summary(self.summary)
 
-    def _log_trials(self, step: int, kind: str, rollouts: Iterable[Rollout]) -> None:
+    def _log_trials(self, step: int, kind: str, rollouts: Iterable[Rollout], **more: str) -> None:
         for rollout in rollouts:
             line = {
                 "step": step,
                 "kind": kind,
+                **more,
                 "trial_id": rollout.trial_id,
                 "task_id": rollout.task.task_id,
                 "source": rollout.task.source,

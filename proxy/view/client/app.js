@@ -1,16 +1,25 @@
 // The page: its frame, log-in, and which view is shown.
 import { follow, get, live, onLoggedOut, post, unfollow } from "./api.js";
+import { Compare } from "./compare.js";
+import { Group } from "./group.js";
 import { useLive } from "./hooks.js";
 import { Now } from "./now.js";
 import { html, render, useEffect, useState } from "./page.js";
 import { link, parse } from "./router.js";
+import { RunView } from "./run.js";
+import { Search } from "./search.js";
 import { Forks, Sessions } from "./sessions.js";
 import { Tokens } from "./tokens.js";
 import { Trial } from "./trial.js";
+import { Trials } from "./trials.js";
 
 /** @type {Record<string, (given: {place: import("./router.js").Place}) => import("./page.js").Child>} */
-const VIEWS = { now: Now, sessions: Sessions, forks: Forks, trial: Trial, tokens: Tokens };
-const MENU = [["now", "Now"], ["sessions", "Sessions"], ["forks", "Forks"]];
+const VIEWS = {
+  now: Now, run: RunView, trials: Trials, group: Group, compare: Compare,
+  search: Search, sessions: Sessions, forks: Forks, trial: Trial, tokens: Tokens,
+};
+const MENU = [["now", "Now"], ["sessions", "Sessions"], ["forks", "Forks"], ["search", "Search"]];
+const menu = () => (live.state?.runs?.length ? [["run", "Run"], ...MENU] : MENU);
 
 function App() {
   const [place, setPlace] = useState(() => parse(location.hash));
@@ -76,7 +85,7 @@ function Bar({ place, leave }) {
   useLive(1);
   return html`<header>
     <span class="brand"><img src="/view/static/icon.svg" alt="" width="20" height="20" /> agentic-proxy</span>
-    <nav aria-label="Views">${MENU.map(([view, name]) => html`<a href=${link(view ?? "")}
+    <nav aria-label="Views">${menu().map(([view, name]) => html`<a href=${link(view ?? "")}
       aria-current=${place.view === view ? "page" : null}>${name}</a>`)}</nav>
     <span class="connection" role="status">
       <span class=${live.connected ? "dot on" : "dot off"}></span>${live.connected ? "live" : "not connected"}

@@ -1,6 +1,6 @@
 // Hooks that several views use.
 import { get, live } from "./api.js";
-import { useEffect, useState } from "./page.js";
+import { useEffect, useRef, useState } from "./page.js";
 
 /**
  * The server's answer to a request, again whenever the request changes.
@@ -49,4 +49,38 @@ export function useLive(perSecond = 2) {
     };
   }, []);
   return live;
+}
+
+/** Keeps what was shown while it is read again. @template T @param {T | null} value */
+export function useLast(value) {
+  const last = useRef(value);
+  if (value !== null) last.current = value;
+  return last.current;
+}
+
+/**
+ * The rows of a list that grows page by page.
+ * @template T
+ * @param {string} path @param {string} name of the rows in the answer
+ * @param {Record<string, string | null>} query
+ */
+export function usePages(path, name, query) {
+  const key = JSON.stringify(query);
+  const [rows, setRows] = useState(/** @type {T[] | null} */ (null));
+  const [next, setNext] = useState(/** @type {string | number | null} */ (null));
+  const [error, setError] = useState(/** @type {string | null} */ (null));
+  /** @param {string | number | null} before */
+  const load = (before) =>
+    get(path, { ...query, before }).then(
+      (found) => {
+        setRows((known) => (before ? [...(known ?? []), ...found[name]] : found[name]));
+        setNext(found.next);
+      },
+      (refused) => setError(refused.message),
+    );
+  useEffect(() => {
+    setRows(null);
+    load(null);
+  }, [key]);
+  return { rows, error, more: next === null ? null : () => load(next), again: () => load(null) };
 }

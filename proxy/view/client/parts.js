@@ -18,3 +18,9 @@ export const TrialLink = ({ id, turn }) =>
 /** @param {{error: string | null, empty?: string}} given */
 export const Note = ({ error, empty }) =>
   error ? html`<p class="error" role="alert">${error}</p>` : html`<p class="waiting">${empty ?? "Loading …"}</p>`;
+
+/** @param {{name: string, values: string[], chosen: string | null | undefined}} given */
+export const Choice = ({ name, values, chosen }) => html`<label>${name}
+  <select name=${name} value=${chosen ?? ""}>
+    <option value="">any</option>${values.map((value) => html`<option value=${value}>${value}</option>`)}
+  </select></label>`;

@@ -1,40 +1,14 @@
 // All sessions, the newest first, and all forks of a cause; both page by page.
-import { get, live } from "./api.js";
+import { live } from "./api.js";
 import { ago, CAUSES, count, number, oneLine, short, visible, when, words } from "./format.js";
+import { usePages } from "./hooks.js";
 import { html, useEffect, useState } from "./page.js";
-import { Cause, Note, Status, TrialLink } from "./parts.js";
+import { Cause, Choice, Note, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
 
 /** @typedef {import("./types.d.ts").Session} Session */
 /** @typedef {import("./types.d.ts").Head} Head */
 /** @typedef {import("./router.js").Place} Place */
-
-/**
- * The rows of a list that grows page by page.
- * @template T
- * @param {string} path @param {string} name of the rows in the answer
- * @param {Record<string, string | null>} query
- */
-function usePages(path, name, query) {
-  const key = JSON.stringify(query);
-  const [rows, setRows] = useState(/** @type {T[] | null} */ (null));
-  const [next, setNext] = useState(/** @type {string | null} */ (null));
-  const [error, setError] = useState(/** @type {string | null} */ (null));
-  /** @param {string | null} before */
-  const load = (before) =>
-    get(path, { ...query, before }).then(
-      (found) => {
-        setRows((known) => (before ? [...(known ?? []), ...found[name]] : found[name]));
-        setNext(found.next);
-      },
-      (refused) => setError(refused.message),
-    );
-  useEffect(() => {
-    setRows(null);
-    load(null);
-  }, [key]);
-  return { rows, error, more: next === null ? null : () => load(next), again: () => load(null) };
-}
 
 /** @param {{place: Place}} given */
 export function Sessions({ place }) {
@@ -67,12 +41,6 @@ function choose(event) {
   const form = /** @type {HTMLFormElement} */ (/** @type {HTMLElement} */ (event.target).closest("form"));
   location.hash = link("sessions", "", Object.fromEntries([...new FormData(form)].map(([k, v]) => [k, String(v)])));
 }
-
-/** @param {{name: string, values: string[], chosen: string | null | undefined}} given */
-const Choice = ({ name, values, chosen }) => html`<label>${name}
-  <select name=${name} value=${chosen ?? ""}>
-    <option value="">any</option>${values.map((value) => html`<option value=${value}>${value}</option>`)}
-  </select></label>`;
 
 /** @param {{rows: Session[]}} given */
 const SessionTable = ({ rows }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Sessions"><table class="sessions">

@@ -7,7 +7,10 @@ import { link } from "./router.js";
 
 /** @typedef {import("./types.d.ts").TokenPage} TokenPage */
 /** @typedef {{at: number, id: number, text: string | null, logprob: number | null, turn: number,
- *   sampled: boolean, trained: boolean, version: number | null}} Token */
+ *   sampled: boolean, trained: boolean, version: number | null, advantage: number | null,
+ *   trainer: number | null, used: boolean | null}} Token
+ * `trainer`: its log-probability; `used`: whether the algorithm trained the token
+ */
 
 const PAGE = 1000;
 const ROW = 24;
@@ -27,13 +30,18 @@ export function Tokens({ place }) {
   if (error) return html`<h1>Tokens</h1><${Note} error=${error} />`;
   if (first === null || total === null) return html`<h1>Tokens</h1><${Note} error=${null} />`;
   const token = tokenAt(page, chosen);
-  const given = { total, page, need, start, chosen, choose };
+  const step = first.trained?.step;
+  const colour = place.query.get("colour") ?? "probability";
+  const given = { total, page, need, start, chosen, choose, colour, trained: step !== undefined };
   return html`<div class="top"><h1>Tokens of <a href=${link("trial", session, { turn })}><bdi>${visible(session)}</bdi> #${turn}</a></h1>
     <p><span>${count(total)} tokens</span> <span>${count(first.prompt_tokens)} in the prompt</span>
       <span>${count(first.shared_tokens)} shared with the parent</span>
+      ${step !== undefined && html`<span>trained in step ${step}</span>`}
       ${first.texts === null && html`<span class="quiet">Texts need the model: start with --model FOLDER.</span>`}
       <span class="switch" role="group" aria-label="Form">${["text", "table"].map((each) => html`<a href=${link("tokens", session, { turn, as: each, at: chosen })}
         aria-current=${mode === each ? "true" : null}>${each}</a>`)}</span>
+      ${mode === "text" && step !== undefined && html`<span class="switch" role="group" aria-label="Colour">${COLOURS.map((each) => html`<a
+        href=${link("tokens", session, { turn, colour: each, at: chosen })} aria-current=${colour === each ? "true" : null}>${each}</a>`)}</span>`}
       <a href=${link("tokens", session, { turn, as: mode, at: first.prompt_tokens })}>answer</a>
       <a href=${link("tokens", session, { turn, as: mode, at: 0 })}>beginning</a></p></div>
     <${Details} token=${token} />
@@ -74,16 +82,34 @@ function tokenAt(page, at) {
   return {
     at, id, text: found.texts?.[at - found.start] ?? null, logprob: found.logprobs[at - found.start] ?? null,
     turn: span?.[2] ?? -1, sampled: span?.[3] ?? false, trained: span?.[4] ?? false, version: span?.[5] ?? null,
+    advantage: found.trained?.advantages?.[at - found.start] ?? null,
+    trainer: found.trained?.logprobs?.[at - found.start] ?? null,
+    used: found.trained?.trained?.[at - found.start] ?? null,
   };
 }
 
-/** The class of a token's colour: how improbable it was. @param {Token} token */
-function heat(token) {
+/** What the colour of a token shows. */
+const COLOURS = ["probability", "advantage", "difference"];
+
+/** The class of a token's colour. @param {Token} token @param {string} [colour] */
+function heat(token, colour = "probability") {
   if (!token.sampled) return "given";
-  const surprise = -(token.logprob ?? 0);
-  const level = surprise < 0.05 ? 0 : surprise < 0.35 ? 1 : surprise < 1.2 ? 2 : surprise < 3 ? 3 : 4;
-  return `heat${level}${token.trained ? "" : " masked"}`;
+  return `${COLOUR[colour]?.(token) ?? ""}${token.trained && token.used !== false ? "" : " masked"}`;
 }
+
+/** @type {Record<string, (token: Token) => string>} */
+const COLOUR = {
+  probability: ({ logprob }) => `heat${level(-(logprob ?? 0), [0.05, 0.35, 1.2, 3])}`,
+  advantage: ({ advantage }) =>
+    advantage === null || advantage === 0 ? "" : `${advantage > 0 ? "up" : "down"}${level(Math.abs(advantage), [0.3, 1])}`,
+  difference: (token) => (token.trainer === null ? "" : `heat${level(Math.abs(difference(token) ?? 0), [0.001, 0.01, 0.05, 0.2])}`),
+};
+
+/** Number of bounds that a value reaches. @param {number} value @param {number[]} bounds */
+const level = (value, bounds) => bounds.filter((bound) => value >= bound).length;
+
+/** log p of the trainer minus log p of the engine. @param {Token} token */
+const difference = ({ trainer, logprob }) => (trainer === null || logprob === null ? null : trainer - logprob);
 
 /** @param {number | null} logprob */
 const percent = (logprob) => (logprob === null ? "–" : `${(100 * Math.exp(logprob)).toPrecision(3)} %`);
@@ -97,10 +123,20 @@ const Details = ({ token }) => html`<dl class="details" aria-live="polite" aria-
   <div><dt>log-probability</dt><dd>${number(token.logprob)}</dd></div>
   <div><dt>version</dt><dd>${token.version ?? "–"}</dd></div>
   <div><dt>turn</dt><dd>#${token.turn}</dd></div>
-  <div><dt>mask</dt><dd>${token.trained ? "trained" : token.sampled ? "sampled, not trained" : "prompt"}</dd></div>`}</dl>`;
+  <div><dt>mask</dt><dd>${mask(token)}</dd></div>
+  ${token.used !== null && html`<div><dt>advantage</dt><dd>${number(token.advantage)}</dd></div>
+  <div><dt>trainer’s probability</dt><dd>${percent(token.trainer)}</dd></div>
+  <div><dt>difference of log p</dt><dd>${number(difference(token))}</dd></div>`}`}</dl>`;
+
+/** @param {Token} token */
+function mask(token) {
+  if (!token.sampled) return "prompt";
+  if (token.used === false) return "left out by the algorithm";
+  return token.trained ? (token.used ? "trained" : "trainable") : "sampled, not trained";
+}
 
 /** @typedef {{total: number, page: (at: number) => TokenPage | null, need: (at: number) => void,
- *   start: number, chosen: number, choose: (at: number) => void}} Given */
+ *   start: number, chosen: number, choose: (at: number) => void, colour: string, trained: boolean}} Given */
 
 /** @param {KeyboardEvent} event @param {Given} given */
 function move(event, { chosen, choose, total, need }) {
@@ -114,7 +150,7 @@ function move(event, { chosen, choose, total, need }) {
 
 /** The text in chunks, of which those near the window are in the page. @param {Given} given */
 function Flow(given) {
-  const { total, page, need, start, chosen, choose } = given;
+  const { total, page, need, start, chosen, choose, colour } = given;
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const [near, setNear] = useState(/** @type {Set<number>} */ (new Set()));
   const chunks = Math.ceil(total / CHUNK);
@@ -152,21 +188,22 @@ function Flow(given) {
       class=${near.has(chunk) && page(chunk * CHUNK) ? "chunk" : "chunk left-out"}>${
       near.has(chunk) && page(chunk * CHUNK) && Array.from(
         { length: Math.min(CHUNK, total - chunk * CHUNK) },
-        (_, n) => piece(tokenAt(page, chunk * CHUNK + n), chosen),
+        (_, n) => piece(tokenAt(page, chunk * CHUNK + n), chosen, colour),
       )}</div>`)}</div>`;
 }
 
-/** @param {Token | null} token @param {number} chosen */
-function piece(token, chosen) {
+/** @param {Token | null} token @param {number} chosen @param {string} colour */
+function piece(token, chosen, colour) {
   if (token === null) return null;
   const text = token.text === null ? `${token.id} ` : token.text;
-  return html`<span data-at=${token.at} class=${`token ${heat(token)}${token.at === chosen ? " chosen" : ""}`}>${
+  return html`<span data-at=${token.at} class=${`token ${heat(token, colour)}${token.at === chosen ? " chosen" : ""}`}>${
     visible(text).replaceAll("\n", "↵\n")}</span>`;
 }
 
 /** One row per token, of which only those in the window exist. @param {Given} given */
 function Table(given) {
-  const { total, page, need, start, chosen, choose } = given;
+  const { total, page, need, start, trained } = given;
+  const columns = trained ? 11 : 8;
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const [top, setTop] = useState(0);
   useEffect(() => {
@@ -182,19 +219,21 @@ function Table(given) {
       onScroll=${/** @param {Event} e */ (e) => setTop(/** @type {HTMLElement} */ (e.target).scrollTop)}
       onKeyDown=${/** @param {KeyboardEvent} e */ (e) => move(e, given)}>
     <table aria-rowcount=${total + 1}><thead><tr><th class="n">token</th><th class="n">id</th><th>text</th><th>probability</th>
-      <th class="n">log p</th><th class="n">version</th><th class="n">turn</th><th>mask</th></tr></thead>
-      <tbody><tr class="gap" aria-hidden="true"><td colspan="8" style=${{ height: `${first * ROW}px` }}></td></tr>
-      ${Array.from({ length: last - first }, (_, n) => row(tokenAt(page, first + n), first + n, chosen, choose))}
-      <tr class="gap" aria-hidden="true"><td colspan="8" style=${{ height: `${(total - last) * ROW}px` }}></td></tr></tbody></table></div>`;
+      <th class="n">log p</th><th class="n">version</th><th class="n">turn</th><th>mask</th>
+      ${trained && html`<th class="n">advantage</th><th class="n">log p of the trainer</th><th class="n">difference</th>`}</tr></thead>
+      <tbody><tr class="gap" aria-hidden="true"><td colspan=${columns} style=${{ height: `${first * ROW}px` }}></td></tr>
+      ${Array.from({ length: last - first }, (_, n) => row(tokenAt(page, first + n), first + n, given))}
+      <tr class="gap" aria-hidden="true"><td colspan=${columns} style=${{ height: `${(total - last) * ROW}px` }}></td></tr></tbody></table></div>`;
 }
 
-/** @param {Token | null} token @param {number} at @param {number} chosen @param {(at: number) => void} choose */
-function row(token, at, chosen, choose) {
-  if (token === null) return html`<tr key=${at}><td class="n">${at}</td><td colspan="7">…</td></tr>`;
+/** @param {Token | null} token @param {number} at @param {Given} given */
+function row(token, at, { chosen, choose, trained }) {
+  if (token === null) return html`<tr key=${at}><td class="n">${at}</td><td colspan=${trained ? 10 : 7}>…</td></tr>`;
   const p = token.logprob === null ? null : Math.exp(token.logprob);
   return html`<tr key=${at} class=${at === chosen ? "chosen" : ""} aria-rowindex=${at + 2} onClick=${() => choose(at)}>
     <td class="n">${at}</td><td class="n">${token.id}</td><td><code class=${heat(token)}>${token.text === null ? "" : oneLine(token.text)}</code></td>
     <td>${p !== null && html`<svg class="p" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect width=${p * 100} height="8" /></svg> ${percent(token.logprob)}`}</td>
     <td class="n">${number(token.logprob)}</td><td class="n">${token.version ?? ""}</td><td class="n">${token.turn}</td>
-    <td>${token.trained ? "trained" : token.sampled ? "not trained" : "prompt"}</td></tr>`;
+    <td>${mask(token)}</td>${trained && html`<td class="n">${number(token.advantage)}</td><td class="n">${number(token.trainer)}</td>
+      <td class="n">${number(difference(token))}</td>`}</tr>`;
 }

@@ -2,7 +2,7 @@
 import { get, live } from "./api.js";
 import { ago, count, duration, number, short, visible } from "./format.js";
 import { ForkView } from "./forks.js";
-import { useGet } from "./hooks.js";
+import { useGet, useLast } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
 import { Cause, Note, Status } from "./parts.js";
@@ -31,13 +31,6 @@ export function Trial({ place }) {
       <${Tree} session=${id} heads=${heads} selected=${selected} shown=${new Set(blocks.map((b) => b.turn))} />
       <${Conversation} session=${id} heads=${heads} blocks=${blocks} selected=${selected} asked=${given >= 0} />
     </div>`}`;
-}
-
-/** Keeps what was shown while it is read again. @template T @param {T | null} value */
-function useLast(value) {
-  const last = useRef(value);
-  if (value !== null) last.current = value;
-  return last.current;
 }
 
 /**

@@ -36,13 +36,43 @@ export interface TokenPage {
   start: number; total: number; prompt_tokens: number; shared_tokens: number; ids: number[];
   texts: string[] | null; logprobs: (number | null)[];
   spans: [number, number, number, boolean, boolean, number | null][];
+  trained?: TrainedTokens;
+}
+/** The trainer's side of the same tokens; null where it did not use the token. */
+export interface TrainedTokens {
+  step: number; advantages?: (number | null)[]; logprobs?: (number | null)[];
+  trained?: (boolean | null)[];
 }
 export interface Engine {
   name: string; url: string; healthy: boolean; in_flight: number; version: number;
   model: string | null; max_context_tokens: number | null; text_only: boolean;
 }
-export interface State { engines: Engine[]; paused: boolean; }
+/** What changes when a file of a run does: its inode and its size. */
+export interface RunStamps { name: string; metrics: number[]; trials: number[]; summary: number[]; }
+export interface State { engines: Engine[]; paused: boolean; runs?: RunStamps[]; }
+export interface Evaluation {
+  name: string; step: number; success: number; reward: number | null; trials?: number; failed?: number;
+  interval?: [number, number];
+}
+export interface Run {
+  name: string; status: string | null; steps: number | null; policy_version: number | null;
+  wall_s: number | null; tokens_sampled: number | null; tokens_trained: number | null;
+  evaluations: Evaluation[]; config: Record<string, string>;
+}
+/** A line of metrics.jsonl. */
+export interface Metrics { step: number; [metric: string]: number; }
+/** A line of trials.jsonl. */
+export interface RunTrial {
+  step: number; kind: string; group: string | null; evaluation: string | null; trial_id: string;
+  task_id: string; source: string | null; agent: string | null; status: string;
+  reward: number | null; turns: number; sampled_tokens: number | null; seconds: number | null;
+  error: string | null;
+}
 export interface StoredEvent {
   session_id: string; seq: number; at: number; kind: string; [more: string]: unknown;
+}
+export interface Hit {
+  session: string; index: number; cause: string | null; agent: string | null; started_at: number;
+  matches: { role: string; before: string; match: string; after: string }[];
 }
 export interface News { begun: Head[]; answered: Head[]; events: StoredEvent[]; }

@@ -68,3 +68,29 @@ def test_keys_are_made_listed_and_revoked(
     assert main(["view-key", "revoke", "ana", *store]) == 0
     assert main(["view-key", "revoke", "ana", *store]) == 2
     assert "there is no key 'ana'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["empty"], "is not a run's folder: it has no config.yaml"),
+        (["run"], "the run has no sessions of its own"),
+        (["one.db", "two.db"], "the page shows one store, but one.db, two.db"),
+        (["one.db", "--store", "two.db"], "the page shows one store, but one.db, two.db"),
+        (["run", "other/run"], "have the same name 'run'"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_with_a_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "run", "other/run"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("run", "other/run"):
+        (tmp_path / name / "config.yaml").write_text("{}")
+    assert main(["view", *given]) == 2
+    assert said in capsys.readouterr().err

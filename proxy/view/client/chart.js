@@ -1,0 +1,104 @@
+// Lines over the steps of a run, as SVG: points, an interval, and the values at the chosen step.
+import { number } from "./format.js";
+import { html } from "./page.js";
+
+/** @typedef {[number, number]} Point */
+/**
+ * @typedef {{name: string, run: number, dash: number, points: Point[], band?: [number, number, number][]}} Line
+ * `run`: number of its colour; `dash`: number of its pattern; `band`: step, low, high
+ */
+
+const WIDTH = 420;
+const HEIGHT = 170;
+const LEFT = 46;
+const TOP = 8;
+const RIGHT = 8;
+const BOTTOM = 20;
+const MOST_POINTS = 500;
+
+/** Few points that look the same: of each stretch the lowest and the highest. @param {Point[]} points */
+export function thinned(points) {
+  if (points.length <= MOST_POINTS) return points;
+  const size = Math.ceil((points.length * 2) / MOST_POINTS);
+  /** @type {Point[]} */
+  const kept = [];
+  for (let at = 0; at < points.length; at += size) {
+    const part = points.slice(at, at + size);
+    const low = part.reduce((best, each) => (each[1] < best[1] ? each : best));
+    const high = part.reduce((best, each) => (each[1] > best[1] ? each : best));
+    kept.push(...(low === high ? [low] : low[0] < high[0] ? [low, high] : [high, low]));
+  }
+  return kept;
+}
+
+/** Round numbers from below `low` to above `high`. @param {number} low @param {number} high */
+export function ticks(low, high) {
+  // Differences that the labels cannot show are noise.
+  const span = Math.max(high - low, Math.max(Math.abs(low), Math.abs(high)) * 1e-3) || 1;
+  const rough = span / 3;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = ([1, 2, 2.5, 5].find((each) => each * power >= rough) ?? 10) * power;
+  /** @type {number[]} */
+  const found = [];
+  for (let n = Math.floor(low / step); n <= Math.ceil(high / step) + 1e-9; n += 1) {
+    found.push(Number((n * step).toPrecision(12)));
+  }
+  return found;
+}
+
+/** @param {number} value */
+function axis(value) {
+  if (Math.abs(value) >= 1e6) return `${number(value / 1e6)}M`;
+  return Math.abs(value) >= 1e4 ? `${number(value / 1e3)}k` : number(value);
+}
+
+/** The last point at or before a step. @param {Point[]} points @param {number} step */
+const valueAt = (points, step) => points.findLast(([x]) => x <= step)?.[1] ?? null;
+
+/**
+ * @param {{title: string, unit?: string, lines: Line[], cursor: number | null,
+ *   point: (step: number) => void, open: (step: number) => void}} given
+ */
+export function Chart({ title, unit, lines, cursor, point, open }) {
+  const shown = lines.filter((line) => line.points.length > 0);
+  if (shown.length === 0) return null;
+  const xs = shown.flatMap((line) => line.points.map(([x]) => x));
+  const ys = shown.flatMap((line) => [
+    ...line.points.map(([, y]) => y), ...(line.band ?? []).flatMap(([, low, high]) => [low, high]),
+  ]);
+  const [x0, x1] = [extreme(xs, Math.min), extreme(xs, Math.max)];
+  const levels = ticks(extreme(ys, Math.min), extreme(ys, Math.max));
+  const [y0, y1] = [levels[0] ?? 0, levels.at(-1) ?? 1];
+  /** @param {number} step */
+  const x = (step) => LEFT + ((step - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT);
+  /** @param {number} value */
+  const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0 || 1)) * (HEIGHT - TOP - BOTTOM);
+  const at = cursor === null ? x1 : cursor;
+  const values = shown.map((line) => `${line.name} ${number(valueAt(line.points, at))}`).join(", ");
+  /** @param {PointerEvent} event */
+  const stepOf = (event) => {
+    const box = /** @type {SVGElement} */ (event.currentTarget).getBoundingClientRect();
+    const place = ((event.clientX - box.left) / box.width) * WIDTH;
+    return Math.max(x0, Math.min(x1, Math.round(x0 + ((place - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0))));
+  };
+  return html`<figure class="chart"><figcaption>${title}${unit && html` <small>${unit}</small>`}</figcaption>
+    <svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`${title} at step ${at}: ${values}`}
+      onPointerMove=${/** @param {PointerEvent} e */ (e) => point(stepOf(e))}
+      onClick=${/** @param {PointerEvent} e */ (e) => open(stepOf(e))}>
+      ${levels.map((level) => html`<line class="level" x1=${LEFT} x2=${WIDTH - RIGHT} y1=${y(level)} y2=${y(level)} />
+        <text x=${LEFT - 6} y=${y(level) + 4} text-anchor="end">${axis(level)}</text>`)}
+      <text x=${LEFT} y=${HEIGHT - 4}>${x0}</text>
+      <text x=${WIDTH - RIGHT} y=${HEIGHT - 4} text-anchor="end">step ${x1}</text>
+      ${cursor !== null && html`<line class="cursor" x1=${x(at)} x2=${x(at)} y1=${TOP} y2=${HEIGHT - BOTTOM} />`}
+      ${shown.map((line) => html`<g class=${`line run${line.run % 6} dash${line.dash % 4}`}>
+        ${(line.band ?? []).map(([step, low, high]) => html`<line class="interval" x1=${x(step)} x2=${x(step)} y1=${y(low)} y2=${y(high)} />`)}
+        <polyline points=${thinned(line.points).map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")} />
+        ${line.points.length < 12 && line.points.map(([a, b]) => html`<circle cx=${x(a)} cy=${y(b)} r="2.6" />`)}</g>`)}
+    </svg>
+    <ul class="legend">${shown.map((line) => html`<li><svg viewBox="0 0 18 6" width="18" height="6" aria-hidden="true">
+      <g class=${`line run${line.run % 6} dash${line.dash % 4}`}><polyline points="0,3 18,3" /></g></svg>
+      ${line.name && html`<bdi>${line.name}</bdi>${" "}`}<b>${number(valueAt(line.points, at))}</b></li>`)}</ul></figure>`;
+}
+
+/** `Math.min(...values)` for any number of values. @param {number[]} values @param {(a: number, b: number) => number} of */
+const extreme = (values, of) => values.reduce((best, each) => of(best, each), values[0] ?? 0);

@@ -1,0 +1,288 @@
+// A training run: its curves as they come, over those of other runs; evaluations; groups of a step.
+import { get, live } from "./api.js";
+import { Chart } from "./chart.js";
+import { count, duration, number, oneLine, short, visible } from "./format.js";
+import { useGet, useLast, useLive } from "./hooks.js";
+import { html, useEffect, useMemo, useRef, useState } from "./page.js";
+import { Note, Status } from "./parts.js";
+import { link } from "./router.js";
+import { Reward } from "./sessions.js";
+
+/** @typedef {import("./types.d.ts").Run} Run */
+/** @typedef {import("./types.d.ts").Metrics} Metrics */
+/** @typedef {import("./types.d.ts").RunTrial} RunTrial */
+/** @typedef {import("./chart.js").Line} Line */
+
+/** Title, unit, and the metrics by their names in the legend. @type {[string, string, Record<string, string>][]} */
+const PANELS = [
+  ["Success", "share of trials", { training: "rollout/success", "held out": "eval/success" }],
+  ["Reward", "mean", { training: "reward/mean", "held out": "eval/reward" }],
+  ["Length", "sampled tokens per trial", { "": "rollout/tokens_per_trial" }],
+  ["Turns", "per trial", { "": "rollout/turns" }],
+  ["Entropy", "nats per token", { "": "actor/entropy" }],
+  ["KL", "nats per token", { reference: "kl/reference", update: "actor/policy_kl" }],
+  ["Mismatch of trainer and engine", "mean |Δ log p|", { "": "mismatch/logp_abs_mean" }],
+  ["Effective sample size", "share", { "": "mismatch/ess" }],
+  ["Clipped", "share of tokens", { "": "actor/clip_fraction" }],
+  ["Gradient norm", "", { "": "actor/grad_norm" }],
+  ["Loss", "", { policy: "actor/policy_loss", critic: "critic/loss" }],
+  ["Staleness", "updates", { mean: "staleness/mean", max: "staleness/max" }],
+  ["Throughput", "tokens per second", { all: "throughput/tokens_per_s", training: "throughput/train" }],
+  ["Time of a step", "seconds", { all: "time/step_s", sampling: "time/sample_s", training: "time/train_s", weights: "time/sync_s" }],
+  ["Memory", "GiB, peak of the trainer", { "": "memory/peak_gib" }],
+  ["Groups with a signal", "share", { "": "group/with_signal" }],
+  ["Trials that do not count", "share", { failed: "rollout/failed", truncated: "rollout/truncated" }],
+  ["Imitation", "nats per token", { training: "sft/loss", "held out": "sft/held_out_loss" }],
+];
+const NAMED = new Set(PANELS.flatMap(([, , lines]) => Object.values(lines)));
+const MOST_OTHERS = 60;
+
+/** @param {{place: import("./router.js").Place}} given */
+export function RunView({ place }) {
+  useLive(1);
+  const runs = live.state?.runs ?? [];
+  const name = place.id || (runs[0]?.name ?? "");
+  if (live.state === null) return html`<h1>Run</h1><${Note} error=${null} />`;
+  if (name === "") return html`<h1>Run</h1><p class="quiet">This page shows no run: start it with <code>agentic-proxy view RUN</code>.</p>`;
+  return html`<${OneRun} key=${name} name=${name} place=${place} />`;
+}
+
+/** @param {{name: string, place: import("./router.js").Place}} given */
+function OneRun({ name, place }) {
+  const chosen = (place.query.get("with") ?? "").split(",").filter((each) => each && each !== name);
+  const others = (live.state?.runs ?? []).map((run) => run.name).filter((each) => each !== name);
+  const names = [name, ...chosen];
+  const { data, error } = useSummary(name);
+  const run = useLast(/** @type {Run | null} */ (data));
+  const metrics = useMetrics(names);
+  const step = place.query.get("step");
+  /** @param {string} other @param {boolean} on */
+  const choose = (other, on) => {
+    const next = on ? [...chosen, other] : chosen.filter((each) => each !== other);
+    location.hash = link("run", name, { with: next.join(","), step });
+  };
+  if (run === null) return html`<h1>Run ${name}</h1><${Note} error=${error} />`;
+  return html`<div class="top"><h1><bdi>${visible(name)}</bdi></h1>
+    <p><${Status} value=${run.status ?? "no status"} /> <span>${count(run.steps ?? 0)} steps</span>
+      <span>${duration(run.wall_s)}</span> ${run.tokens_sampled != null && html`<span>${short(run.tokens_sampled)} tokens sampled</span>`}
+      <a href=${link("trials", name)}>trials</a> ${run.evaluations.length > 1 && html`<a href=${link("compare", name)}>before and after</a>`}</p></div>
+    ${others.length > 0 && html`<form class="filters" aria-label="Other runs">${others.map((other) => html`<label><input type="checkbox"
+      checked=${chosen.includes(other)} onChange=${/** @param {Event} e */ (e) => choose(other, /** @type {HTMLInputElement} */ (e.target).checked)} />
+      <bdi>${visible(other)}</bdi></label>`)}</form>`}
+    ${chosen.length > 0 && html`<${Differences} names=${names} />`}
+    <${Curves} names=${names} metrics=${metrics} run=${run} chosen=${chosen} />
+    <${Evaluations} run=${run} />
+    <${Step} run=${name} metrics=${metrics.get(name) ?? []} asked=${step === null ? null : Number(step)} chosen=${chosen} />`;
+}
+
+/** A run's summary, read again when it changes. @param {string} name */
+function useSummary(name) {
+  const stamp = live.state?.runs?.find((run) => run.name === name)?.summary ?? [];
+  return useGet("run", { run: name }, stamp.join());
+}
+
+/** The metrics of each run, read on from where they were when the file grows. @param {string[]} names */
+function useMetrics(names) {
+  /** @typedef {{file: number, next: number, steps: Metrics[], busy: boolean}} Known */
+  const known = useRef(/** @type {Map<string, Known>} */ (new Map()));
+  const [, changed] = useState(0);
+  const stamps = names.map((name) => live.state?.runs?.find((run) => run.name === name)?.metrics ?? [0, 0]);
+  useEffect(() => {
+    let stopped = false;
+    names.forEach(async (name, n) => {
+      const [file = 0, size = 0] = stamps[n] ?? [];
+      const mine = known.current.get(name) ?? { file, next: 0, steps: [], busy: false };
+      known.current.set(name, mine);
+      if (mine.file !== file) Object.assign(mine, { file, next: 0, steps: [] });
+      if (mine.busy) return;
+      mine.busy = true;
+      try {
+        while (!stopped && mine.next < size) {
+          const found = await get("run/metrics", { run: name, from: mine.next });
+          if (found.next <= mine.next) break;
+          mine.steps = [...mine.steps, ...found.steps];
+          mine.next = found.next;
+          changed((times) => times + 1);
+        }
+      } catch {
+        // The next change of the file asks again.
+      } finally {
+        mine.busy = false;
+      }
+    });
+    return () => {
+      stopped = true;
+    };
+  }, [names.join(), stamps.join()]);
+  return new Map(names.map((name) => [name, known.current.get(name)?.steps ?? []]));
+}
+
+/** @param {Metrics[]} steps @param {string} metric @returns {[number, number][]} */
+const pointsOf = (steps, metric) =>
+  steps.flatMap((line) => (typeof line[metric] === "number" ? [/** @type {[number, number]} */ ([line.step, line[metric]])] : []));
+
+/**
+ * @param {{names: string[], metrics: Map<string, Metrics[]>, run: Run, chosen: string[]}} given
+ */
+function Curves({ names, metrics, run, chosen }) {
+  const [cursor, point] = useState(/** @type {number | null} */ (null));
+  const [all, setAll] = useState(false);
+  const last = Math.max(0, ...names.map((name) => metrics.get(name)?.at(-1)?.step ?? 0));
+  /** @param {number} step */
+  const open = (step) => {
+    location.hash = link("run", run.name, { step, with: chosen.join(",") });
+    document.getElementById("step")?.scrollIntoView({ block: "nearest" });
+  };
+  /** @param {KeyboardEvent} event */
+  const key = (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10 }[event.key];
+    if (move !== undefined) point(Math.max(0, Math.min(last, (cursor ?? last) + move)));
+    else if (event.key === "Enter") open(cursor ?? last);
+    else return;
+    event.preventDefault();
+  };
+  /** @param {Record<string, string>} wanted @returns {Line[]} */
+  const lines = (wanted) => names.flatMap((name, n) => Object.entries(wanted).map(([label, metric], m) => ({
+    name: [names.length > 1 ? name : "", label].filter(Boolean).join(" "),
+    run: names.length > 1 ? n : m, dash: names.length > 1 ? m : 0,
+    points: pointsOf(metrics.get(name) ?? [], metric),
+    band: metric === "eval/success" && n === 0 ? intervals(run) : [],
+  })));
+  const others = useMemo(() => {
+    const found = new Set([...metrics.values()].flatMap((steps) => steps.slice(-20).flatMap((line) => Object.keys(line))));
+    return [...found].filter((metric) => !NAMED.has(metric) && metric !== "step" && metric !== "time").sort();
+  }, [[...metrics.values()].map((steps) => steps.length).join()]);
+  const given = { cursor, point, open };
+  if (last === 0 && [...metrics.values()].every((steps) => steps.length === 0)) return html`<p class="quiet">No step has ended yet.</p>`;
+  return html`<section aria-label="Curves"><div class="charts" tabindex="0" role="group"
+      aria-label="Curves; left and right choose a step, Enter opens its groups" onKeyDown=${key}>
+    ${PANELS.map(([title, unit, wanted]) => html`<${Chart} key=${title} title=${title} unit=${unit} lines=${lines(wanted)} ...${given} />`)}</div>
+    ${others.length > 0 && html`<details class="others" onToggle=${/** @param {Event} e */ (e) => setAll(/** @type {HTMLDetailsElement} */ (e.target).open)}>
+      <summary>${others.length} more metrics</summary>
+      ${all && html`<div class="charts">${others.slice(0, MOST_OTHERS).map((metric) => html`<${Chart} key=${metric} title=${oneLine(metric)} lines=${lines({ "": metric })} ...${given} />`)}</div>
+        ${others.length > MOST_OTHERS && html`<p class="quiet">The first ${MOST_OTHERS} are shown; all are in metrics.jsonl.</p>`}`}</details>`}</section>`;
+}
+
+/** @param {Run} run @returns {[number, number, number][]} */
+const intervals = (run) => run.evaluations.flatMap(({ step, interval }) =>
+  interval?.length === 2 ? [/** @type {[number, number, number]} */ ([step, interval[0], interval[1]])] : []);
+
+/** The keys of the configurations that are not the same in all runs. @param {{names: string[]}} given */
+function Differences({ names }) {
+  const [configs, setConfigs] = useState(/** @type {Record<string, string>[] | null} */ (null));
+  useEffect(() => {
+    let stopped = false;
+    Promise.all(names.map((name) => get("run", { run: name }))).then((runs) => {
+      if (!stopped) setConfigs(runs.map((run) => run.config));
+    }, () => {});
+    return () => {
+      stopped = true;
+    };
+  }, [names.join()]);
+  if (configs === null || configs.length !== names.length) return null;
+  const keys = [...new Set(configs.flatMap((config) => Object.keys(config)))]
+    .filter((key) => configs.some((config) => config[key] !== configs[0]?.[key])).sort();
+  return html`<section aria-labelledby="differences-title"><h2 id="differences-title">Configuration: ${keys.length} differences</h2>
+    ${keys.length > 0 && html`<div class="scroll" tabindex="0" role="group" aria-labelledby="differences-title"><table>
+      <thead><tr><th>key</th>${names.map((name, n) => html`<th><span class=${`swatch run${n % 6}`}></span> <bdi>${visible(name)}</bdi></th>`)}</tr></thead>
+      <tbody>${keys.map((key) => html`<tr key=${key}><td><code>${oneLine(key)}</code></td>
+        ${configs.map((config) => html`<td><code>${oneLine(config[key] ?? "–")}</code></td>`)}</tr>`)}</tbody></table></div>`}</section>`;
+}
+
+/** @param {{run: Run}} given */
+function Evaluations({ run }) {
+  if (run.evaluations.length === 0) return null;
+  return html`<section aria-labelledby="evaluations-title"><h2 id="evaluations-title">Evaluation on held-out tasks</h2>
+    <div class="scroll" tabindex="0" role="group" aria-labelledby="evaluations-title"><table>
+    <thead><tr><th>evaluation</th><th class="n">step</th><th class="n">success</th><th class="n">95 % interval</th><th class="n">reward</th>
+      <th class="n">trials</th><th class="n">failed</th></tr></thead>
+    <tbody>${run.evaluations.map((each) => html`<tr key=${each.name}><td>${oneLine(each.name)}</td><td class="n">${each.step}</td>
+      <td class="n">${number(each.success)}</td><td class="n">${each.interval ? `${each.interval[0].toFixed(2)} to ${each.interval[1].toFixed(2)}` : "–"}</td>
+      <td class="n">${number(each.reward)}</td><td class="n">${each.trials ?? "–"}</td><td class="n">${each.failed ?? "–"}</td></tr>`)}</tbody></table></div></section>`;
+}
+
+/**
+ * The groups of one step.
+ * @param {{run: string, metrics: Metrics[], asked: number | null, chosen: string[]}} given
+ */
+function Step({ run, metrics, asked, chosen }) {
+  const last = metrics.findLast((line) => "reward/mean" in line || "rollout/trials" in line)?.step ?? null;
+  const step = asked ?? last;
+  const { data, error } = useGet("run/step", { run, step: step ?? 0 }, step === null);
+  const found = useLast(/** @type {{step: number, trials: RunTrial[]} | null} */ (data));
+  if (step === null) return null;
+  /** @param {number} to */
+  const at = (to) => link("run", run, { step: to, with: chosen.join(",") });
+  /** @param {Event} event */
+  const go = (event) => {
+    location.hash = at(Number(/** @type {HTMLInputElement} */ (event.target).value));
+  };
+  return html`<section id="step" aria-labelledby="step-title"><h2 id="step-title">Groups of step ${step}</h2>
+    <p class="filters"><a href=${at(Math.max(0, step - 1))}>earlier</a> <label>step <input type="number" min="0" value=${step} onChange=${go} /></label>
+      <a href=${at(step + 1)}>later</a></p>
+    ${found === null || found.step !== step ? html`<${Note} error=${error} />` : html`<${Groups} run=${run} step=${step} trials=${found.trials} />`}</section>`;
+}
+
+/** @param {RunTrial[]} trials @returns {Map<string, RunTrial[]>} */
+const grouped = (trials) =>
+  Map.groupBy(trials.filter((each) => each.kind === "train"), (each) => each.group ?? each.task_id);
+
+/** @param {{run: string, step: number, trials: RunTrial[]}} given */
+function Groups({ run, step, trials }) {
+  const groups = [...grouped(trials)];
+  if (groups.length === 0) return html`<p class="quiet">No group was trained in this step.</p>`;
+  const rewards = trials.flatMap((trial) => (trial.reward === null ? [] : [trial.reward]));
+  const [low, high] = [Math.min(0, ...rewards), Math.max(1e-9, ...rewards)];
+  return html`<div class="scroll" tabindex="0" role="group" aria-labelledby="step-title"><table class="groups">
+    <thead><tr><th>task</th><th>rewards</th><th class="n">mean</th><th class="n">spread</th><th class="n">trials</th><th class="n">turns</th>
+      <th class="n">tokens</th><th class="n">seconds</th><th>ended</th></tr></thead>
+    <tbody>${groups.map(([group, members]) => html`<tr key=${group}>
+      <td><a class="id" href=${link("group", run, { step, group })}><bdi>${oneLine(members[0]?.task_id ?? group)}</bdi></a></td>
+      <td><${Spread} trials=${members} low=${low} high=${high} /></td>
+      <td class="n"><${Reward} value=${mean(members, "reward")} /></td><td class="n">${number(deviation(members))}</td>
+      <td class="n">${members.length}</td><td class="n">${number(mean(members, "turns"))}</td>
+      <td class="n">${range(members, "sampled_tokens")}</td><td class="n">${range(members, "seconds")}</td>
+      <td>${Object.entries(Object.groupBy(members, (each) => each.status)).map(([status, all]) => html`<${Status} value=${status} />${(all?.length ?? 0) > 1 ? `×${all?.length} ` : " "}`)}</td>
+    </tr>`)}</tbody></table></div>`;
+}
+
+/** One dot per trial over the range of the step. @param {{trials: RunTrial[], low: number, high: number}} given */
+function Spread({ trials, low, high }) {
+  const label = `rewards ${trials.map((trial) => number(trial.reward)).join(", ")}`;
+  /** @type {Map<number, number>} */
+  const seen = new Map();
+  return html`<svg class="spread" viewBox="0 0 110 24" width="110" height="24" role="img" aria-label=${label}>
+    <line x1="4" x2="106" y1="20" y2="20" />${trials.map((trial) => {
+    if (trial.reward === null) return null;
+    const x = 4 + Math.round((102 * (trial.reward - low)) / (high - low || 1));
+    const above = seen.get(x) ?? 0;
+    seen.set(x, above + 1);
+    return html`<circle cx=${x} cy=${17 - Math.min(above, 4) * 3.6} r="2.4" />`;
+  })}</svg>`;
+}
+
+/** @param {RunTrial[]} trials @param {"reward" | "turns" | "sampled_tokens" | "seconds"} field */
+function values(trials, field) {
+  return trials.flatMap((trial) => (trial[field] === null ? [] : [/** @type {number} */ (trial[field])]));
+}
+
+/** @param {RunTrial[]} trials @param {"reward" | "turns"} field */
+export function mean(trials, field) {
+  const known = values(trials, field);
+  return known.length ? known.reduce((sum, each) => sum + each, 0) / known.length : null;
+}
+
+/** @param {RunTrial[]} trials */
+function deviation(trials) {
+  const middle = mean(trials, "reward");
+  const known = values(trials, "reward");
+  return middle === null ? null : Math.sqrt(known.reduce((sum, each) => sum + (each - middle) ** 2, 0) / known.length);
+}
+
+/** @param {RunTrial[]} trials @param {"sampled_tokens" | "seconds"} field */
+function range(trials, field) {
+  const known = values(trials, field);
+  if (known.length === 0) return "–";
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  return low === high ? number(low) : `${number(low)} to ${number(high)}`;
+}

@@ -1,0 +1,177 @@
+"""A training run as its folder shows it; the files are described in docs/view.md.
+
+Invariant: only reads, and only what a request asks for. A file that is missing is empty; the folder
+may be that of a run that is still going on, or of another trainer that writes the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from proxy.errors import ConfigurationError
+from proxy.file_lock import is_locked
+from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
+from proxy.view.run_tokens import RunTokens, TrialTokens
+from proxy.view.trial_filter import TrialFilter
+
+STEP_TRIALS = 5_000
+"""Trials of one step in one answer."""
+MAX_CHARS = 500
+"""Characters of a value of the configuration or of a trial that are sent."""
+_TRIAL_FIELDS = (
+    *("step", "kind", "group", "evaluation", "trial_id", "task_id", "source", "agent", "status"),
+    *("reward", "turns", "sampled_tokens", "seconds", "error"),
+)
+_SECRET = re.compile(r"(?i)(^|[._-])(env|.*(key|secret|token|password))([._-]|$)")
+"""Keys of a configuration whose values are not shown."""
+_PLAIN = re.compile(r"(?i)tokens?_|_tokens?$|tokens$|renderer|key_file")
+
+
+class RecordedRun:
+    """Example: RecordedRun(Path("runs/quickstart")).step(12)"""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.resolve().name
+        self.tokens = RunTokens(path / "tokens")
+
+    @property
+    def sessions(self) -> Path:
+        """The store of its sessions."""
+        return self.path / "sessions.db"
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the model that it trains."""
+        path = _yaml(self.path / "config.yaml").get("model", {}).get("path")
+        return Path(path) if isinstance(path, str) and Path(path).is_dir() else None
+
+    def stamps(self) -> dict[str, Any]:
+        """What changes when a file does: a reader of the page then asks for what is new."""
+        files = {"metrics": "metrics.jsonl", "trials": "trials.jsonl", "summary": "summary.json"}
+        stamps = {name: _stamp(self.path / file) for name, file in files.items()}
+        return {"name": self.name, **stamps}
+
+    def summary(self) -> dict[str, Any]:
+        """The run at a glance: its status, its evaluations, and its configuration."""
+        summary = _json(self.path / "summary.json")
+        if summary.get("status") == "running" and not is_locked(self.path / "run.lock"):
+            summary["status"] = "killed"
+        names = ("status", "steps", "policy_version", "wall_s", "tokens_sampled", "tokens_trained")
+        return {
+            "name": self.name,
+            **{name: summary.get(name) for name in names},
+            "evaluations": [
+                {"name": name, **{key: value for key, value in result.items() if _is_small(value)}}
+                for name, result in summary.get("eval", {}).items()
+            ],
+            "config": dict(flat_config(_yaml(self.path / "config.yaml"))),
+        }
+
+    def metrics(self, start: int) -> dict[str, Any]:
+        """The metrics after a byte of the file, and the byte to go on from."""
+        lines, end = lines_after(self.path / "metrics.jsonl", start)
+        return {"steps": lines, "next": end, "file": _stamp(self.path / "metrics.jsonl")[0]}
+
+    def trials(self, where: TrialFilter, before: int | None, limit: int) -> dict[str, Any]:
+        """The latest trials that match, and the byte of the file to go on from."""
+        found, end = lines_before(self.path / "trials.jsonl", before, where.matches, limit)
+        return {"trials": [_trial(line) for line in found], "next": end}
+
+    def step(self, step: int) -> dict[str, Any]:
+        """The trials of a step: those that it trained, and those of evaluations after it."""
+        found = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS)
+        return {"step": step, "trials": [_trial(line) for line in found]}
+
+
+class RecordedRuns(Mapping[str, RecordedRun]):
+    """The runs that the page shows, by name; the first one's sessions are in the store."""
+
+    def __init__(self, paths: Sequence[Path] = ()) -> None:
+        """Raises ConfigurationError for two folders of one name."""
+        self._runs: dict[str, RecordedRun] = {}
+        for path in paths:
+            run = RecordedRun(path)
+            if run.name in self._runs:
+                raise ConfigurationError(
+                    f"{path} and {self._runs[run.name].path} have the same name {run.name!r};"
+                    " rename one of the folders, or show one of them"
+                )
+            self._runs[run.name] = run
+
+    def __getitem__(self, name: str) -> RecordedRun:
+        return self._runs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def trained_tokens(self, session_id: str) -> TrialTokens | None:
+        """What the trainer of the first run knows of a session's tokens, if it trained any."""
+        first = next(iter(self.values()), None)
+        return None if first is None else first.tokens.of(session_id)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [run.stamps() for run in self.values()]
+
+
+def flat_config(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """`(key, value)` of a configuration, with dots between levels; values of secrets are hidden."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and not _is_secret(str(name)):
+            yield from flat_config(value, f"{key}.")
+        else:
+            shown = json.dumps(value, default=str, ensure_ascii=False)[:MAX_CHARS]
+            yield key, "hidden" if value and _is_secret(str(name)) else shown
+
+
+def _is_secret(name: str) -> bool:
+    return bool(_SECRET.search(name)) and not _PLAIN.search(name)
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, list) and len(value) <= 2)
+
+
+def _trial(line: Line) -> dict[str, Any]:
+    return {
+        name: value[:MAX_CHARS] if isinstance(value := line.get(name), str) else value
+        for name in _TRIAL_FIELDS
+    }
+
+
+def _stamp(path: Path) -> list[int]:
+    """Changes when the file is replaced (first number) or grows."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return [0, 0]
+    return [found.st_ino, found.st_size]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return _object(path, json.loads)
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    return _object(path, yaml.safe_load)
+
+
+def _object(path: Path, load: Callable[[str], Any]) -> dict[str, Any]:
+    """The file's object; `{}` if there is no such file, or none in it."""
+    if not path.is_file():
+        return {}
+    try:
+        found = load(path.read_text())
+    except (ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,113 @@
+"""What the trainer knows of the tokens of a run: advantages, its own probabilities, the mask.
+
+The files are described in docs/view.md. They are mapped into memory, so that a request reads the
+rows of one trial.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from proxy.view.turn_tokens import TokenSpan
+
+COLUMNS = ("advantages", "logprobs", "trained")
+
+
+@dataclass(frozen=True, slots=True)
+class TrialTokens:
+    """The trained tokens of one trial, `[N]`, in the order of turns and positions."""
+
+    step: int
+    keys: npt.NDArray[np.int64]
+    """Turn and position of each token as one number."""
+    columns: dict[str, npt.NDArray[Any]]
+
+    def page(self, spans: Sequence[TokenSpan], start: int, end: int) -> dict[str, Any]:
+        """The columns for the tokens `[start, end)` of a path, None where the trainer did not use
+        the token."""
+        turns = np.full(end - start, -1, np.int64)
+        for span in spans:
+            if span.sampled:
+                turns[max(0, span.start - start) : max(0, span.end - start)] = span.turn
+        wanted = _key(turns, np.arange(start, end))
+        places = np.searchsorted(self.keys, wanted)
+        places[places == len(self.keys)] = 0
+        known = (turns >= 0) & (self.keys[places] == wanted) if len(self.keys) else turns < -1
+        page: dict[str, Any] = {"step": self.step}
+        for name, column in self.columns.items():
+            values = column[places].tolist()
+            page[name] = [
+                _plain(value) if has else None for value, has in zip(values, known, strict=True)
+            ]
+        return page
+
+
+class RunTokens:
+    """The folder `tokens/` of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: set[tuple[Path, int]] = set()
+        """The folders of steps that were read, with their inodes: a continued run replaces some."""
+        self._places: dict[str, tuple[Path, int, int]] = {}
+        """Trial → the folder of the step that trained it last, and its rows."""
+
+    def of(self, trial_id: str) -> TrialTokens | None:
+        """None if no step that is kept trained this trial."""
+        try:
+            self._read_new()
+            if trial_id not in self._places:
+                return None
+            folder, start, end = self._places[trial_id]
+            turns, positions = (_rows(folder, name, start, end) for name in ("turns", "positions"))
+            columns = {
+                name: _rows(folder, name, start, end)
+                for name in COLUMNS
+                if (folder / f"{name}.npy").is_file()
+            }
+        except FileNotFoundError:  # removed since, to make room for newer steps
+            return None
+        step = int(folder.name.removeprefix("step-"))
+        return TrialTokens(step, _key(turns, positions), columns)
+
+    def _read_new(self) -> None:
+        if not self._folder.is_dir():
+            return
+        there = {
+            (path, path.stat().st_ino)
+            for path in self._folder.glob("step-*")
+            if (path / "trials.json").is_file()
+        }
+        if gone := {path for path, _ in self._read - there}:
+            self._places = {
+                trial: place for trial, place in self._places.items() if place[0] not in gone
+            }
+        for path, _ in sorted(there - self._read):
+            index = json.loads((path / "trials.json").read_text())
+            for trial, start, end in zip(
+                index["trials"], index["starts"], index["starts"][1:], strict=False
+            ):
+                self._places[trial] = (path, start, end)
+        self._read = there
+
+
+def _rows(folder: Path, name: str, start: int, end: int) -> npt.NDArray[Any]:
+    whole = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+    return np.array(whole[start:end])
+
+
+def _key(turns: npt.NDArray[Any], positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    return turns.astype(np.int64) * 2**32 + positions.astype(np.int64)
+
+
+def _plain(value: float | bool) -> float | bool | None:
+    if isinstance(value, bool):
+        return value
+    return round(value, 6) if np.isfinite(value) else None

@@ -1,0 +1,93 @@
+"""Takes a picture of each view of a run: python -m tests.trainer.view.screenshots RUN FOLDER
+
+The pictures of docs/view.md: `make screenshots`. RUN is the folder of a run of the quickstart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from urllib.parse import quote
+
+from aiohttp import web
+
+from proxy.commands.view import build_view
+from proxy.config import ListenConfig
+from proxy.http_request import app_runner
+from proxy.rendering.tokenizer import load_tokenizer
+from proxy.store import open_store
+from proxy.view.access import new_link
+from proxy.view.run_folder import RecordedRun, RecordedRuns
+from tests.proxy.view.chromium import Tab, chromium
+from tests.proxy.view.screenshots import show
+
+ALIGNED = "document.querySelector('.aligned .cell')"
+COLOURED = "document.querySelector('.flow .up0, .flow .up1, .flow .down0, .flow .down1')"
+PHONE, DARK = ("run", "group"), ("run", "advantages")
+
+
+def views(run: str, step: int, group: str, trial: str) -> dict[str, tuple[str, str]]:
+    """Each view's place, and what is on the page once it is complete."""
+    tokens = f"/tokens/{quote(trial, safe='')}?turn=1"
+    return {
+        "run": (f"/run/{run}?step={step}", "document.querySelector('.groups tbody tr')"),
+        "group": (f"/group/{run}?step={step}&group={quote(group)}", ALIGNED),
+        "trials": (f"/trials/{run}?kind=train", "document.querySelector('.run-trials tbody tr')"),
+        "compare": (f"/compare/{run}", ALIGNED),
+        "advantages": (f"{tokens}&colour=advantage", COLOURED),
+        "trained": (f"{tokens}&as=table", "document.querySelector('.token-table .p')"),
+    }
+
+
+async def main(path: Path, folder: Path) -> None:
+    runs = RecordedRuns([path])
+    (run,) = runs.values()
+    assert run.model is not None
+    store = await open_store(f"sqlite:///{run.sessions}", create=False)
+    runner = app_runner(build_view(ListenConfig(), store, load_tokenizer(run.model), runs))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/#link={await new_link(store.browser)}"
+    shown = views(run.name, *_worth_seeing(run))
+    with tempfile.TemporaryDirectory() as profile:
+        async with chromium(Path(profile)) as browser:
+            tab = await browser.tab()
+            await tab.open(url)
+            await tab.until("document.querySelector('header .dot.on')")
+            await _take_all(tab, shown, folder)
+    await runner.cleanup()
+    await store.close()
+
+
+def _worth_seeing(run: RecordedRun) -> tuple[int, str, str]:
+    """A step, one of its groups whose rewards differ, and a trial of it with a reward."""
+    for step in range(1, 1000):
+        trials = [each for each in run.step(step)["trials"] if each["kind"] == "train"]
+        for trial in trials:
+            rewards = [each["reward"] for each in trials if each["group"] == trial["group"]]
+            if trial["reward"] and len(set(rewards)) > 1:
+                return step, trial["group"], trial["trial_id"]
+    sys.exit(f"{run.path}: no group of this run has different rewards")
+
+
+async def _take_all(tab: Tab, shown: dict[str, tuple[str, str]], folder: Path) -> None:
+    for name, view in shown.items():
+        await show(tab, *view)
+        await tab.picture(folder / f"{name}.png")
+    await tab.colours("dark")
+    for name in DARK:
+        await show(tab, *shown[name])
+        await tab.picture(folder / f"{name}-dark.png")
+    await tab.colours("light")
+    await tab.size(390, 844, phone=True)
+    for name in PHONE:
+        await show(tab, *shown[name])
+        await tab.picture(folder / f"{name}-phone.png")
+    if tab.complaints:
+        sys.exit("\n".join(tab.complaints))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,153 @@
+"""What the page's server sends of a run that the trainer wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.view.test_api import Reader
+from tests.trainer.view.recorded_run import DIFFERENCE, begin, training, whole
+from trainer.run.folder import read_jsonl
+
+
+async def test_tokens_have_the_advantages_and_probabilities_of_the_trainer(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    await run.step()
+    run.log.close()
+    batch = run.batch
+    assert batch is not None
+    assert batch.advantages is not None
+    reader = Reader(proxy.http, proxy.url)
+    seen = 0
+    for index, trial in enumerate(batch.trial_ids):
+        page = await reader.get("tokens", session=trial, turn=1, start=0, count=4000)
+        trained = page["trained"]
+        assert trained["step"] == 1
+        own = (batch.rollout == index).numpy()
+        order = np.argsort(batch.position[own].numpy())
+        positions = batch.position[own].numpy()[order]
+        shown = [at for at, each in enumerate(trained["advantages"]) if each is not None]
+        assert shown == positions.tolist()
+        expected = batch.advantages[own].numpy()[order]
+        assert [trained["advantages"][at] for at in shown] == pytest.approx(expected, abs=1e-5)
+        difference = [trained["logprobs"][at] - page["logprobs"][at] for at in shown]
+        assert difference == pytest.approx([DIFFERENCE] * len(shown), abs=1e-4)
+        assert {trained["trained"][at] for at in shown} == {index > 0}
+        seen += len(shown)
+    assert seen == batch.num_tokens
+
+
+async def test_tokens_of_a_session_that_was_not_trained_have_no_such_columns(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    await run.evaluate("before")
+    page = await Reader(proxy.http, proxy.url).get("tokens", session="lamps-1", turn=0)
+    assert "trained" not in page
+    run.log.close()
+
+
+async def test_no_tokens_are_kept_if_they_may_have_no_bytes(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = begin(tmp_path / "run", checkpoint)
+    proxy, run = await training(start_proxy, folder, token_bytes=0)
+    await run.step()
+    run.log.close()
+    assert not run.log.keeps_tokens
+    assert not folder.tokens.exists()
+    page = await Reader(proxy.http, proxy.url).get("tokens", session="lamps-1", turn=0)
+    assert "trained" not in page
+
+
+async def test_metrics_are_read_on_from_where_the_reader_was(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    reader = Reader(proxy.http, proxy.url)
+    await run.step()
+    first = await reader.get("run/metrics", run="run")
+    await run.step()
+    second = await reader.get("run/metrics", run="run", **{"from": first["next"]})
+    assert [line["step"] for line in first["steps"]] == [1]
+    assert [line["step"] for line in second["steps"]] == [2]
+    assert second["steps"] == list(read_jsonl(run.folder.metrics))[1:]
+    state = await reader.get("state")
+    assert state["runs"][0]["metrics"] == [second["file"], second["next"]]
+    run.log.close()
+
+
+@pytest.fixture
+async def recorded(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> tuple[RunningProxy, Reader]:
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    await whole(run)
+    return proxy, Reader(proxy.http, proxy.url)
+
+
+async def test_trials_are_filtered_and_read_page_by_page(
+    recorded: tuple[RunningProxy, Reader], tmp_path: Path
+) -> None:
+    _, reader = recorded
+    pages = []
+    before = None
+    while True:
+        query = {"run": "run", "limit": 7} | ({"before": before} if before else {})
+        page = await reader.get("run/trials", **query)
+        pages.append([trial["trial_id"] for trial in page["trials"]])
+        before = page["next"]
+        if before is None:
+            break
+    names = [name for page in pages for name in page]
+    assert len(names) == len(set(names)) == 2 * 2 + 3 * 2 * 4
+    assert names[0] == "lamps-22"
+    rewards = [trial["reward"] for trial in read_jsonl(tmp_path / "run/trials.jsonl")]
+    assert 0 < rewards.count(0.0) < rewards.count(1.0)
+    for query, count in (
+        ({"kind": "eval"}, 4),
+        ({"status": "failed"}, 6),
+        ({"errors": "yes"}, 6),
+        ({"text": "LONGER THAN"}, 6),
+        ({"min_reward": "1"}, rewards.count(1.0)),
+        ({"max_reward": "0"}, rewards.count(0.0)),
+        ({"task": "chairs", "kind": "train"}, 12),
+        ({"source": "other"}, 0),
+        ({"min_tokens": "100000"}, 0),
+    ):
+        found = await reader.get("run/trials", run="run", limit=200, **query)
+        assert len(found["trials"]) == count, query
+
+
+async def test_step_has_its_groups_and_the_evaluations_after_it(
+    recorded: tuple[RunningProxy, Reader],
+) -> None:
+    _, reader = recorded
+    trials = (await reader.get("run/step", run="run", step=3))["trials"]
+    assert [trial["group"] for trial in trials[:8]] == ["g2-0"] * 4 + ["g2-1"] * 4
+    assert [trial["evaluation"] for trial in trials[8:]] == ["after"] * 2
+    assert (await reader.get("run/step", run="run", step=9))["trials"] == []
+
+
+async def test_summary_has_status_evaluations_and_configuration(
+    recorded: tuple[RunningProxy, Reader],
+) -> None:
+    _, reader = recorded
+    found = await reader.get("run", run="run")
+    assert found["status"] == "done"
+    assert found["config"]["optimizer.lr"] == "0.0001"
+    before, after = found["evaluations"]
+    assert (before["name"], before["step"], after["name"], after["step"]) == (
+        "before",
+        0,
+        "after",
+        3,
+    )
+    low, high = after["interval"]
+    assert low <= after["success"] <= high
+    assert (await reader.ask("run", run="other"))[0] == 404

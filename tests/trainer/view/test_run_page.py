@@ -1,0 +1,136 @@
+"""The views of a run in a real Chromium, on a run that the trainer's code wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from proxy.commands.view import build_view
+from proxy.config import ListenConfig
+from proxy.http_request import app_runner
+from proxy.store import open_store
+from proxy.view.access import new_link
+from proxy.view.run_folder import RecordedRuns
+from tests.needs import needs, skip_or_fail
+from tests.proxy.conftest import StartProxy
+from tests.proxy.view.chromium import MISSING, Tab
+from tests.proxy.view.conftest import enter
+from tests.proxy.view.recording import HOSTILE
+from tests.proxy.view.screenshots import show
+from tests.proxy.view.test_page import AXE, NO_OVERFLOW, violations
+from tests.trainer.view.recorded_run import begin, training, whole
+from tests.trainer.view.screenshots import views
+
+pytestmark = [needs(MISSING), pytest.mark.programs]
+
+
+async def test_every_view_of_a_run_is_accessible_and_fits_a_phone(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path, tab: Tab
+) -> None:
+    if not AXE.is_file():
+        skip_or_fail("axe-core is not installed: make tools")
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    await whole(run)
+    shown = views("run", 1, "g0-0", "lamps-4")
+    await enter(tab, proxy)
+    await tab.call("Page.setBypassCSP", enabled=True)  # for axe, which the page would not run
+    await tab.call("Page.reload")
+    await tab.until("document.querySelector('header .dot.on')")
+    await tab.evaluate(AXE.read_text() + "; undefined")
+    found = {}
+    for scheme in ("light", "dark"):
+        await tab.colours(scheme)
+        for name, (place, ready) in shown.items():
+            await show(tab, place, ready)
+            found[f"{name}, {scheme}"] = await violations(tab)
+    assert not any(found.values()), {name: wrong for name, wrong in found.items() if wrong}
+    await tab.size(390, 844, phone=True)
+    for name, (place, ready) in shown.items():
+        await show(tab, place, ready)
+        assert await tab.evaluate(NO_OVERFLOW), f"{name} is wider than a phone"
+    assert tab.complaints == []
+
+
+async def test_curves_grow_while_the_run_trains_and_keys_open_the_groups_of_a_step(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path, tab: Tab
+) -> None:
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    await enter(tab, proxy, "/run")
+    await tab.until("document.body.innerText.includes('No step has ended yet')")
+    await run.step()
+    await tab.until("document.querySelectorAll('.groups tbody tr').length === 2")
+    assert "Groups of step 1" in await tab.text("#step")
+    await run.step()
+    await tab.until("document.querySelector('#step-title').textContent.includes('step 2')")
+    await tab.evaluate("document.querySelector('.charts').focus()")
+    await tab.press("ArrowLeft", 37)
+    await tab.until("document.querySelector('.chart svg').ariaLabel.includes('at step 1')")
+    await tab.press("Enter", 13)
+    await tab.until("location.hash === '#/run/run?step=1'")
+    await tab.until("document.querySelector('#step-title').textContent.includes('step 1')")
+    await tab.until("document.querySelector('.groups tbody a').href.includes('step=1')")
+    await tab.click(".groups tbody a")
+    await tab.until("document.querySelectorAll('.aligned thead th').length === 4")
+    await tab.until("document.querySelector('.parting q')")
+    assert "Let me multiply" in await tab.evaluate("document.querySelector('.shared').textContent")
+    run.log.close()
+    assert tab.complaints == []
+
+
+async def test_runs_are_drawn_over_each_other_with_what_differs_in_their_configurations(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path, tab: Tab
+) -> None:
+    _, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    await run.step()
+    run.log.close()
+    secret = {"api_key": "k-1"}
+    other = begin(tmp_path / "other", checkpoint, optimizer={"lr": 1e-3}, judge=secret)
+    other.metrics.write_bytes(run.folder.metrics.read_bytes())
+    store = await open_store(f"sqlite:///{run.folder.sessions}", create=False)
+    runs = RecordedRuns([run.folder.path, other.path])
+    runner = app_runner(build_view(ListenConfig(), store, None, runs))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    link = await new_link(store.browser)
+    await tab.open(f"http://127.0.0.1:{runner.addresses[0][1]}/#link={link}")
+    await tab.until("document.querySelector('header .dot.on')")
+    await show(tab, "/run/run?with=other", "document.querySelector('#differences-title')")
+    differences = await tab.text("section[aria-labelledby=differences-title]")
+    assert "2 differences" in differences
+    assert "0.001" in differences
+    assert "hidden" in differences
+    assert "k-1" not in await tab.evaluate("document.body.textContent")
+    await tab.until("document.querySelectorAll('.chart .legend li').length > 3")
+    assert "other" in await tab.text(".legend")
+    assert tab.complaints == []
+    await runner.cleanup()
+    await store.close()
+
+
+async def test_hostile_content_of_a_run_is_shown_as_text(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path, tab: Tab
+) -> None:
+    settings = {"data": {HOSTILE: HOSTILE, "long": "x" * 100_000}}
+    folder = begin(tmp_path / "run", checkpoint, **settings)
+    proxy, run = await training(start_proxy, folder, HOSTILE, "x" * 10_000)
+    run.agent.question = HOSTILE.replace("\x00", "") + "<b>" * 1_000
+    run.error = HOSTILE + "y" * 1_000_000
+    await run.evaluate("before")
+    await run.step(**{f"own/{HOSTILE}": 1.0})
+    await run.evaluate(HOSTILE[:60])
+    run.log.close()
+    await enter(tab, proxy)
+    await show(tab, "/run/run", "document.querySelectorAll('.groups tbody tr').length === 2")
+    await tab.click(".others summary")
+    await tab.until("document.querySelector('.others .chart')")
+    assert "<script>" in await tab.text(".groups")
+    await tab.evaluate("document.querySelector('.groups tbody a').click()")
+    await tab.until("document.querySelector('.aligned .cell')")
+    await show(tab, "/trials/run?errors=yes", "document.querySelector('.run-trials td.words bdi')")
+    await show(tab, "/compare/run", "document.querySelector('.aligned thead th')")
+    assert await tab.evaluate(NO_OVERFLOW)
+    assert await tab.evaluate("window.hacked") is None
+    assert await tab.evaluate("document.querySelectorAll('main script, main img').length") == 0
+    assert tab.complaints == []
