@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from agent_loop.records import RolloutStatus
 from proxy.engines.scripted import ScriptedEngine
 from proxy.records import TurnStatus
@@ -16,30 +14,20 @@ from tests.proxy.conftest import StartProxy
 from tests.proxy.serving.test_paused_calls import CACHE_TOKENS, filled
 
 __all__ = ["pytestmark"]
-RENEWED_EVERY_S = 200
-"""The call that fills the cache is replaced by another one before its client's time-out."""
 
 
-@pytest.mark.parametrize(
-    "renewals", [0, pytest.param(600 // RENEWED_EVERY_S, marks=pytest.mark.long)]
-)
 async def test_claude_code_goes_on_after_its_first_call_was_paused(
-    renewals: int, start_proxy: StartProxy, tmp_path: Path
+    start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     """Keep-alives come during the pause; afterwards every token is as the engine sampled it."""
     async with ScriptedEngine(lambda _: [], cache_tokens=CACHE_TOKENS) as engine:
         full = await filled(start_proxy, engine, max_wait_s=3600, limits={"keep_alive_s": 1})
         full.proxy.answers(play)
         paused = asyncio.create_task(
-            trial(full.proxy, example("claude_code"), tmp_path, timeout_s=7200)
+            trial(full.proxy, example("claude_code"), tmp_path, timeout_s=1200)
         )
         await full.until_paused()
         assert len(engine.calls) == 1
-        for _ in range(renewals):
-            await asyncio.sleep(RENEWED_EVERY_S)
-            await full.renew()
-        sampled_by_others = 1 + renewals
-        assert len(engine.calls) == sampled_by_others
         await full.free()
         rollout = await paused
     log = (Path(rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
@@ -47,6 +35,4 @@ async def test_claude_code_goes_on_after_its_first_call_was_paused(
     assert rollout.reward == 1.0, log
     _, turns = await full.proxy.control.get_turns(rollout.trial_id)
     assert all(turn.status is TurnStatus.DONE for turn in turns), [turn.status for turn in turns]
-    assert rollout.sampled_tokens == sum(
-        len(call.answer_ids) for call in engine.calls[sampled_by_others:]
-    )
+    assert rollout.sampled_tokens == sum(len(call.answer_ids) for call in engine.calls[1:])

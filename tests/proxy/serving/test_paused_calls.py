@@ -38,17 +38,6 @@ class Full:
         await self.proxy.control.complete(self.holder.trial_id)
         await self.held
 
-    async def renew(self) -> None:
-        """Another call of the holder takes over, before a time-out ends the first one."""
-        engine = self.proxy.engine
-        engine.called.clear()
-        engine.faults = [Fault("stall")]
-        held = asyncio.create_task(self.proxy.post(self.holder, CHAT, chat("I still hold it.")))
-        await engine.called.wait()
-        self.held.cancel()
-        await asyncio.wait([self.held])
-        self.held = held
-
     async def until_paused(self) -> None:
         """Returns when a call waits for room."""
         for _ in range(POLLS):
