@@ -22,7 +22,7 @@ from proxy.records import ServedPolicy, VersionSpan
 from proxy.routing import Router
 from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.adapter import adapter_config
+from trainer.policy.adapter import adapter_arguments, adapter_config
 from trainer.policy.model import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.proof import randomize
@@ -51,7 +51,7 @@ def save_small(kind: str, folder: Path) -> Path:
 
 @contextmanager
 def serving(model: Path, rank: int = 4) -> Iterator[VllmServer]:
-    args = ("--skip-tokenizer-init",)
+    args = ("--skip-tokenizer-init", *adapter_arguments(model))
     config = VllmConfig(max_context_tokens=2048, lora_rank=rank, lora_slots=2, args=args)
     with asyncio.Runner() as runner:
         server = VllmServer(config, model, log=model.parent / "vllm.log", dtype="float32")
@@ -177,6 +177,37 @@ def test_answer_in_flight_continues_with_the_new_version_exactly(
     np.testing.assert_allclose(recorded[: first.end], old[: first.end], atol=TOLERANCE)
     np.testing.assert_allclose(recorded[first.end :], new[first.end :], atol=TOLERANCE)
     assert np.abs(np.array(recorded) - old)[first.end :].mean() > 10 * TOLERANCE
+    sync.close()
+
+
+def test_update_is_compared_while_other_calls_run(
+    served: tuple[Path, VllmServer], tmp_path: Path
+) -> None:
+    """Calls of several policies and of the engine's own weights are in the batch of the probe."""
+    model, server = served
+    policy = policy_of(model, 5)
+    sync = AdapterSync(EngineControl([server.url]), tmp_path, "busy")
+    name, scores = push(sync, policy, 1), score_ids(policy)
+
+    async def sample(adapter: str) -> None:
+        engine = VllmEngine(server.url)
+        sampling = Sampling(max_tokens=ANSWER_TOKENS, adapter=adapter)
+        prompt = np.array(IDS, np.int32)
+        chunks = engine.generate(prompt, sampling, request_id=f"s#{adapter}", stream=True)
+        async with aclosing(chunks):
+            async for _ in chunks:
+                begun.release()
+        await engine.close()
+
+    async def compare() -> list[float]:
+        async with asyncio.TaskGroup() as running:
+            calls = [running.create_task(sample(adapter)) for adapter in (name, "")]
+            for _ in calls:
+                await begun.acquire()
+            return [await asyncio.to_thread(sync.verify, IDS, scores, TOLERANCE) for _ in range(3)]
+
+    begun = asyncio.Semaphore(0)
+    assert max(asyncio.run(compare())) <= TOLERANCE
     sync.close()
 
 

@@ -16,6 +16,7 @@ from proxy.engines.vllm_server import VllmConfig, VllmServer
 from tests.e2e.test_proxy_killed import ADMIN_KEY, Proxy
 from tests.pages import ROOT
 from trainer.checkpoint import Checkpoints
+from trainer.policy.adapter import adapter_arguments
 from trainer.run.folder import RunFolder, read_jsonl
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -33,7 +34,7 @@ async def train(policy: str, folder: Path, proxy_url: str, engine_url: str) -> R
     sections = {
         "model": {"lora": {"policy": policy}},
         "proxy_server": {"url": proxy_url},
-        "engine": {"urls": [engine_url], "verify": False},
+        "engine": {"urls": [engine_url]},
         "rollout": {"groups_per_step": TRIALS // 4, "group_size": 4},
         "eval": {"limit": 4},
         "trainer": {
@@ -63,8 +64,9 @@ async def test_two_runs_on_one_engine_train_what_was_sampled_from_their_own_adap
     tmp_path: Path, unused_tcp_port: int
 ) -> None:
     """Each token's recorded log-probability is the one that the run's trainer computes, in every
-    step."""
-    settings = VllmConfig(max_context_tokens=2048, lora_rank=8, lora_slots=4)
+    step, and each update is compared on the probe."""
+    layers = tuple(adapter_arguments(MODEL))
+    settings = VllmConfig(max_context_tokens=2048, lora_rank=8, lora_slots=4, args=layers)
     server = VllmServer(settings, MODEL, log=tmp_path / "vllm.log", dtype="float32")
     await server.start()
     proxy = Proxy(tmp_path, MODEL, server.url, unused_tcp_port)
@@ -101,6 +103,7 @@ async def test_two_runs_on_one_engine_train_what_was_sampled_from_their_own_adap
         assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
         assert max(line["mismatch/logp_abs_mean"] for line in steps) < TOLERANCE
         assert max(line["staleness/max"] for line in steps) == 0
+        assert max(line["sync/probe_abs_mean"] for line in steps) < TOLERANCE
         saved = Checkpoints(run.checkpoints, keep_last=2).latest()
         assert saved is not None
         adapters.add((saved.path / "adapter" / "adapter_model.safetensors").read_bytes())

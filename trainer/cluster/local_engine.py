@@ -16,6 +16,7 @@ from proxy.engines.vllm_server import VllmServer
 from trainer.cluster.device_plan import VISIBLE, DevicePlan
 from trainer.errors import TrainerError
 from trainer.learner import RanksConfig
+from trainer.policy.adapter import adapter_arguments
 from trainer.run.folder import RunFolder
 
 HEALTH_INTERVAL_S = 1.0
@@ -38,8 +39,10 @@ def replica_server(
     engine, model = config.engine, config.model
     if plan is not None:
         engine = plan.engine_config(engine, number, os.environ.get(VISIBLE, ""))
-    if model.lora is not None and model.policy and engine.lora_rank is None:
-        engine = engine.model_copy(update={"lora_rank": model.lora.rank})
+    if model.lora is not None and model.policy:
+        rank = engine.lora_rank or model.lora.rank
+        args = (*adapter_arguments(model.path), *engine.args)
+        engine = engine.model_copy(update={"lora_rank": rank, "args": args})
     return partial(
         server,
         engine,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -62,6 +63,22 @@ def adapted_modules(model: Any) -> Iterator[tuple[Any, str]]:
                 "a linear layer of its own); remove this layer, or set model.lora.update=merged"
             )
         yield module, stored.removesuffix(".weight")
+
+
+def adapter_arguments(checkpoint: Path) -> list[str]:
+    """Arguments by which vLLM adapts the checkpoint's linear layers, but not its output layer. By
+    default vLLM adapts that too, and then log-probabilities of a prompt, by which an update is
+    compared, end the engine if other calls run at the same time. Empty for a checkpoint without
+    safetensors files."""
+    found = set()
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (it is not a mapping)
+                layer, _, kind = name.rpartition(".")
+                if kind == "weight" and len(weights.get_slice(name).get_shape()) == 2:
+                    found.add(layer.rpartition(".")[2])
+    layers = sorted(found - {"embed_tokens", "lm_head"})
+    return ["--lora-target-modules", *layers] if layers else []
 
 
 def check_adapter(model: Any, *, merged: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,22 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from proxy.engines.vllm_server import server_arguments
 from tests.trainer.policy.test_policy import make_policy
+from tests.trainer.test_fit import config_of
+from trainer.cluster.local_engine import replica_server
 from trainer.errors import ConfigError
 from trainer.policy.adapter import (
     RandomAdapter,
     adapted_modules,
+    adapter_arguments,
     adapter_config,
     adapter_tensors,
     save_adapter,
 )
 from trainer.policy.proof import randomize
 from trainer.policy.shrink import shrunk
+from trainer.run.folder import RunFolder
 from trainer.weight_sync.probe import probe_batch
 
 IDS = list(range(1, 40))
@@ -123,3 +129,27 @@ def test_random_adapter_changes_every_module_until_it_leaves(checkpoint: Path) -
     for name, tensor in adapter_tensors(policy.model):
         assert tensor.equal(before[name])
     assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("llama", "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"),
+        ("phi3", "down_proj gate_up_proj o_proj qkv_proj"),
+    ],
+)
+def test_engines_adapt_the_linear_layers_but_not_the_output_layer(
+    tmp_path: Path, kind: str, layers: str
+) -> None:
+    settings = shrunk(CONFIG_MAPPING[kind]())
+    settings.tie_word_embeddings = False
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    assert adapter_arguments(tmp_path) == ["--lora-target-modules", *layers.split()]
+    lora = {"rank": 2, "update": "adapter", "policy": "planner"}
+    config = config_of(tmp_path, model={"lora": lora}, engine={"args": ["--seed", "1"]})
+    made = replica_server(config, RunFolder.create(tmp_path / "run"), 0)
+    assert isinstance(made, partial)
+    argv = server_arguments(made.args[0])
+    assert argv[argv.index("--max-lora-rank") + 1] == "8"
+    assert argv[-2:] == ["--seed", "1"]
+    assert argv[argv.index("--lora-target-modules") + 1 : -2] == layers.split()
