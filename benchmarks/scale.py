@@ -247,7 +247,10 @@ def main() -> None:
         "call, s (p50 / p99) | mean | longest pause, s | prompt tokens from the cache | "
         "busiest / mean replica |\n|---|---|---|---|---|---|---|---|---|---|"
     )
-    ways = [None, *(SchedulingConfig(max_wait_s=wait_s) for wait_s in arguments.max_wait_s)]
+    ways = [
+        None,
+        *(SchedulingConfig(enabled=True, max_wait_s=wait_s) for wait_s in arguments.max_wait_s),
+    ]
     for gpus in arguments.gpus:
         proxies = max(1, gpus // 50)
         for agents in arguments.agents_per_gpu:

@@ -31,7 +31,7 @@ BODIES: dict[str, Callable[[], Body]] = {
             },
             {"role": "tool", "tool_call_id": "call-1", "content": "a.txt"},
         ],
-        "tools": [{"type": "function", "function": TOOL}],
+        "tools": [{"type": "function", "function": deepcopy(TOOL)}],
         "tool_choice": "auto",
         "stream_options": {"include_usage": True},
     },
@@ -46,7 +46,7 @@ BODIES: dict[str, Callable[[], Body]] = {
             {"type": "function_call_output", "call_id": "c", "output": "a.txt"},
             {"type": "reasoning", "id": "r", "summary": []},
         ],
-        "tools": [{"type": "function", **TOOL}],
+        "tools": [{"type": "function", **deepcopy(TOOL)}],
         "text": {"format": {"type": "text"}},
     },
     "messages": lambda: {

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.attacks import server
+from tests.attacks.bodies import BODIES, CONTROL, HARBOR, SWARM
 from tests.attacks.fuzz_http import fuzz
+from tests.attacks.hostile import Body
 from tests.attacks.planes import PLANES
 from tests.attacks.server import Effort, Hang, patiently
 
@@ -22,6 +26,25 @@ async def test_hostile_requests_cause_no_500_no_traceback_and_no_open_turn(
     report = await fuzz(plane, tmp_path, REQUESTS, seed=71)
     assert not report.broken, report.summary()
     assert not report.unanswered, report.summary()
+
+
+@pytest.mark.parametrize("bodies", [BODIES, CONTROL, SWARM, HARBOR])
+def test_each_request_starts_from_the_ordinary_body(
+    bodies: dict[str, Callable[[], Body]],
+) -> None:
+    """What was done to one request is not in the next one."""
+    for name, body in bodies.items():
+        before, changed = body(), body()
+        clear(changed)
+        assert body() == before, name
+
+
+def clear(value: Any) -> None:
+    """Empties every holder in the value."""
+    if isinstance(value, dict | list):
+        for inner in list(value.values() if isinstance(value, dict) else value):
+            clear(inner)
+        value.clear()
 
 
 class Busy:

@@ -61,7 +61,9 @@ async def filled(
     **scheduling: Any,
 ) -> Full:
     limits = {"keep_alive_s": 0.02, **(limits or {})}
-    proxy = await start_proxy(engine=engine, scheduling=scheduling, limits=limits)
+    proxy = await start_proxy(
+        engine=engine, scheduling={"enabled": True, **scheduling}, limits=limits
+    )
     while (await proxy.control.engines())[0]["cache_tokens"] is None:
         await engine.checked.wait()
     engine.faults = [Fault("stall")]
