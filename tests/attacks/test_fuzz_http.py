@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_each_request_starts_from_the_ordinary_body(
 ) -> None:
     """What was done to one request is not in the next one."""
     for name, body in bodies.items():
-        before, changed = body(), body()
+        before, changed = deepcopy(body()), body()
         clear(changed)
         assert body() == before, name
 

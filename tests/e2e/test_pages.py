@@ -27,6 +27,7 @@ PATIENT = {"AGENTIC_TRAIN__PROXY_SERVER__START_TIMEOUT_S": "600"}
 WHOLE = {"docs/tutorials/train.md", "docs/tutorials/own_agent.md"}
 LONG = {
     "README.md",
+    "docs/adapters.md",
     "docs/data.md",
     "docs/evaluate.md",
     "docs/harbor.md",
