@@ -51,7 +51,7 @@ from agent_loop.trial_retention import FinishedTrials
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.config import RetentionConfig
 from proxy.record_format import RecordFormatError
-from proxy.records import BranchMode, Origin, SessionKind, Turn, TurnStatus
+from proxy.records import BranchMode, Origin, Session, SessionKind, Turn, TurnStatus
 from proxy.wall import Wall
 
 Result = TypeVar("Result")
@@ -121,7 +121,7 @@ class RemoteAgentLoop:
         Cancelling ends the agent and completes the session before it raises.
         """
         config = self.trial
-        retries = Retries(self.proxy, config.max_retries, config.salvage, origin)
+        retries = Retries(self._read, config.max_retries, config.salvage, origin)
         while True:
             trial_id = f"{re.sub('[^A-Za-z0-9._-]+', '_', task.task_id)[:80]}-{_unique()}"
             logs = str(self.trials_dir / trial_id)
@@ -145,6 +145,21 @@ class RemoteAgentLoop:
                 self.on_rollout(rollout)
                 return rollout
             await asyncio.sleep(config.retry_base_delay * 2 ** (retries.earlier.failed - 1))
+
+    async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Repeats a control call while the proxy cannot be reached, for at most `patience_s`."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception(_is_away),
+            stop=stop_after_delay(self.recording.patience_s),
+            wait=wait_exponential(multiplier=0.05, max=2.0),
+            reraise=True,
+        ):
+            with attempt:
+                result = await call()
+        return result
+
+    async def _read(self, trial_id: str) -> tuple[Session, Sequence[Turn]]:
+        return await self.patiently(lambda: self.proxy.get_turns(trial_id))
 
     async def close(self) -> None:
         """Closes the launcher, the reward source and the connections to the proxy."""
@@ -212,7 +227,7 @@ class _TrialRun:
         overhead_s = max(loop.launcher.overhead_s, config.await_reward_s)
         # If the response is lost, the repeated request gets 409: this trial fails and is retried.
         ttl_s = config.timeout_s + overhead_s
-        session = await self._patiently(lambda: self._session(ttl_s))
+        session = await self._loop.patiently(lambda: self._session(ttl_s))
         return Trial(
             trial_id=session.trial_id,
             task=attempt.task,
@@ -266,7 +281,7 @@ class _TrialRun:
         self._agent = agent = await self._loop.launcher.run(trial)
         if (wait_s := self._loop.trial.await_reward_s) > 0:
             wait = self._loop.proxy.wait_reward
-            await self._patiently(lambda: wait(trial.trial_id, timeout_s=wait_s))
+            await self._loop.patiently(lambda: wait(trial.trial_id, timeout_s=wait_s))
         return agent
 
     async def _abandon(self, opening: asyncio.Future[Trial]) -> None:
@@ -280,8 +295,8 @@ class _TrialRun:
     async def _collect(self, trial: Trial, agent: AgentResult) -> FinishedTrial:
         self.state = TrialState.COLLECTING
         proxy = self._loop.proxy
-        await self._patiently(lambda: proxy.complete(trial.trial_id))
-        session, self._turns = await self._patiently(lambda: proxy.get_turns(trial.trial_id))
+        await self._loop.patiently(lambda: proxy.complete(trial.trial_id))
+        session, self._turns = await self._loop.patiently(lambda: proxy.get_turns(trial.trial_id))
         await self._check_replay(trial, agent)
         return FinishedTrial(trial, agent, session, self._turns, proxy)
 
@@ -305,7 +320,7 @@ class _TrialRun:
 
     async def _unreplayed(self, trial: Trial, origin: Origin) -> int:
         """The number of answers that a salvaging branch trains and its agent did not get."""
-        shown = await self._patiently(lambda: self._loop.proxy.show(trial.trial_id))
+        shown = await self._loop.patiently(lambda: self._loop.proxy.show(trial.trial_id))
         replay = shown["replay"]
         if replay["diverged"] and (origin.salvage or origin.mode is BranchMode.STRICT):
             self._diverged = True
@@ -329,18 +344,6 @@ class _TrialRun:
             turns=self._turns,
             times_s={"total": time.monotonic() - self._started},
         )
-
-    async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Repeats a control call while the proxy cannot be reached, for at most `patience_s`."""
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception(_is_away),
-            stop=stop_after_delay(self._loop.recording.patience_s),
-            wait=wait_exponential(multiplier=0.05, max=2.0),
-            reraise=True,
-        ):
-            with attempt:
-                result = await call()
-        return result
 
 
 def _is_away(error: BaseException) -> bool:

@@ -16,16 +16,20 @@ salvages is retried as a branch of the lost branch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import Field
 
 from agent_loop.records import AgentEnd, AgentResult
-from proxy.client import ProxyClient, ProxyClientError
-from proxy.records import Origin, Turn, TurnStatus
+from proxy.client import ProxyClientError
+from proxy.record_format import RecordFormatError
+from proxy.records import Origin, Session, Turn, TurnStatus
 from proxy.section import Section
+
+ReadSession = Callable[[str], Awaitable[tuple[Session, Sequence[Turn]]]]
+"""Reads a session and its turns, and waits for a proxy that is being restarted."""
 
 
 class SalvageConfig(Section):
@@ -70,7 +74,7 @@ class Retries:
 
     def __init__(
         self,
-        proxy: ProxyClient,
+        read: ReadSession,
         max_retries: int,
         salvage: SalvageConfig | None,
         origin: Origin | None,
@@ -79,7 +83,7 @@ class Retries:
         self.origin = origin
         """Where the next trial begins."""
         self.earlier = EarlierTrials()
-        self._proxy = proxy
+        self._read = read
         self._salvage = salvage
         self._starts_left = max_retries
         self._continuations = 0
@@ -94,7 +98,10 @@ class Retries:
         return frozenset(map(AgentEnd, self._salvage.after))
 
     async def follows(self, lost: LostTrial) -> bool:
-        """Whether another trial follows, with `origin` and `earlier` set for it."""
+        """Whether another trial follows, with `origin` and `earlier` set for it. The recorded turns
+        are read only if one can follow: for its origin, and for the number of lost tokens."""
+        if self._starts_left == 0 and not self._can_continue(lost):
+            return False
         turns = await self._turns(lost.trial_id)
         if lost.origin is not None and lost.origin.salvage and turns:
             self._start = _through(lost, self._start)
@@ -117,20 +124,24 @@ class Retries:
         )
         return True
 
-    def _continuation(self, lost: LostTrial, turns: Sequence[Turn]) -> Origin | None:
+    def _can_continue(self, lost: LostTrial) -> bool:
+        """Whether it is continued if it has an answered turn."""
         if self._salvage is None or self._continuations == self._salvage.max_continuations:
-            return None
+            return False
+        return not (lost.diverged or lost.crashed_again)
+
+    def _continuation(self, lost: LostTrial, turns: Sequence[Turn]) -> Origin | None:
         turn = last_good_turn(turns)
-        if lost.diverged or lost.crashed_again or turn == 0:
+        if turn == 0 or not self._can_continue(lost):
             return None
         system = None if lost.origin is None else lost.origin.system
         return Origin(lost.trial_id, turn, salvage=True, system=system)
 
     async def _turns(self, trial_id: str) -> Sequence[Turn]:
-        """Empty if there is no such session, or the proxy does not answer."""
+        """Empty if there is no such session, or if it cannot be read."""
         try:
-            _, turns = await self._proxy.get_turns(trial_id)
-        except ProxyClientError:
+            _, turns = await self._read(trial_id)
+        except (ProxyClientError, RecordFormatError):
             return ()
         return turns
 

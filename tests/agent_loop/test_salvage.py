@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from agent_loop.rewards.reported import LauncherReward
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.salvage import SalvageConfig, crashed_again, last_good_turn
 from agent_loop.trial_config import TrialConfig
-from proxy.records import Origin, SessionKind, TurnStatus
+from proxy.client import ProxyClient, ProxyClientError
+from proxy.record_format import RecordFormatError
+from proxy.records import Origin, Session, SessionKind, Turn, TurnStatus
 from tests.agent_loop.recorded import turn
 from tests.agent_loop.test_remote_agent_loop import AGENT, GOOD
-from tests.proxy.conftest import RunningProxy
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 CONTEXT, DONE = TurnStatus.CONTEXT, TurnStatus.DONE
 TURNS = 4
@@ -39,6 +42,7 @@ class Trials:
         *lives: dict[str, Any],
         verifier: str | None = GOOD,
         origin: Origin | None = None,
+        client: ProxyClient | None = None,
         **config: Any,
     ) -> Rollout:
         """`lives`: what the agent does in its first trials; later ones end well."""
@@ -47,7 +51,7 @@ class Trials:
         if verifier is not None:
             rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", verifier)))
         loop = RemoteAgentLoop(
-            self.proxy.control,
+            client or self.proxy.control,
             CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
             rewards,
             self.folder / "trials",
@@ -221,6 +225,54 @@ async def test_rollout_names_the_recorded_turns_that_it_does_not_train(trials: T
     assert branch.prefix == f"{parent.trial_id}@2"
     assert branch.metrics["continuations"] == 1
     assert await trials.statuses(branch.trial_id) == [CONTEXT] * 2 + [DONE] * 2
+
+
+class UnreadableAtTimes(ProxyClient):
+    """The real client, whose n-th reading of a session fails with `errors[n]`."""
+
+    def failing(self, errors: Mapping[int, Exception]) -> UnreadableAtTimes:
+        self.errors = errors
+        self.reads = 0
+        return self
+
+    async def get_turns(self, trial_id: str) -> tuple[Session, list[Turn]]:
+        self.reads += 1
+        if self.reads in self.errors:
+            raise self.errors[self.reads]
+        return await super().get_turns(trial_id)
+
+
+async def test_lost_trial_is_continued_although_the_proxy_restarts_at_that_moment(
+    trials: Trials,
+) -> None:
+    """The first reading is the lost trial's own; the second one decides what follows."""
+    async with UnreadableAtTimes(trials.proxy.url, ADMIN_KEY) as client:
+        client.failing({2: ProxyClientError("nobody is there", 0)})
+        rollout = await trials.run({"dies_after": 2}, client=client, verifier=GOOD_END)
+    assert (rollout.status, rollout.metrics["continuations"]) == (RolloutStatus.DONE, 1)
+    assert len(trials.proxy.engine.calls) == TURNS
+
+
+@pytest.mark.parametrize(
+    ("max_retries", "status", "started"),
+    [(0, RolloutStatus.FAILED, 1), (1, RolloutStatus.DONE, 2)],
+)
+async def test_lost_trial_whose_record_has_another_format_is_started_over(
+    trials: Trials, max_retries: int, status: RolloutStatus, started: int
+) -> None:
+    async with UnreadableAtTimes(trials.proxy.url, ADMIN_KEY) as client:
+        client.failing({2: RecordFormatError("unknown record format 3, expected 4")})
+        rollout = await trials.run({"dies_after": 2}, client=client, max_retries=max_retries)
+    assert rollout.status is status
+    assert len(trials.ids) == started
+
+
+async def test_record_of_a_lost_trial_that_nothing_can_follow_is_not_read(trials: Trials) -> None:
+    async with UnreadableAtTimes(trials.proxy.url, ADMIN_KEY) as client:
+        client.failing({})
+        rollout = await trials.run({"dies_after": 2}, client=client, verifier=None, salvage=None)
+    assert rollout.status is RolloutStatus.FAILED
+    assert client.reads == 1
 
 
 def test_last_good_turn_is_the_last_answered_one_before_any_open_one() -> None:
