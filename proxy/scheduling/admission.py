@@ -131,14 +131,14 @@ class CacheAdmission:
         try:
             if not future.done():
                 self._look_again()
-                async with asyncio.timeout_at(deadline_s):
-                    return await future
-            return future.result()
-        except TimeoutError:
-            return self.schedule.overdue(call_id)
+                left_s = deadline_s - asyncio.get_running_loop().time()
+                # Unlike a timeout around the future, `wait` leaves the future as it is, so a grant
+                # at the same moment is found in it and counts.
+                await asyncio.wait([future], timeout=left_s)
+            return future.result() if future.done() else self.schedule.overdue(call_id)
         except asyncio.CancelledError:
             now_s = asyncio.get_running_loop().time()
-            if future.done() and not future.cancelled() and future.result() is not None:
+            if future.done() and future.result() is not None:
                 self._grant(self.schedule.ended(call_id, 0, now_s))
             else:
                 self.schedule.left(call_id, now_s)

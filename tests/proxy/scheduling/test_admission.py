@@ -102,6 +102,45 @@ def test_call_that_hangs_up_in_the_moment_of_its_grant_gives_its_room_to_the_nex
     in_virtual_time(main())
 
 
+SAME_MOMENT_S = 1e-10
+"""Two timers that are this close to each other run in one iteration of the loop, in this order."""
+
+
+@pytest.mark.parametrize("granted_after_s", [-SAME_MOMENT_S, SAME_MOMENT_S])
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_grant_at_the_moment_when_the_wait_ends_counts_once(
+    granted_after_s: float, hangs_up: bool
+) -> None:
+    waits = Waits()
+    schedule = waits.admission.schedule
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        await waits.arrive("a#0", 500)
+        await waits.arrive("c#0", 100)  # stays, so that the ledger is never empty
+        paused = asyncio.create_task(waits.arrive("b#0", 600))
+
+        def end_the_other() -> None:
+            waits.admission.ended("a", "a#0", 500, 0)
+            waits.admission.forget("a")
+            if hangs_up:
+                paused.cancel()
+
+        loop.call_at(loop.time() + MAX_WAIT_S + granted_after_s, end_the_other)
+        if hangs_up:
+            with pytest.raises(asyncio.CancelledError):
+                await paused
+        else:
+            assert await paused == "gpu"
+            waits.admission.ended("b", "b#0", 600, 0)
+        waits.admission.forget("b")
+
+    in_virtual_time(main())
+    assert (schedule.waiting, schedule.seated) == (0, 1)
+    if not hangs_up:
+        assert waits.waited[2:] == [(pytest.approx(MAX_WAIT_S), False)]
+
+
 def test_paused_calls_look_for_another_replica_when_theirs_is_lost() -> None:
     waits = Waits()
 
