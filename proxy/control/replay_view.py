@@ -33,10 +33,13 @@ async def replay_view(
 def _arrived(turns: Sequence[Turn], reached: Iterable[int]) -> set[int]:
     """The turns that the agent has reached, and all whose answers these continue: a process that is
     killed loses the latest marks of answers that arrived."""
-    found = set(reached)
-    for index in sorted(found):
+    found, walked = set(reached), set[int]()
+    # The turn that shares most comes first: what it has passed need not be walked again, because
+    # any other turn shares less and would find nothing more.
+    for index in sorted(found, key=lambda index: -turns[index].shared_tokens):
         at = turns[index].parent
-        while at is not None:
+        while at is not None and at not in walked:
+            walked.add(at)
             if turns[at].path_tokens <= turns[index].shared_tokens:
                 found.add(at)
             at = turns[at].parent

@@ -65,7 +65,7 @@ class SearchTerms:
         Raises:
             RequestError: the expression took longer than `REGEX_S`.
         """
-        deadline = time.monotonic() + REGEX_S
+        time_left = _MatchingTime(REGEX_S)
         return [
             {
                 "session": turn.session_id,
@@ -76,10 +76,10 @@ class SearchTerms:
                 "matches": matches,
             }
             for turn in turns
-            if (matches := self._matches(turn, deadline)) is not None
+            if (matches := self._matches(turn, time_left)) is not None
         ]
 
-    def _matches(self, turn: WrittenTurn, deadline: float) -> list[dict[str, str]] | None:
+    def _matches(self, turn: WrittenTurn, time_left: _MatchingTime) -> list[dict[str, str]] | None:
         """The places that match; None if the turn does not."""
         if self.cause is not None and turn.fork_cause is not self.cause:
             return None
@@ -90,27 +90,41 @@ class SearchTerms:
             return None
         if self.expression is None:
             return []
-        return list(self._found(messages, self.expression, deadline)) or None
+        return list(self._found(messages, self.expression, time_left)) or None
 
     def _found(
-        self, messages: Sequence[Message], expression: regex.Pattern[str], deadline: float
+        self, messages: Sequence[Message], expression: regex.Pattern[str], time_left: _MatchingTime
     ) -> Iterator[dict[str, str]]:
         count = 0
         for message in messages:
             for text in _texts(message):
-                try:
-                    left = max(0.001, deadline - time.monotonic())
-                    found = expression.search(text, timeout=left, concurrent=True)
-                except TimeoutError:
-                    raise RequestError(
-                        f"regex: it took longer than {REGEX_S:g} s; make it simpler, or search for"
-                        " text"
-                    ) from None
+                found = time_left.search(expression, text)
                 if found is not None:
                     yield _shown(message.role, text, *found.span())
                     count += 1
                     if count == MATCHES:
                         return
+
+
+@dataclass(slots=True)
+class _MatchingTime:
+    """The matching that a request may still do."""
+
+    left_s: float
+
+    def search(self, expression: regex.Pattern[str], text: str) -> regex.Match[str] | None:
+        """The first match. Raises RequestError if the time is used up."""
+        began_s = time.monotonic()
+        try:
+            if self.left_s <= 0:
+                raise TimeoutError
+            found = expression.search(text, timeout=self.left_s, concurrent=True)
+        except TimeoutError:
+            raise RequestError(
+                f"regex: it took longer than {REGEX_S:g} s; make it simpler, or search for text"
+            ) from None
+        self.left_s -= time.monotonic() - began_s
+        return found
 
 
 def _messages(turn: WrittenTurn) -> Iterator[Message]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +100,18 @@ def test_expression_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
     terms = search.SearchTerms.of("", r"(a|aa)+$", "", None)
     with pytest.raises(search.RequestError, match="took longer"):
         terms.hits([a_turn("a" * 60 + "b")])
+
+
+def test_many_short_texts_take_no_longer_than_one_long_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count(0.0, 0.3)  # each look at the clock is 0.3 s later than the one before
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    terms = search.SearchTerms.of("", "a+", "", None)
+    within = int(search.REGEX_S / 0.3)
+    assert len(terms.hits([a_turn("a")] * within)) == within
+    with pytest.raises(search.RequestError, match="took longer"):
+        terms.hits([a_turn("a")] * (within + 2))
 
 
 def test_what_is_shown_of_a_match_is_bounded() -> None:
