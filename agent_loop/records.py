@@ -298,12 +298,17 @@ class Group:
     @property
     def uniform(self) -> bool:
         """Whether the rewards of the trainable rollouts that share a baseline are equal, up to
-        rounding."""
-        by_prefix: dict[str, list[float]] = {}
-        for rollout in self.rollouts:
-            if rollout.trainable and rollout.reward is not None:
-                by_prefix.setdefault(rollout.prefix, []).append(rollout.reward)
-        return all(map(_are_equal, by_prefix.values()))
+        rounding: of those with one prefix, and of a rollout and all that branch from it, which
+        `algorithm.advantage=tree` compares."""
+        trained = {rollout.trial_id: rollout for rollout in self.rollouts if rollout.trainable}
+        compared: dict[str, list[float]] = {}
+        for rollout in trained.values():
+            root = rollout
+            while root.prefix and (trunk := trained.get(root.prefix.rpartition("@")[0])):
+                root = trunk
+            if rollout.reward is not None:
+                compared.setdefault(root.prefix, []).append(rollout.reward)
+        return all(map(_are_equal, compared.values()))
 
     @property
     def oldest_version(self) -> int:

@@ -40,6 +40,8 @@ class Advantage(NamedPart, ABC):
     """Whether the estimator uses a critic's values; the algorithm then needs `critic`."""
     compares_within_group: ClassVar[bool] = True
     """Whether the baseline is the group's own, so that a group of one rollout teaches nothing."""
+    compares_trees: ClassVar[bool] = False
+    """Whether a rollout is also compared with those that branch from it."""
 
     @abstractmethod
     def estimate(self, returns: Returns) -> Estimate:
@@ -194,6 +196,7 @@ class Tree(Advantage):
     """
 
     name: Literal["tree"] = "tree"
+    compares_trees: ClassVar[bool] = True
 
     def estimate(self, returns: Returns) -> Estimate:
         columns = (returns.rewards, returns.group, returns.trunk, returns.first_turn)
@@ -303,9 +306,11 @@ class Gae(Advantage):
 class FunctionAdvantage(Advantage, FunctionPart):
     """A function of your own, which returns the advantage of each trained token, `[N]`.
 
-    Whether it compares the rollouts of a group is not known, so that a group of one is allowed."""
+    Which rollouts it compares is not known, so that a group of one is allowed, and a rollout and
+    its branches count as compared."""
 
     compares_within_group: ClassVar[bool] = False
+    compares_trees: ClassVar[bool] = True
 
     def __call__(self, returns: Returns) -> Tensor:
         return column_of(self.name, "advantage", self.called(returns), returns.share)

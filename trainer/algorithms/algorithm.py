@@ -89,15 +89,14 @@ class Algorithm:
         advantages, targets = self.config.advantage.estimate(returns)
         batch.advantages = advantages.float()
         batch.value_targets = None if targets is None else targets.float()
-        return metrics | kl_metrics | _advantage_metrics(batch, shaped)
+        return metrics | kl_metrics | _advantage_metrics(batch, shaped, self._has_signal(batch))
 
     def trained_sequences(self, batch: Batch) -> Tensor:
-        """Indices of the sequences to train on: all of them, or those of groups whose rewards
-        differ."""
+        """Indices of the sequences to train on: all of them, or those of rollouts whose reward is
+        compared with different ones."""
         if self.config.groups == "all":
             return torch.arange(len(batch.sequences))
-        uniform = are_equal(batch.rewards, batch.group)
-        return (~uniform)[batch.sequence_rollout].nonzero()[:, 0]
+        return self._has_signal(batch)[batch.sequence_rollout].nonzero()[:, 0]
 
     def mini_batches(self, batch: Batch, generator: torch.Generator) -> Iterator[Tensor]:
         """For each optimizer step, the indices of its sequences: whole rollouts in random order."""
@@ -188,6 +187,13 @@ class Algorithm:
         """Updates an adaptive coefficient after a batch whose mean divergence was `kl`."""
         if self.config.kl is not None and self.config.kl.adaptive is not None:
             self.kl_coefficient = self.config.kl.adaptive.adapted(self.kl_coefficient, kl)
+
+    def _has_signal(self, batch: Batch) -> Tensor:
+        """`[R]` bool: whether the rewards with which the rollout's is compared differ."""
+        compared = batch.group
+        if self.config.advantage.compares_trees:
+            compared = Returns.of(batch, batch.rewards).tree
+        return ~are_equal(batch.rewards, compared)
 
     def _shaped_rewards(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """`[R]` float64: the shaped reward of each rollout, and metrics of the shaping."""
@@ -280,14 +286,13 @@ def _needed(column: Tensor | None, what: str) -> Tensor:
     return column
 
 
-def _advantage_metrics(batch: Batch, shaped: Tensor) -> Metrics:
+def _advantage_metrics(batch: Batch, shaped: Tensor, has_signal: Tensor) -> Metrics:
     adv = _needed(batch.advantages, "advantages")
-    differs = ~are_equal(batch.rewards, batch.group)
     return {
         "reward/shaped_mean": float(shaped.mean()),
         "advantage/mean": float(adv.mean()),
         "advantage/std": float(adv.std(correction=0)),
         "advantage/max": float(adv.max()),
         "advantage/min": float(adv.min()),
-        "group/with_signal": float(differs.float().mean()),
+        "group/with_signal": float(has_signal.float().mean()),
     }

@@ -114,6 +114,16 @@ class Returns:
         return torch.tensor(after or [0] * len(self.rewards))
 
     @property
+    def tree(self) -> Tensor:
+        """`[R]` int64, the group in which the tree of each rollout begins: that of the rollout from
+        which it branches, directly or by way of other branches, or its own."""
+        trunk = self.trunk
+        root = torch.arange(len(self.rewards))
+        while (trunk[root] >= 0).any():
+            root = torch.where(trunk[root] >= 0, trunk[root], root)
+        return self.group[root]
+
+    @property
     def whole_batch(self) -> Tensor:
         """`[R]`, group indices that put all rollouts into one group."""
         return torch.zeros_like(self.group)

@@ -9,6 +9,7 @@ import pytest
 
 from agent_loop.records import Group, Rollout, Task
 from tests.trainer.algorithms.test_advantages import advantages_of, trial
+from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.turn_values import TreePart, continuation_advantages, from_others
 from trainer.batch import build_batch
 
@@ -149,6 +150,33 @@ def test_trained_turns_get_the_advantage_of_their_part_of_the_tree() -> None:
         ("b2", 2): -0.5,
         ("b2", 3): -0.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("trunk_reward", "trained"), [(1.0, ["trunk", "b1", "b2", "c1"]), (0.0, [])]
+)
+def test_rollouts_that_differ_from_their_branches_only_have_signal(
+    trunk_reward: float, trained: list[str]
+) -> None:
+    """All branches have one reward; `c1` branches from a branch, and another tree is uniform."""
+    rollouts = [
+        trial("trunk", trunk_reward, 4),
+        branch("b1", "trunk", 2, 0.0, 4),
+        branch("b2", "trunk", 2, 0.0, 3),
+        branch("c1", "b1", 3, 0.0, 4),
+    ]
+    flat = [trial("flat", 0.1, 4), branch("f1", "flat", 2, 0.1, 3)]
+    groups = [Group("g", Task("t", {}), rollouts), Group("f", Task("t", {}), flat)]
+    batch = build_batch(groups)
+    algorithm = Algorithm(AlgorithmConfig.model_validate({"preset": "dapo", "advantage": "tree"}))
+    metrics = algorithm.compute_advantages(batch)
+    owners = batch.sequence_rollout[algorithm.trained_sequences(batch)].tolist()
+    assert [batch.trial_ids[owner] for owner in owners] == trained
+    assert batch.advantages is not None
+    moved = set(batch.rollout[batch.advantages != 0].tolist())
+    assert {batch.trial_ids[rollout] for rollout in moved} == set(trained) - {"c1"}
+    assert metrics["group/with_signal"] == pytest.approx(len(trained) / 6)
+    assert [group.uniform for group in groups] == [not trained, True]
 
 
 def test_branches_of_a_rollout_that_cannot_be_trained_share_their_own_baseline() -> None:
