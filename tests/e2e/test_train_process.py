@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import pytest
 import yaml
 
@@ -255,6 +257,20 @@ def test_killed_proxy_is_restarted_and_nothing_is_lost(
     assert {trial["turns"] for trial in trials(tmp_path)} == {TURNS}
 
 
+def assert_page_shows_the_first_step(said: str) -> None:
+    """The link that the run printed opens its page, which has the step that has ended."""
+    link = re.search(r"see everything, live: (http\S+)/#link=(\S+)", said)
+    assert link is not None, said
+    url, secret = link.groups()
+    with httpx.Client(base_url=url) as opened:
+        assert opened.post("/view/log_in", json={"secret": secret}).status_code == 200
+        assert httpx.post(f"{url}/view/log_in", json={"secret": secret}).status_code == 401
+        (name,) = (each["name"] for each in opened.get("/view/state").json()["runs"])
+        metrics = opened.get("/view/run/metrics", params={"run": name})
+    assert metrics.status_code == 200, metrics.text
+    assert '"step":1' in metrics.text.replace(" ", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_ends_everything(
     engine: str, tiny_model: Path, tmp_path: Path, number: signal.Signals
@@ -265,6 +281,7 @@ def test_signal_saves_and_ends_everything(
             run.word()
         watched = run.watch()
         assert any("steady_agent" in command for command in watched.values())
+        assert_page_shows_the_first_step(run.said)
         os.killpg(run.process.pid, number)
         assert run.wait() == 128 + number, run.said
         assert "Traceback" not in run.said
