@@ -300,11 +300,12 @@ class Group:
         """Whether the rewards of the trainable rollouts that share a baseline are equal, up to
         rounding: of those with one prefix, and of a rollout and all that branch from it, which
         `algorithm.advantage=tree` compares."""
-        trained = {rollout.trial_id: rollout for rollout in self.rollouts if rollout.trainable}
+        trained = [rollout for rollout in self.rollouts if rollout.trainable]
+        by_trial = {rollout.trial_id: rollout for rollout in trained}
         compared: dict[str, list[float]] = {}
-        for rollout in trained.values():
+        for rollout in trained:
             root = rollout
-            while root.prefix and (trunk := trained.get(root.prefix.rpartition("@")[0])):
+            while root.prefix and (trunk := by_trial.get(root.prefix.rpartition("@")[0])):
                 root = trunk
             if rollout.reward is not None:
                 compared.setdefault(root.prefix, []).append(rollout.reward)

@@ -17,6 +17,8 @@ CONFIGS = [
     *sorted((ROOT / "examples").glob("*/agentic_trainer.yaml")),
     *sorted((ROOT / "examples/environments").glob("*.yaml")),
 ]
+LAYERS = [ROOT / "examples/quickstart/adapter.yaml"]
+"""Files that are given after agentic_trainer.yaml."""
 AGENTS = sorted((ROOT / "examples/agents").glob("*.yaml"))
 OF_AGENTS = [ROOT / "examples/mini_swe_agent/prompts.yaml"]
 """Files that an agent reads itself; tests/examples/test_mini_swe_agent.py starts it with this."""
@@ -32,6 +34,15 @@ def test_configuration_loads_and_its_files_exist(
     assert all(file.is_file() for file in (*config.data.train_files, *config.data.val_files))
 
 
+@pytest.mark.parametrize("path", LAYERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_layer_loads_over_the_quickstart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    quickstart = ROOT / "agentic_trainer.yaml"
+    alone, layered = load([quickstart]), load([quickstart, path])
+    assert layered != alone
+    assert layered.data == alone.data
+
+
 @pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
 def test_file_of_an_agent_is_part_of_a_configuration(path: Path) -> None:
     values: dict[str, Any] = yaml.safe_load(path.read_text())
@@ -43,7 +54,12 @@ def test_file_of_an_agent_is_part_of_a_configuration(path: Path) -> None:
 
 
 def test_every_yaml_file_of_the_examples_is_loaded_by_a_test() -> None:
-    assert {*(ROOT / "examples").rglob("*.yaml")} <= {*CONFIGS, *AGENTS, *OF_AGENTS}
+    assert {*(ROOT / "examples").rglob("*.yaml")} <= {
+        *CONFIGS,
+        *LAYERS,
+        *AGENTS,
+        *OF_AGENTS,
+    }
 
 
 def test_no_example_is_left_out() -> None:

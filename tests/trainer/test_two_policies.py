@@ -90,7 +90,7 @@ async def fit_of(
         rank_zero = await stack.enter_async_context(local_trainer(config, folder, control, ()))
         engines = RunEngines(rank_zero, given_urls=[engine_url], adapters=folder.path / "adapters")
         engines.proxy = proxy
-        await engines.start()
+        await engines.connect()
         trials = RemoteAgentLoop(
             proxy,
             AskingAgent("policy", max_tokens=6),
