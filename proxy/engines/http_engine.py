@@ -23,7 +23,7 @@ import msgspec
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
-from proxy.engines.upstream import Upstream
+from proxy.engines.upstream import NOT_OFFERED, Upstream
 from proxy.errors import EngineError, ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.tokenizer import Tokenizer
@@ -251,7 +251,7 @@ class HttpEngine(ABC, Generic[A]):
 
     async def _weight_label(self, path: str) -> object:
         """The engine's label of its weights; None if it does not report one."""
-        said = await self._upstream.get(path, timeout_s=CONTROL_TIMEOUT_S)
+        said = await self._upstream.get(path, timeout_s=CONTROL_TIMEOUT_S, absent=NOT_OFFERED)
         return said.get("weight_version") if isinstance(said, dict) else None
 
     async def _learn(self) -> None:

@@ -52,6 +52,8 @@ class ScriptedEngine:
         self.expect_extension = expect_extension
         self.remember_calls = remember_calls
         self.cache_tokens = cache_tokens
+        self.without_metrics = web.HTTPNotFound.status_code
+        """Status of `/metrics` while `cache_tokens` is None."""
         self.adapters: dict[str, Script] = {}
         """The scripts of LoRA adapters, by the name with `@` under which calls request them."""
         self.version = 0
@@ -264,7 +266,7 @@ class ScriptedEngine:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         if self.cache_tokens is None:
-            return web.Response(status=404)
+            return web.Response(status=self.without_metrics)
         config = f'block_size="1",num_gpu_blocks="{self.cache_tokens}"'
         return web.Response(text=f"vllm:cache_config_info{{{config}}} 1.0\n")
 

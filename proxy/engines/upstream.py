@@ -7,7 +7,7 @@ EngineRefusal (the request is at fault, no replica will answer), with the replic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Container
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
@@ -20,6 +20,9 @@ from proxy.errors import ConfigurationError, EngineError, EngineRefusal
 MAX_ERROR_BYTES = 4096
 MAX_EVENT_BYTES = 16 * 2**20
 _REQUEST_FAULTS = (400, 413, 422)
+_MISSING = frozenset({404})
+NOT_OFFERED = frozenset({401, 403, 404, 405, 501})
+"""Statuses with which servers and gateways answer for a path that they do not offer."""
 
 
 class Upstream:
@@ -52,16 +55,19 @@ class Upstream:
             raise ConfigurationError(f"engines: {error}") from error
         self._stall_timeout_s = stall_timeout_s
 
-    async def get(self, path: str, *, timeout_s: float) -> Any:
-        """The JSON at `path`; None if the body is empty or the path does not exist."""
-        async with self._request("GET", path, b"", timeout_s) as response:
-            body = None if response.status == 404 else await response.read()
+    async def get(
+        self, path: str, *, timeout_s: float, absent: Container[int] = _MISSING
+    ) -> Any:
+        """The JSON at `path`; None if the body is empty or the status is one of `absent`. Raises
+        EngineError."""
+        async with self._request("GET", path, b"", timeout_s, absent) as response:
+            body = None if response.status in absent else await response.read()
         return self.parse(body) if body else None
 
     async def text(self, path: str, *, timeout_s: float) -> str:
-        """The body at `path`; empty if the path does not exist."""
+        """The body at `path`. Raises EngineError, also if the path does not exist."""
         async with self._request("GET", path, b"", timeout_s) as response:
-            body = b"" if response.status == 404 else await response.read()
+            body = await response.read()
         return body.decode(errors="replace")
 
     async def post(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
@@ -95,6 +101,9 @@ class Upstream:
         """The error for an HTTP status or the `code` of an error event."""
         if status in _REQUEST_FAULTS:
             return EngineRefusal(f"engine {self.url} refused the call: {words}")
+        return self._failure(status, words)
+
+    def _failure(self, status: int, words: str) -> EngineError:
         retryable = status in (429, 500, 503)
         return EngineError(
             f"engine {self.url} answered {status}: {words}", status=503 if retryable else 502
@@ -105,17 +114,24 @@ class Upstream:
 
     @asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: bytes, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        timeout_s: float | None = None,
+        absent: Container[int] = (),
     ) -> AsyncIterator[Response]:
-        """`timeout_s` limits the whole request."""
+        """`timeout_s` limits the whole request. A status in `absent` is not an error."""
         response: Response | None = None
         try:
             async with asyncio.timeout(timeout_s) if timeout_s else nullcontext():
                 response = await self._connections.send(
                     method, path, body, stall_s=self._stall_timeout_s
                 )
-                if response.status >= 400 and not (method == "GET" and response.status == 404):
+                if response.status >= 400 and response.status not in absent:
                     words = _error_message(await response.beginning(MAX_ERROR_BYTES))
+                    if method == "GET":  # nobody's parameters are at fault
+                        raise self._failure(response.status, words)
                     raise self.refusal(response.status, words)
                 yield response
         except TimeoutError as error:

@@ -17,6 +17,7 @@ import orjson
 from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
+from proxy.errors import EngineError
 from proxy.records import Ids, VersionSpan
 
 GENERATE = "/inference/v1/generate"
@@ -24,6 +25,8 @@ ABORT = "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"
 """vLLM puts this before the id of a request of this route."""
 METRICS = "/metrics"
+METRICS_TIMEOUT_S = 5.0
+"""Short, because sampling does not depend on the metrics, and health checks wait for them."""
 MISSING_LOGPROB = -9999.0
 """vLLM's value for NaN, minus infinity, or a token that is not in its table."""
 
@@ -76,6 +79,7 @@ class VllmEngine(HttpEngine[_Answer]):
         super().__init__(url, **more)
         self._prompts = PromptJson()
         self._info.adapters = True
+        self._metrics_read = False
 
     async def abort(self, request_id: str) -> None:
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
@@ -85,11 +89,20 @@ class VllmEngine(HttpEngine[_Answer]):
         self._prompts.forget(session_id)
 
     async def _learn(self) -> None:
+        read, self._metrics_read = self._metrics_read, False  # a check that fails reads them again
         await super()._learn()
-        if self._info.cache_tokens is None:
-            metrics = await self._upstream.text(METRICS, timeout_s=CONTROL_TIMEOUT_S)
-            self._info.cache_tokens = cache_tokens(metrics)
+        self._metrics_read = read or await self._read_metrics()
         self._info.version = self._version(await self._weight_label("/weight_info"))
+
+    async def _read_metrics(self) -> bool:
+        """Whether the engine has sent its metrics. One that does not send them samples as any
+        other does, and the size of its cache stays unknown."""
+        try:
+            metrics = await self._upstream.text(METRICS, timeout_s=METRICS_TIMEOUT_S)
+        except EngineError:
+            return False
+        self._info.cache_tokens = cache_tokens(metrics)
+        return True
 
     def _body(
         self,

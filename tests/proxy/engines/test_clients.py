@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Chunk, Engine, Sampling
@@ -267,6 +269,76 @@ async def test_vllm_reports_the_size_of_its_cache_until_it_fails_its_check(
         await engine.check()
     assert engine.info.cache_tokens is None
     await engine.close()
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 500, 501, 503])
+async def test_engine_that_does_not_send_its_metrics_is_healthy(
+    server: ScriptedEngine, status: int
+) -> None:
+    server.without_metrics = status
+    engine = VllmEngine(server.url)
+    await engine.check()
+    assert engine.info.healthy
+    assert engine.info.cache_tokens is None
+    await engine.close()
+
+
+async def test_metrics_without_the_size_of_the_cache_are_read_once_until_a_check_fails(
+    server: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+
+    async def text(_: Upstream, path: str, *, timeout_s: float) -> str:
+        reads.append(path)
+        return "other 1.0"
+
+    monkeypatch.setattr(Upstream, "text", text)
+    engine = VllmEngine(server.url)
+    for _ in range(2):
+        await engine.check()
+    assert len(reads) == 1
+    server.healthy = False
+    with pytest.raises(EngineError):
+        await engine.check()
+    server.healthy = True
+    await engine.check()
+    assert len(reads) == 2
+    await engine.close()
+
+
+@pytest.mark.parametrize("client", [VllmEngine, SglangEngine])
+@pytest.mark.parametrize("status", [401, 403, 405])
+async def test_engine_behind_a_gateway_that_hides_its_weight_version_is_healthy(
+    client: type[Engine], status: int
+) -> None:
+    async with gateway({"/health": 200, "/v1/models": 404, "/metrics": status}, status) as url:
+        engine = client(url)  # type: ignore[call-arg]
+        await engine.check()
+        assert engine.info.healthy
+        await engine.close()
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+async def test_check_that_is_answered_with_a_refusal_is_a_failed_check(path: str) -> None:
+    async with gateway({path: 400}, 200) as url:
+        engine = VllmEngine(url)
+        with pytest.raises(EngineError, match="answered 400"):
+            await engine.check()
+        assert not engine.info.healthy
+        await engine.close()
+
+
+@asynccontextmanager
+async def gateway(statuses: dict[str, int], other: int) -> AsyncIterator[str]:
+    """The URL of a server that answers each path with its status and without a body."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=statuses.get(request.path, other))
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server:
+        yield str(server.make_url("/")).rstrip("/")
 
 
 @pytest.mark.parametrize(
