@@ -28,10 +28,8 @@ from proxy.logs import LogKind, LogLevel
 from proxy.profiles import AgentProfile
 from proxy.secret_files import read_secret, with_secret
 from proxy.section import Section
+from proxy.shown_config import shown_value, yaml_fault
 from proxy.store_address import with_password
-
-SECRETS = ("admin_key", "api_key", "token")
-"""Keys whose values never appear in a message."""
 
 
 class EngineConfig(Section):
@@ -325,6 +323,10 @@ def load_config(path: Path | None = None, **overrides: Any) -> ProxyConfig:
     return config.model_copy(update=update)
 
 
+_WITHOUT_VALUE = ("missing", "extra_forbidden")
+"""Errors that do not depend on the value, which may be a secret under a mistyped key."""
+
+
 def _one_line(error: ValidationError | SettingsError) -> str:
     if isinstance(error, SettingsError):
         return f"environment: {error}"
@@ -334,8 +336,8 @@ def _one_line(error: ValidationError | SettingsError) -> str:
 def _said(key: str, error: ErrorDetails) -> str:
     if not key:
         return error["msg"]
-    secret = key.rpartition(".")[2] in SECRETS
-    return f"{key}: {error['msg']}" + ("" if secret else f" (value: {error['input']!r})")
+    value = "" if error["type"] in _WITHOUT_VALUE else shown_value(error["loc"], error["input"])
+    return f"{key}: {error['msg']}{value}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -344,7 +346,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot read the file: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path}: the file is not YAML: {error}") from error
+        raise ConfigurationError(f"{path}: the file is not YAML: {yaml_fault(error)}") from error
     if not isinstance(data, dict):
         raise ConfigurationError(
             f"{path}: the file must be a mapping of keys to values, not a list or a string"

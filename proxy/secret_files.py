@@ -29,12 +29,14 @@ def read_secret(path: Path, name: str) -> str:
     """The content of the file that the key `name` of a configuration names.
 
     Raises:
-        ValueError: the file cannot be read, or is empty.
+        ValueError: the file cannot be read, is not UTF-8, or is empty.
     """
     try:
         secret = path.expanduser().read_text().strip()
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {path} is not a text in UTF-8") from error
     if not secret:
         raise ValueError(f"{name}: {path} is empty; write the secret into it")
     return secret

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from urllib.parse import quote, urlsplit
 
+from proxy.shown_config import without_credentials
+
 
 def with_password(url: str, password: str) -> str:
     """The URL with the password, any character of which may be special in a URL."""
@@ -17,8 +19,8 @@ def with_password(url: str, password: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL for people and logs."""
+    """The URL for people and logs, with the user and without a password, also in its query."""
     scheme, separator, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")
     user = credentials.partition(":")[0]
-    return f"{scheme}{separator}{user}{at}{host}" if at else url
+    return f"{scheme}{separator}{user}{at}{without_credentials(host)}"

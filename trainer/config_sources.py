@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from proxy.errors import ConfigurationError
 from proxy.hub import model_folder
 from proxy.section import Section
+from proxy.shown_config import HIDDEN, is_secret, without_secrets, yaml_fault
 from trainer.config import TrainerConfig
 from trainer.config_keys import keys_of
 from trainer.config_successors import successor
@@ -101,8 +102,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
             f"--config {path}: cannot be read ({error.strerror}); give a YAML file"
         ) from error
     except yaml.YAMLError as error:
-        what = " ".join(str(error).split())
-        raise ConfigError(f"--config {path}: not YAML: {what}") from error
+        raise ConfigError(f"--config {path}: not YAML: {yaml_fault(error)}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -142,7 +142,8 @@ def _value(text: str, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{where}={text!r}: not YAML ({error.__class__.__name__}); put it in quotes"
+            f"{where}={_shown(where, text)}: not YAML ({error.__class__.__name__}); "
+            "put it in quotes"
         ) from error
 
 
@@ -181,13 +182,19 @@ def _problems(
         yield f"{key}: missing; set it in the YAML file or as {key}=… on the command line"
     elif detail["type"] == "extra_forbidden":
         for each, given in _leaves(key, value):
-            yield f"{each}={given!r:.100}{where}: there is no such key{suggestion(each)}"
+            yield f"{each}={_shown(each, given)}{where}: there is no such key{suggestion(each)}"
     else:
         message = detail["msg"].removeprefix("Value error, ")
         if key:
-            yield f"{key}={value!r:.100}{where}: {message}"
+            yield f"{key}={_shown(key, value)}{where}: {message}"
         else:  # one line for each contradiction between sections
             yield from message.splitlines()
+
+
+def _shown(key: str, value: Any) -> str:
+    """The value of a key as a message shows it, without secrets."""
+    name = key.rpartition(".")[2]
+    return HIDDEN if is_secret(name, value) else f"{without_secrets(value)!r:.100}"
 
 
 def _key(loc: Sequence[str | int], values: Any) -> str:

@@ -55,9 +55,7 @@ class Upstream:
             raise ConfigurationError(f"engines: {error}") from error
         self._stall_timeout_s = stall_timeout_s
 
-    async def get(
-        self, path: str, *, timeout_s: float, absent: Container[int] = _MISSING
-    ) -> Any:
+    async def get(self, path: str, *, timeout_s: float, absent: Container[int] = _MISSING) -> Any:
         """The JSON at `path`; None if the body is empty or the status is one of `absent`. Raises
         EngineError."""
         async with self._request("GET", path, b"", timeout_s, absent) as response:

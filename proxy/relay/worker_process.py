@@ -12,8 +12,9 @@ from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.worker import RelayWorker, WorkerConfig
+from proxy.shown_config import shown_value
 
-SECRETS = frozenset({"token", "engine_api_key"})
+SECRETS = frozenset({"token", "token_file", "engine_api_key", "engine_api_key_file"})
 """Read from the environment only, because every process on the machine can read a command line."""
 
 
@@ -47,8 +48,10 @@ def worker_config(given: dict[str, Any]) -> WorkerConfig:
         return WorkerConfig(**given)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # a contradiction between settings, which names them
+            raise ConfigurationError(first["msg"].removeprefix("Value error, ")) from error
         key = str(first["loc"][0])
-        value = "" if first["type"] == "missing" else f" (value: {first['input']!r})"
+        value = "" if first["type"] == "missing" else shown_value(first["loc"], first["input"])
         flag = "" if key in SECRETS else f"--{key.replace('_', '-')} or "
         raise ConfigurationError(
             f"{flag}AGENTIC_WORKER_{key.upper()}: {first['msg']}{value}"

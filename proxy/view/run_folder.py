@@ -7,7 +7,6 @@ may be that of a run that is still going on, or of another trainer that writes t
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,17 @@ import yaml
 
 from proxy.errors import ConfigurationError
 from proxy.file_lock import is_locked
+from proxy.shown_config import MAX_CHARS, flat_config
 from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
 from proxy.view.run_tokens import RunTokens, TrialTokens
 from proxy.view.trial_filter import TrialFilter
 
 STEP_TRIALS = 5_000
 """Trials of one step in one answer."""
-MAX_CHARS = 500
-"""Characters of a value of the configuration or of a trial that are sent."""
 _TRIAL_FIELDS = (
     *("step", "kind", "group", "evaluation", "trial_id", "task_id", "source", "agent", "status"),
     *("reward", "turns", "sampled_tokens", "seconds", "error"),
 )
-_SECRET = re.compile(r"(?i)(^|[._-])(env|.*(key|secret|token|password))([._-]|$)")
-"""Keys of a configuration whose values are not shown."""
-_PLAIN = re.compile(r"(?i)tokens?_|_tokens?$|tokens$|renderer|key_file")
 
 
 class RecordedRun:
@@ -121,21 +116,6 @@ class RecordedRuns(Mapping[str, RecordedRun]):
 
     def state(self) -> list[dict[str, Any]]:
         return [run.stamps() for run in self.values()]
-
-
-def flat_config(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`(key, value)` of a configuration, with dots between levels; values of secrets are hidden."""
-    for name, value in section.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and not _is_secret(str(name)):
-            yield from flat_config(value, f"{key}.")
-        else:
-            shown = json.dumps(value, default=str, ensure_ascii=False)[:MAX_CHARS]
-            yield key, "hidden" if value and _is_secret(str(name)) else shown
-
-
-def _is_secret(name: str) -> bool:
-    return bool(_SECRET.search(name)) and not _PLAIN.search(name)
 
 
 def _is_small(value: Any) -> bool:

@@ -234,6 +234,22 @@ def test_file_that_is_not_a_mapping_is_refused_with_its_path(tmp_path: Path, con
     assert str(path) in error_of(path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "hf_token: hunter2",
+        "engine: {urls: 'http://:hunter2@gpu:8001'}",
+        "remote_agent: {command: {env: hunter2}}",
+        "engine: {urls: 'hunter2\nrollout: [",
+    ],
+)
+def test_error_has_no_secret(tmp_path: Path, content: str) -> None:
+    (tmp_path / "bad.yaml").write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        load([tmp_path / "bad.yaml"], [], {})
+    assert "hunter2" not in str(refused.value)
+
+
 def test_missing_configuration_file_is_refused_with_its_path(tmp_path: Path) -> None:
     assert "nothing.yaml" in error_of(tmp_path / "nothing.yaml")
 

@@ -86,6 +86,15 @@ def test_report_has_curves_evaluations_and_trials(folder: RunFolder) -> None:
     assert "<span class=s>" in text
 
 
+def test_report_has_no_secret_of_the_configuration(folder: RunFolder) -> None:
+    settings = yaml.safe_load(folder.config.read_text())
+    engine = {"urls": ["http://:hunter2@gpu:8001"], "env": {"HF_TOKEN": "hunter2"}}
+    folder.config.write_text(yaml.safe_dump(settings | {"engine": engine}))
+    text = write_report(folder).read_text()
+    assert "hunter2" not in text
+    assert "http://gpu:8001" in text
+
+
 def test_report_needs_no_network(folder: RunFolder) -> None:
     text = write_report(folder).read_text()
     assert not re.search(r"(src|href)=|<script|@import|url\(", text)

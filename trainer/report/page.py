@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from proxy.shown_config import without_secrets
 from proxy.store import open_store
 from trainer.report.plot import histogram, line_plot
 from trainer.report.transcript import TextPiece, transcript
@@ -69,6 +70,7 @@ def write_report(folder: RunFolder) -> Path:
     summary = folder.read_summary()
     shown = _chosen(trials, int(config["logging"]["report_trials"]))
     texts = asyncio.run(_transcripts(folder, shown, Path(config["model"]["path"])))
+    shown_settings = yaml.safe_dump(without_secrets(config), sort_keys=False)
     body = [
         f"<h1>{escape(folder.path.name)}</h1>",
         _summary_table(summary),
@@ -81,8 +83,7 @@ def write_report(folder: RunFolder) -> Path:
         "<p>Exactly what the engine saw; <span class=s>green</span> was sampled by the policy.</p>",
         *[_trial(trial, texts[trial["trial_id"]]) for trial in shown],
         "<h2>Configuration</h2>",
-        f"<details><summary>config.yaml</summary><pre>{escape(folder.config.read_text())}</pre>"
-        "</details>",
+        f"<details><summary>config.yaml</summary><pre>{escape(shown_settings)}</pre></details>",
     ]
     head = f"<!doctype html><meta charset=utf-8><title>{escape(folder.path.name)}</title>"
     replace_file(folder.report, f"{head}<style>{STYLE}</style>\n" + "\n".join(body) + "\n")

@@ -18,6 +18,7 @@ from agent_loop.evaluator import EvalReport
 from agent_loop.records import Group, Rollout
 from proxy.logs import LogLevel
 from proxy.section import Section
+from proxy.shown_config import without_secrets
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
 from trainer.run.own_metrics import OwnMetrics, own_metrics
@@ -192,16 +193,16 @@ def _sinks(
     resolved: dict[str, Any],
 ) -> list[Sink]:
     """The places to log to. `tracked` holds the run's ids at the services; new ids are added."""
-    name = folder.path.name
+    name, shown = folder.path.name, without_secrets(resolved)
     sinks: list[Sink] = [JsonlSink(folder.metrics)]
     if config.tensorboard:
         sinks.append(TensorBoardSink(folder.tensorboard, purge_step=first_step))
     if project := config.wandb_project:
-        wandb = WandbSink(project, name, resolved, tracked.get("wandb"))
+        wandb = WandbSink(project, name, shown, tracked.get("wandb"))
         tracked["wandb"] = wandb.run_id
         sinks.append(wandb)
     if experiment := config.mlflow_experiment:
-        mlflow = MlflowSink(experiment, name, resolved, tracked.get("mlflow"))
+        mlflow = MlflowSink(experiment, name, shown, tracked.get("mlflow"))
         tracked["mlflow"] = mlflow.run_id
         sinks.append(mlflow)
     return sinks
