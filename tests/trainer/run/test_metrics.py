@@ -96,12 +96,12 @@ def test_resumed_run_continues_its_runs_at_mlflow_and_wandb(
 def test_service_gets_the_configuration_without_its_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = LoggingConfig(mlflow_experiment="experiment", tensorboard=False, progress="none")
     settings = {"engine": {"urls": ["http://:hunter2@gpu:8001"], "env": {"HF_TOKEN": "hunter2"}}}
     RunLog(config, RunFolder.create(tmp_path / "run"), steps=1, resolved=settings).close()
-    (sent,) = tmp_path.glob("*/*/artifacts/config.json")
+    (sent,) = tmp_path.glob("mlflow/*/*/artifacts/config.json")
     assert json.loads(sent.read_text())["engine"] == {"urls": ["http://gpu:8001"], "env": "hidden"}
 
 
