@@ -1,12 +1,13 @@
 r"""`agentic-worker`: serves the engine on this machine to a proxy on another machine.
 
-    AGENTIC_WORKER_TOKEN=… agentic-worker --proxy wss://proxy.example.org \
+    agentic-worker --proxy wss://proxy.example.org --token-file relay-token \
         --engine http://127.0.0.1:8001 --model /models/qwen3 --name gpu-0
 
 The worker opens the connection, so the engine's machine needs no open port. It reconnects whenever
 the network fails. If the proxy refuses it, it prints one line and exits with code 1. Each setting
-can also be an environment variable (AGENTIC_WORKER_PROXY and so on); the token and the engine's key
-(AGENTIC_WORKER_TOKEN, AGENTIC_WORKER_ENGINE_API_KEY) are read from the environment only.
+can also be an environment variable (AGENTIC_WORKER_PROXY and so on). The token and the engine's key
+are read from files, or from AGENTIC_WORKER_TOKEN and AGENTIC_WORKER_ENGINE_API_KEY. No flag takes
+the secrets themselves, because every process of the machine can read a command line.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from proxy.version_option import PrintVersion
 
 FLAGS = {
     "proxy": "the proxy's address, ws://HOST:PORT or wss://HOST",
+    "token-file": "a file that contains the proxy's relay.token",
     "engine": "the vLLM on this machine, started with --enable-scale-out",
+    "engine-api-key-file": "a file that contains the engine's API key, if it has one",
     "model": "the folder of the checkpoint that the engine serves; the proxy has the same model",
     "name": "the worker's unique name at the proxy (default: this host's name)",
     "max-calls": "maximum number of concurrent calls to the engine (256)",

@@ -14,8 +14,8 @@ from proxy.relay.fingerprint import fingerprint
 from proxy.relay.worker import RelayWorker, WorkerConfig
 from proxy.shown_config import shown_value
 
-SECRETS = frozenset({"token", "token_file", "engine_api_key", "engine_api_key_file"})
-"""Read from the environment only, because every process on the machine can read a command line."""
+SECRETS = frozenset({"token", "engine_api_key"})
+"""Not on the command line, which every process of the machine can read; `--NAME-file` is."""
 
 
 async def run_worker(config: WorkerConfig) -> None:
@@ -52,7 +52,7 @@ def worker_config(given: dict[str, Any]) -> WorkerConfig:
             raise ConfigurationError(first["msg"].removeprefix("Value error, ")) from error
         key = str(first["loc"][0])
         value = "" if first["type"] == "missing" else shown_value(first["loc"], first["input"])
-        flag = "" if key in SECRETS else f"--{key.replace('_', '-')} or "
+        flag = f"--{key.replace('_', '-')}{'-file' if key in SECRETS else ''} or "
         raise ConfigurationError(
             f"{flag}AGENTIC_WORKER_{key.upper()}: {first['msg']}{value}"
         ) from error

@@ -140,7 +140,7 @@ async def start_worker(server: ScriptedEngine, model: Path) -> AsyncIterator[Sta
     async def start(
         proxy: Proxy | None,
         *flags: str,
-        token: str = TOKEN,
+        token: str | None = TOKEN,
         model: Path = model,
         name: str = "gpu-0",
         url: str | None = None,
@@ -155,7 +155,7 @@ async def start_worker(server: ScriptedEngine, model: Path) -> AsyncIterator[Sta
             *flags,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "AGENTIC_WORKER_TOKEN": token},
+            env=dict(os.environ) | ({"AGENTIC_WORKER_TOKEN": token} if token else {}),
         )
         started.append(Worker(process))
         return started[-1]

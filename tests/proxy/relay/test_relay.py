@@ -14,6 +14,7 @@ from proxy.errors import EngineError
 from proxy.records import FinishReason, VersionSpan
 from tests.proxy.relay.conftest import (
     ANSWER,
+    TOKEN,
     OpenProxy,
     StartWorker,
     ids_of,
@@ -212,10 +213,28 @@ async def test_another_model_is_refused_at_the_handshake(
     assert proxy.joined.empty()
 
 
-async def test_worker_without_a_token_reports_which_variable_to_set(
+async def test_worker_with_a_wrong_setting_reports_its_flag_and_variable(
     open_proxy: OpenProxy, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(await open_proxy(), "--proxy", "http://wrong")
     assert (await worker.ended()).startswith(
         "agentic-worker: --proxy or AGENTIC_WORKER_PROXY: String should match pattern"
     )
+
+
+async def test_worker_without_a_token_reports_how_to_give_it(
+    open_proxy: OpenProxy, start_worker: StartWorker
+) -> None:
+    worker = await start_worker(await open_proxy(), token=None)
+    assert (await worker.ended()).strip() == (
+        "agentic-worker: --token-file or AGENTIC_WORKER_TOKEN: Field required"
+    )
+
+
+async def test_worker_reads_its_token_from_a_file(
+    open_proxy: OpenProxy, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    proxy = await open_proxy()
+    await start_worker(proxy, "--token-file", str(tmp_path / "token"), token=None)
+    assert (await proxy.worker()).info.name == "gpu-0"
