@@ -89,6 +89,8 @@ class GroupRun:
     _limits: dict[Place, tuple[float, asyncio.Timeout]] = field(default_factory=dict)
     """Place of a running trial → its start time, and the time limit that its siblings set."""
     _durations_s: list[float] = field(default_factory=list)
+    """Of the rollouts that did not fail, without branches: a branch replays its first turns in no
+    time, so that it may end long before the rollouts from which others branch."""
 
     async def run(self) -> Group:
         origin = None if self.prefixes is None else self.prefixes.choose(self.task)
@@ -139,7 +141,7 @@ class GroupRun:
             finally:
                 del self._limits[place]
         # A failed trial may end early, so that its time says nothing about the others.
-        if rollout.status is not RolloutStatus.FAILED:
+        if rollout.status is not RolloutStatus.FAILED and len(place) == 1:
             self._finished(asyncio.get_running_loop().time() - started)
         return rollout
 

@@ -78,7 +78,8 @@ class RolloutConfig(SamplingConfig):
     another task."""
     straggler_factor: float | None = Field(None, gt=1)
     """A trial is aborted once it has run this many times as long as the median of its group's
-    finished trials, after half of the group has finished. None: never."""
+    finished trials, after half of the group has finished; branches of a `tree` do not count as
+    finished ones. None: never."""
     drop_uniform_groups: bool = False
     """Replace groups whose rewards are all equal by other groups (DAPO's dynamic sampling,
     arXiv 2503.14476)."""

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
-from agent_loop.producers.groups import GroupRun
+from agent_loop.producers.groups import GroupRun, rollout_seed
 from agent_loop.producers.trees import TreeConfig, turn_surprise
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
@@ -23,7 +23,9 @@ from agent_loop.trajectory import build_segments
 from agent_loop.trial_config import TrialConfig
 from proxy.engines.scripted import text_script
 from tests.agent_loop.recorded import turn
+from tests.agent_loop.scripted_loop import ScriptedLoop
 from tests.agent_loop.test_remote_agent_loop import AGENT
+from tests.agent_loop.virtual_time import run_in_virtual_time
 from tests.proxy.conftest import RunningProxy
 
 TURNS = 3
@@ -65,6 +67,22 @@ def test_rollout_without_a_reward_is_not_branched() -> None:
 def test_one_way_to_choose_turns_is_required(given: dict[str, int]) -> None:
     with pytest.raises(ValidationError, match="set one of them"):
         TreeConfig.model_validate(given)
+
+
+def test_branches_that_end_soon_do_not_make_other_rollouts_stragglers() -> None:
+    """One rollout ends after 10 s and its branches 1 s later, except for one; the limit is twice
+    the 15 s between the first rollouts to end."""
+    seconds = {rollout_seed(2, 0, number): s for number, s in enumerate((10.0, 20.0, 25.0, 28.0))}
+    seconds[rollout_seed(2, 0, 0, 1, 3)] = 500.0
+    group = GroupRun(
+        ScriptedLoop(duration=lambda seed: seconds.get(seed, 1.0), version_now=lambda: 0),
+        Task("t", {}), number=0, size=4, seed=2, version=lambda: 0, slots=asyncio.Semaphore(99),
+        straggler_factor=2.0, tree=TreeConfig(every=1, children=4),
+    )  # fmt: skip
+    found = run_in_virtual_time(group.run())
+    assert len(found.rollouts) == 4 + 4 * 4
+    aborted = [n for n, r in enumerate(found.rollouts) if r.status is RolloutStatus.ABORTED]
+    assert aborted == [4 + 3]
 
 
 async def test_rollouts_of_a_group_branch_from_its_first_one(
