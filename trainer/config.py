@@ -18,6 +18,7 @@ from agent_loop.evaluator import EvalConfig
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.swarm.config import SwarmConfig
 from agent_loop.tasks import DataConfig
+from proxy.engines.address import EngineAddress
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.run.log import LoggingConfig
 from trainer.sft.config import SftConfig
@@ -53,6 +54,7 @@ class TrainerConfig(ProcessesConfig):
             self._some_agent(),
             self._swarm_batches(),
             self._engines_are_the_proxys(),
+            self._engines_have_addresses(),
             self._one_device_each(),
             self._weights_can_travel(),
             self._sleepers_are_idle(),
@@ -99,6 +101,13 @@ class TrainerConfig(ProcessesConfig):
                 f"proxy_server.url={self.proxy_server.url}: a running proxy samples from "
                 "its own engines; list them in engine.urls, so that they receive the weights"
             )
+
+    def _engines_have_addresses(self) -> Iterator[str]:
+        for url in self.engine.urls:
+            try:
+                EngineAddress.parse(url)
+            except ValueError as error:
+                yield f"engine.urls: {error}"
 
     def _one_device_each(self) -> Iterator[str]:
         if self.trainer.ranks > 1 and ":" in self.trainer.device:

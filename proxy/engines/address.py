@@ -24,8 +24,16 @@ class EngineAddress:
         """`key`, if given, has precedence over the URL's key.
 
         Raises:
-            ValueError: the URL's host or port is invalid.
+            ValueError: it is not an HTTP URL, or its host or port is invalid. The message does not
+                contain the key.
         """
+        if not _is_valid(url):
+            _, key, bare = url.rpartition("@")
+            shown = f"the URL that ends with {'@' + bare!r}" if key else repr(url)
+            raise ValueError(
+                f"{shown} is not an http:// or https:// URL like http://:KEY@HOST:PORT; "
+                "in the key, write %2F for /, %3F for ?, %23 for # and %40 for @"
+            )
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]
         bare = parts._replace(netloc=host).geturl().rstrip("/").removesuffix("/v1")
@@ -43,3 +51,14 @@ class EngineAddress:
     def headers(self) -> dict[str, str]:
         """The headers that authenticate a request."""
         return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+
+
+def _is_valid(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    # A key with a `/` in it ends the host there, and leaves its `@` behind.
+    cut = "@" in parts.path or "@" in parts.query or "@" in parts.fragment
+    return parts.scheme in ("http", "https") and named and not cut

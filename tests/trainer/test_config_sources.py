@@ -88,6 +88,14 @@ def test_verl_names_are_read_and_the_command_line_overrides_them(file: Path) -> 
     assert config.proxy_server.url == "http://10.0.0.9:2"
 
 
+def test_engine_url_whose_key_is_cut_is_refused_without_showing_the_key(file: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load([file], ["engine.urls=['http://:ab/cd+e=@host:8001']"])
+    (problem,) = refused.value.problems
+    assert problem.startswith("engine.urls: the URL that ends with '@host:8001' is not")
+    assert "cd+e" not in problem
+
+
 def test_running_proxy_without_engine_urls_is_refused(file: Path) -> None:
     text = error_of(file, "proxy_server.url=http://10.0.0.9:2")
     assert "proxy_server.url=http://10.0.0.9:2" in text

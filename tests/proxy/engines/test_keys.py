@@ -22,6 +22,24 @@ def test_key_is_removed_from_the_url() -> None:
     assert EngineAddress.parse(address.with_key, key="other").key == "other"
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://:ab/cd+e=@host:8001",
+        "http://12/cd+e=@host:8001",
+        "http://:12?cd+e=@host:8001",
+        "http://:ab#cd+e=@host:8001",
+        "http://:abcd+e=@",
+        "http://:abcd+e=@host:port",
+        "ws://:abcd+e=@host:8001",
+    ],
+)
+def test_url_whose_host_or_key_is_cut_is_refused_without_showing_the_key(url: str) -> None:
+    with pytest.raises(ValueError, match="write %2F for /") as refused:
+        EngineAddress.parse(url)
+    assert "cd+e" not in str(refused.value)
+
+
 async def status_of(app: RequireKey, path: str, *keys: bytes) -> int:
     sent: list[Message] = []
 
