@@ -5,8 +5,9 @@
     agentic-swarm tasks  URL        show what became of each task's episodes, a JSON line each
     agentic-swarm start|stop URL    start or stop the engine
 
-The token is AGENTIC_SWARM_TOKEN or, for a server on this machine, the file `token` in its state
-folder (--state-dir, runs/swarm unless given).
+The token is AGENTIC_SWARM_TOKEN, the content of the file that AGENTIC_SWARM_TOKEN_FILE names or,
+for a server on this machine, the file `token` in its state folder (--state-dir, runs/swarm unless
+given).
 """
 
 from __future__ import annotations

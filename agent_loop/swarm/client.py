@@ -54,7 +54,8 @@ class AsyncSwarmClient:
 
     url: str
     token: str | None = None
-    """None: AGENTIC_SWARM_TOKEN or, for a server on this machine, the token in `runs/swarm`."""
+    """None: AGENTIC_SWARM_TOKEN, the content of the file that AGENTIC_SWARM_TOKEN_FILE names or,
+    for a server on this machine, the token in `runs/swarm`."""
     client_id: str = field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from agent_loop.swarm.token import TOKEN_FILE_VARIABLE
 from harbor_sdk.server.config import ServerConfig
 from proxy.engines.vllm_server import VllmConfig, server_arguments, server_environment
 from tests.deploy.manifests import (
@@ -126,6 +127,37 @@ def test_trainer_and_harbor_server_have_one_token_and_one_address(
     assert secrets["/data/token"] == ("agentic-harbor", "harbor-token")
     assert of_trainer == f"{SECRETS}/harbor/harbor-token"
     assert secrets[f"{SECRETS}/harbor"] == ("agentic-harbor", None)
+
+
+def test_swarm_server_reads_its_token_from_the_mounted_secret() -> None:
+    assert trainer_of("swarm").variables[TOKEN_FILE_VARIABLE] == f"{SECRETS}/swarm/swarm-token"
+    ((_, template),) = pod_templates(render("swarm"))
+    (name,) = [
+        mount["name"]
+        for mount in template["spec"]["containers"][0]["volumeMounts"]
+        if mount["mountPath"] == f"{SECRETS}/swarm"
+    ]
+    (volume,) = [each for each in template["spec"]["volumes"] if each["name"] == name]
+    assert volume["secret"]["secretName"] == "agentic-swarm"
+
+
+@pytest.mark.parametrize("overlay", NAMESPACES)
+def test_no_mount_makes_a_folder_of_root_in_another_volume(overlay: str) -> None:
+    for name, template in pod_templates(render(overlay)):
+        for container in template["spec"]["containers"]:
+            paths = {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+            for path in paths:
+                inside = paths & set(path.parents)
+                assert not inside or path.parent in inside, f"{name}: {path}"
+
+
+@pytest.mark.parametrize("lock", ["trainer-cpu.lock", "trainer-cuda.lock"])
+def test_ray_version_is_the_one_of_the_image(lock: str) -> None:
+    (job,) = resources("train_ray", "RayJob").values()
+    version = job["spec"]["rayClusterSpec"]["rayVersion"]
+    assert f"ray=={version}" in (ROOT / "docker" / lock).read_text().splitlines()
+    by_http = (2, 53)  # KubeRay probes older versions by wget
+    assert tuple(map(int, version.split(".")[:2])) >= by_http
 
 
 def test_engines_accept_weights_as_those_that_a_run_starts(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from agent_loop.swarm import cli
-from agent_loop.swarm.token import TOKEN_VARIABLE, client_token, server_token
+from agent_loop.swarm.errors import SwarmError
+from agent_loop.swarm.token import (
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    client_token,
+    server_token,
+)
+from proxy.errors import ConfigurationError
 from tests.agent_loop.swarm.conftest import TOKEN, StartSwarm
 
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
@@ -27,6 +34,20 @@ def test_server_without_a_configured_token_makes_one_that_only_its_user_can_read
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
     assert server_token(tmp_path, {}) == made
     assert server_token(tmp_path, {TOKEN_VARIABLE: "given"}) == "given"
+
+
+def test_token_comes_from_the_file_that_the_variable_names(tmp_path: Path) -> None:
+    file = tmp_path / "swarm-token"
+    environment = {TOKEN_FILE_VARIABLE: str(file)}
+    with pytest.raises(ConfigurationError, match=f"AGENTIC_SWARM_TOKEN_FILE: {file} cannot be"):
+        server_token(tmp_path, environment)
+    with pytest.raises(SwarmError, match=f"AGENTIC_SWARM_TOKEN_FILE: {file} cannot be read"):
+        client_token("http://trainer:8100", tmp_path, environment)
+    file.write_text("from-the-file\n")
+    assert server_token(tmp_path, environment) == "from-the-file"
+    assert client_token("http://trainer:8100", tmp_path, environment) == "from-the-file"
+    assert not (tmp_path / "token").exists()
+    assert server_token(tmp_path, environment | {TOKEN_VARIABLE: "given"}) == "given"
 
 
 def test_clients_read_the_token_of_a_server_on_this_machine_alone(tmp_path: Path) -> None:
