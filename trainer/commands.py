@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agent_loop.errors import AgentLoopError
 from agent_loop.swarm.serve import ServeOptions, serve
-from agent_loop.swarm.token import TOKEN_VARIABLE
+from agent_loop.swarm.token import token_place
 from proxy import logs
 from proxy.client import ProxyClientError
 from proxy.errors import ConfigurationError, ProxyError
@@ -116,10 +116,9 @@ def _serve_swarm(command: Command, address: str) -> int:
         config=configs[0] if configs else None,
         default_config=DEFAULT_SWARM_CONFIG,
     )
-    token = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else state_dir / "token"
 
     def listening(url: str) -> None:
-        print(f"swarm server on {url}\nits token is in {token}", flush=True)
+        print(f"swarm server on {url}\nits token is in {token_place(state_dir)}", flush=True)
 
     asyncio.run(serve(options, listening))
     return 0

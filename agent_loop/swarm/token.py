@@ -35,9 +35,17 @@ def server_token(state_dir: Path, environment: Mapping[str, str] = os.environ) -
         ConfigurationError: the file of `TOKEN_FILE_VARIABLE` cannot be read, or is empty.
     """
     try:
-        return _given(environment) or kept_key(state_dir / FILE)
+        given = _given(environment)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    return given or kept_key(state_dir / FILE)
+
+
+def token_place(state_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
+    """Where the token of `server_token` is: the variable's name, or the path of the file."""
+    if environment.get(TOKEN_VARIABLE):
+        return TOKEN_VARIABLE
+    return environment.get(TOKEN_FILE_VARIABLE) or str(state_dir / FILE)
 
 
 def client_token(

@@ -19,6 +19,7 @@ from agent_loop.swarm.token import (
     TOKEN_VARIABLE,
     client_token,
     server_token,
+    token_place,
 )
 from proxy.errors import ConfigurationError
 from tests.agent_loop.swarm.conftest import TOKEN, StartSwarm
@@ -47,6 +48,7 @@ def test_token_comes_from_the_file_that_the_variable_names(tmp_path: Path) -> No
     assert server_token(tmp_path, environment) == "from-the-file"
     assert client_token("http://trainer:8100", tmp_path, environment) == "from-the-file"
     assert not (tmp_path / "token").exists()
+    assert token_place(tmp_path, environment) == str(file)
     assert server_token(tmp_path, environment | {TOKEN_VARIABLE: "given"}) == "given"
 
 
