@@ -213,7 +213,11 @@ def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Ren
     return ViewApi(
         lambda: store.browser,
         access,
-        lambda: {"engines": [asdict(info) for info in router.infos], "paused": router.paused},
+        lambda: {
+            "engines": [asdict(info) for info in router.infos],
+            "paused": router.paused,
+            "waiting": router.waiting,
+        },
         lambda: rendering.tokenizer,
         RecordedRuns([] if config.run is None else [config.run]),
     )

@@ -7,7 +7,7 @@ knows whether the call is idempotent and decides whether to repeat it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,6 +35,18 @@ class SessionHandle:
     """For ANTHROPIC_BASE_URL: without `/v1`."""
     expires_at: float
     """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """What the page in the browser gets, live. Example: Happening("17.16.3", {"begun": [], …})"""
+
+    position: str
+    """For `watch`, to go on after this."""
+    news: dict[str, Any] | None = None
+    """Turns that began (`begun`) or ended (`answered`), and `events`."""
+    state: dict[str, Any] | None = None
+    """The engines, and how many calls wait."""
 
 
 class ProxyClientError(Exception):
@@ -193,6 +205,26 @@ class ProxyClient:
                 if line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
 
+    async def watch(self, position: str = "") -> AsyncGenerator[Happening, None]:
+        """Yields what happens in all sessions until the proxy stops, first the last 500 turns and
+        events, or what came after `position`. A key for reading (`agentic-proxy view-key`) is
+        enough."""
+        async with self._stream("/view/live", {"Last-Event-ID": position}) as response:
+            rest = b""
+            async for part in response.content.iter_any():
+                *whole, rest = (rest + part).split(b"\n\n")
+                for event in whole:
+                    lines = (line.partition(b": ") for line in event.split(b"\n"))
+                    fields = {name.decode(): value for name, _, value in lines}
+                    if "data" not in fields:
+                        continue
+                    data = orjson.loads(fields["data"])
+                    if fields.get("event") == b"state":
+                        yield Happening(position, state=data)
+                    else:
+                        position = fields["id"].decode()
+                        yield Happening(position, news=data)
+
     async def engines(self) -> list[dict[str, Any]]:
         """One entry per engine, with the fields of `EngineInfo`."""
         engines: list[dict[str, Any]] = (await self._json("GET", "/engines"))["engines"]
@@ -288,7 +320,14 @@ class ProxyClient:
         self, trial_id: str, since: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         path = _session_path(trial_id, "events") + f"?since={since}"
-        headers = {**self._headers, "Accept": "text/event-stream"}
+        async with self._stream(path) as response:
+            yield response
+
+    @asynccontextmanager
+    async def _stream(
+        self, path: str, more: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {**self._headers, "Accept": "text/event-stream", **(more or {})}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
         if self._streams is None:
             # No limit, because a waiting stream must not take a connection from a call.

@@ -83,6 +83,11 @@ class Router:
         return not self._running.is_set()
 
     @property
+    def waiting(self) -> int:
+        """Number of calls that wait for room in an engine's cache."""
+        return self._admission.schedule.waiting
+
+    @property
     def patience_s(self) -> float:
         """How long an answer may stand still after its replica failed."""
         return self._patience_s

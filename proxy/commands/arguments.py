@@ -20,7 +20,7 @@ long to import; a test compares them."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `run`, `rewind`, `sessions`, `export`, `replay`, `view` and `view-key`."""
+    """Adds `run`, `rewind`, `sessions`, `export`, `replay`, `view`, `view-key` and `top`."""
     _add_run(commands.add_parser("run", help="run an agent in a recorded session"))
     _add_rewind(commands.add_parser("rewind", help="run an agent again from a recorded turn"))
     sessions = commands.add_parser("sessions", help="read the recorded sessions")
@@ -32,6 +32,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_view(commands.add_parser("view", help="show a run or a store in the browser"))
     keys = commands.add_parser("view-key", help="who else may read the page in the browser")
     _add_view_key(keys.add_subparsers(required=True, metavar="create|revoke|list"))
+    _add_top(commands.add_parser("top", help="what a proxy does now: sessions, engines, rates"))
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -80,6 +81,12 @@ def _list_keys(arguments: argparse.Namespace) -> int:
     from proxy.commands.view import list_keys
 
     return asyncio.run(list_keys(arguments))
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from proxy.commands.top import top
+
+    return top(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -190,7 +197,7 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", action="append", metavar="URL", help="with --model: a running vLLM"
     )
-    parser.add_argument("--url", help="the running proxy (default: the configured host and port)")
+    _add_url(parser)
     _add_tags(parser, "add this entry to the session's metadata")
     parser.add_argument(
         "--agent", metavar="NAME", help="claude-code, codex, …; default: found by the program"
@@ -315,6 +322,25 @@ def _add_view_key(actions: argparse._SubParsersAction[argparse.ArgumentParser]) 
     listed = actions.add_parser("list", help="the names of all keys")
     listed.set_defaults(run=_list_keys)
     _add_store(listed)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "The key is the admin key, found as by `run`, or a key of `view-key create`, given as the"
+        " variable AGENTIC_PROXY_ADMIN_KEY."
+    )
+    _add_store(parser)
+    _add_url(parser)
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print it once; also the case if the output is not a terminal",
+    )
+    parser.set_defaults(run=_top)
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="the running proxy (default: the configured host and port)")
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:

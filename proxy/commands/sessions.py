@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from proxy.commands.terminal import visible
 from proxy.config import ProxyConfig, load_config
 from proxy.conversation.messages import load_answer
 from proxy.errors import ConfigurationError
@@ -77,12 +78,12 @@ def _turn_text(turn: Turn, tokenizer: Tokenizer | None, *, with_tokens: bool) ->
     if tokenizer is None:
         _append_answer(text, turn)
         return text
-    text.append(tokenizer.decode(turn.prompt_ids), style="dim")
+    text.append(visible(tokenizer.decode(turn.prompt_ids)), style="dim")
     if not with_tokens:
-        text.append(tokenizer.decode(turn.sampled_ids), style="green")
+        text.append(visible(tokenizer.decode(turn.sampled_ids)), style="green")
         return text
     for token, logprob in zip(turn.sampled_ids.tolist(), turn.logprobs.tolist(), strict=True):
-        text.append(tokenizer.decode([token]), style="green")
+        text.append(visible(tokenizer.decode([token])), style="green")
         text.append(f"[{token} {logprob:.2f}]", style="dim cyan")
     return text
 
@@ -101,9 +102,9 @@ def _append_answer(text: Text, turn: Turn) -> None:
     if not turn.answer:
         return
     answer = load_answer(turn.answer)
-    text.append(_INDENT + answer.text)
+    text.append(_INDENT + visible(answer.text))
     for call in answer.tool_calls:
-        text.append(f"\n{_INDENT}{call.name}({call.arguments})", style="cyan")
+        text.append(f"\n{_INDENT}{visible(f'{call.name}({call.arguments})')}", style="cyan")
 
 
 async def _records(

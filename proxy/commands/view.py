@@ -102,7 +102,7 @@ def build_view(
     api = ViewApi(
         lambda: store.browser,
         access,
-        lambda: {"engines": [], "paused": False},
+        lambda: {"engines": [], "paused": False, "waiting": 0},
         lambda: tokenizer,
         runs,
     )

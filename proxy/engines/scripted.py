@@ -21,7 +21,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from proxy.engines import sglang, vllm
+from proxy.engines import sglang, vllm, vllm_metrics
 from proxy.engines.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
 
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
@@ -83,7 +83,7 @@ class ScriptedEngine:
                 web.post(sglang.ABORT, self._abort),
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.get(vllm.METRICS, self._metrics),
+                web.get(vllm_metrics.METRICS, self._metrics),
                 web.get("/weight_info", self._weight_info),
                 web.get("/get_model_info", self._weight_info),
                 web.post("/update_weight_version", self._update_version),

@@ -7,7 +7,6 @@ is an error. The finish reason `abort` becomes CUT.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import orjson
 from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
 from proxy.errors import EngineError
 from proxy.records import Ids, VersionSpan
 
@@ -24,16 +24,10 @@ GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"
 """vLLM puts this before the id of a request of this route."""
-METRICS = "/metrics"
 METRICS_TIMEOUT_S = 5.0
 """Short, because sampling does not depend on the metrics, and health checks wait for them."""
 MISSING_LOGPROB = -9999.0
 """vLLM's value for NaN, minus infinity, or a token that is not in its table."""
-
-
-_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-"""One line per data-parallel rank."""
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class _Alternative(msgspec.Struct, gc=False):
@@ -95,14 +89,16 @@ class VllmEngine(HttpEngine[_Answer]):
         self._info.version = self._version(await self._weight_label("/weight_info"))
 
     async def _read_metrics(self) -> bool:
-        """Whether the engine has sent its metrics. One that does not send them samples as any
-        other does, and the size of its cache stays unknown."""
+        """Whether the engine has sent metrics that do not change: without its load. One that does
+        not send any samples as any other does, and the size of its cache stays unknown."""
+        self._info.details = {}
         try:
             metrics = await self._upstream.text(METRICS, timeout_s=METRICS_TIMEOUT_S)
         except EngineError:
             return False
         self._info.cache_tokens = cache_tokens(metrics)
-        return True
+        self._info.details = load_details(metrics)
+        return not self._info.details
 
     def _body(
         self,
@@ -165,17 +161,6 @@ class VllmEngine(HttpEngine[_Answer]):
             )
         if chunk.logprobs and min(chunk.logprobs) <= MISSING_LOGPROB:
             raise self._upstream.fault("sent a token without its log-probability")
-
-
-def cache_tokens(metrics: str) -> int | None:
-    """The number of tokens that the KV caches of all ranks hold; None if the metrics lack it."""
-    tokens = 0
-    for line in _CACHE_CONFIG.findall(metrics):
-        labels = dict(_LABEL.findall(line))
-        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-        if blocks.isdigit() and size.isdigit():
-            tokens += int(blocks) * int(size)
-    return tokens or None
 
 
 def sampling_params(s: Sampling) -> dict[str, Any]:

@@ -40,6 +40,11 @@ LAST_PLACE = 2**62
 CACHED_PATHS = 4
 """Paths whose tokens stay in memory while a reader scrolls: 1 MB each for 128k tokens."""
 
+_LOG_IN = (
+    "log in: open the link that `serve` printed; programs send `Authorization: Bearer KEY` with the"
+    " admin key or a key of `agentic-proxy view-key create`"
+)
+
 ViewHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 State = Callable[[], dict[str, Any]]
 
@@ -92,7 +97,7 @@ class ViewApi:
         """Runs the handler of a route in `ROUTES`."""
         try:
             if name != "log_in" and not await self._access.allows(request):
-                raise SessionError("log in: open the link that `serve` printed", status=401)
+                raise SessionError(_LOG_IN, status=401)
             return await self._handlers[name](request)
         except ProxyError as error:
             response = _json({"error": {"message": error.message}}, error.status)

@@ -34,6 +34,9 @@ export const when = (at) => new Date(at * 1000).toLocaleString();
 /** @param {number | null | undefined} value */
 export const number = (value) => (value == null ? "–" : Number(value.toPrecision(4)).toString());
 
+/** 0.42 → "42 %" @param {number | null | undefined} value */
+export const share = (value) => (value == null ? "–" : `${Math.round(value * 100)} %`);
+
 const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
 /**

@@ -1,5 +1,5 @@
 // What happens at this moment: rates, engines, running sessions, errors with their cause.
-import { ago, count, duration, oneLine, short } from "./format.js";
+import { ago, count, duration, number, oneLine, share, short } from "./format.js";
 import { useLive } from "./hooks.js";
 import { html } from "./page.js";
 import { Cause, Status, TrialLink } from "./parts.js";
@@ -27,6 +27,7 @@ export function Now() {
       <${Tile} name="calls per second" value=${(last.length / 10).toFixed(1)} note="of the last 10 s" />
       <${Tile} name="tokens per second" value=${short(Math.round(sum(last, (h) => h.sampled) / 10))} note="sampled" />
       <${Tile} name="calls running" value=${running.length} note=${running.length ? `the oldest ${duration(now - Math.min(...running.map((h) => h.started_at)))}` : "none"} />
+      <${Tile} name="calls waiting" value=${live.state?.waiting ?? 0} note="for room in a cache" />
       <${Tile} name="active sessions" value=${busy} note="in the last minute" />
       <${Tile} name="refused calls" value=${refused.length} note="in the last hour" warn=${refused.length > 0} />
     </ul>
@@ -76,11 +77,13 @@ function Engines({ state }) {
   if (!state.engines.length) return html`<p class="quiet">No engine is connected.</p>`;
   return html`${state.paused && html`<p class="error" role="status">The engines are paused: calls wait.</p>`}
     <div class="scroll" tabindex="0" role="group" aria-labelledby="engines-title"><table>
-      <thead><tr><th>name</th><th>model</th><th>state</th><th class="n">calls</th><th class="n">version</th><th class="n">context</th></tr></thead>
+      <thead><tr><th>name</th><th>model</th><th>state</th><th class="n">calls</th><th class="n">queued</th><th class="n">cache</th><th class="n">hits</th><th class="n">version</th><th class="n">context</th></tr></thead>
       <tbody>${state.engines.map((engine) => html`<tr>
         <td title=${engine.url}>${oneLine(engine.name)}</td><td>${oneLine(engine.model ?? "–")}</td>
         <td><span class=${engine.healthy ? "tag status-done" : "tag status-cut"}>${engine.healthy ? "healthy" : "failed"}</span></td>
-        <td class="n">${engine.in_flight}</td><td class="n">${engine.version}</td>
+        <td class="n">${engine.in_flight}</td><td class="n">${number(engine.details.queued)}</td>
+        <td class="n">${share(engine.details.cache_used)}</td><td class="n">${share(engine.details.cache_hits)}</td>
+        <td class="n">${engine.version}</td>
         <td class="n">${engine.max_context_tokens ? short(engine.max_context_tokens) : "–"}</td></tr>`)}</tbody>
     </table></div>`;
 }

@@ -46,10 +46,12 @@ export interface TrainedTokens {
 export interface Engine {
   name: string; url: string; healthy: boolean; in_flight: number; version: number;
   model: string | null; max_context_tokens: number | null; text_only: boolean;
+  /** What vLLM reports: calls in its queue, the used share of its cache, and the share of hits. */
+  details: { queued?: number; cache_used?: number; cache_hits?: number };
 }
 /** What changes when a file of a run does: its inode and its size. */
 export interface RunStamps { name: string; metrics: number[]; trials: number[]; summary: number[]; }
-export interface State { engines: Engine[]; paused: boolean; runs?: RunStamps[]; }
+export interface State { engines: Engine[]; paused: boolean; waiting: number; runs?: RunStamps[]; }
 export interface Evaluation {
   name: string; step: number; success: number; reward: number | null; trials?: number; failed?: number;
   interval?: [number, number];

@@ -16,7 +16,8 @@ from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.upstream import Upstream
-from proxy.engines.vllm import VllmEngine, cache_tokens
+from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm_metrics import cache_tokens, load_details
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, VersionSpan
 
@@ -357,3 +358,36 @@ async def gateway(statuses: dict[str, int], other: int) -> AsyncIterator[str]:
 )
 def test_cache_size_in_vllm_metrics(metrics: str, tokens: int | None) -> None:
     assert cache_tokens(metrics) == tokens
+
+
+async def test_load_of_a_vllm_is_read_with_each_check(
+    server: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = iter([2, 5])
+
+    async def text(_: Upstream, path: str, *, timeout_s: float) -> str:
+        return f"vllm:num_requests_waiting {next(queued)}"
+
+    monkeypatch.setattr(Upstream, "text", text)
+    engine = VllmEngine(server.url)
+    for expected in (2, 5):
+        await engine.check()
+        assert engine.info.details == {"queued": expected}
+    await engine.close()
+
+
+def test_load_in_vllm_metrics_is_that_of_all_ranks_and_lacks_what_is_not_reported() -> None:
+    metrics = (
+        "# TYPE vllm:num_requests_waiting gauge\n"
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 2.0\n'
+        'vllm:num_requests_waiting{engine="1",model_name="m"} 1.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="1",reason="capacity"} 9.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
+        'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'
+        'vllm:prefix_cache_queries_total{engine="0"} 3e+03\n'
+        'vllm:prefix_cache_queries_created{engine="0"} 1.7e+09\n'
+        'vllm:prefix_cache_hits_total{engine="0"} 1500.0\n'
+    )
+    assert load_details(metrics) == {"queued": 3, "cache_used": 0.375, "cache_hits": 0.5}
+    assert load_details("vllm:prefix_cache_queries_total 0.0\n") == {}
+    assert load_details("vllm:kv_cache_usage_perc 1e-02\n") == {"cache_used": 0.01}
