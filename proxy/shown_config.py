@@ -1,8 +1,9 @@
 """A configuration as people see it: without its secrets.
 
 Invariant: no result contains the value of a key whose name is that of a secret, the user and the
-password of a URL, or the value of `NAME=VALUE` or `--name VALUE` where the name is that of a
-secret; at any depth, in lists, too. Numbers of tokens and the paths of files of secrets are shown.
+password of a URL, or the value of `NAME=VALUE`, `name: VALUE` or `--name VALUE` where the name is
+that of a secret; at any depth, in lists, too. Numbers of tokens and the paths of files of secrets
+are shown.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ MAX_CHARS = 500
 """Characters of a value that are shown."""
 HIDDEN = "hidden"
 """What is shown in place of a secret."""
-_ENDINGS = ("key", "secret", "token", "password", "passwd", "passphrase", "credential")
+_ENDINGS = ("key", "secret", "token", "password", "passwd", "pwd", "passphrase", "credential")
 """Ends of the words that name a secret, in the singular."""
 _WHOLE = frozenset({"env", "auth", "authorization", "cookie", "headers", "dsn"})
 """Words that name a section or a text that contains secrets."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # A password may contain `/` and `@`, unless the URL has no `:` before its first `/`.
-_USER = re.compile(r"://(?:[^\s/]*:\S*|[^\s/?#]*)@")
+_USER = re.compile(r"//(?:[^\s/]*:\S*|[^\s/?#]*)@")
 _NAMED = rf"[\w.-]*(?:{'|'.join(_ENDINGS)})s?"
-_ASSIGNED = re.compile(rf"(?i)({_NAMED}\s*=\s*|--?{_NAMED}\s+|bearer\s+)(?:'[^']*'|[^\s&#;'\"]+)")
+_BEFORE = rf"{_NAMED}\s*=\s*|{_NAMED}[\"']?:\s*(?!\d+\b)|-{_NAMED}\s+|bearer\s+"
+_ASSIGNED = re.compile(rf"(?i)(?<![\w.-])({_BEFORE})(?:'[^']*'|\"[^\"]*\"|[^\s&#;'\"]+)")
 
 
 def flat_config(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -62,7 +64,7 @@ def without_credentials(text: str) -> str:
 
     Example: without_credentials("http://:k@gpu:8001?token=t") == "http://gpu:8001?token=hidden"
     """
-    return _ASSIGNED.sub(rf"\g<1>{HIDDEN}", _USER.sub("://", text))
+    return _ASSIGNED.sub(rf"\g<1>{HIDDEN}", _USER.sub("//", text))
 
 
 def shown_value(key: Iterable[str | int], value: object) -> str:

@@ -28,6 +28,10 @@ SETTINGS: dict[str, Any] = {
     "argv": ["serve", "--api-key", S, f"--token={S}", f"run --password {S}"],
     "shell": f"OPENAI_API_KEY={S} TOKEN='{S}' run",
     "note": f"Authorization: Bearer {S}",
+    "pwd": S,
+    "proxy": f"//user:{S}@host:3128",
+    "json": f'{{"api_key": "{S}"}}',
+    "yaml": f"api_key: {S}",
     "key_file": "/run/secrets/key",
     "logging": {"token_bytes": 5, "stop_token_ids": 7},
 }
@@ -49,7 +53,14 @@ def test_configuration_in_the_view_of_a_run_has_no_secret(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    ["hf://owner/name@main", "http://gpu:8001/v1", "a@b.c", "max_tokens: 5", "sqlite:////d/s.db"],
+    [
+        "hf://owner/name@main",
+        "http://gpu:8001/v1",
+        "a@b.c",
+        "max_tokens: 5",
+        "sqlite:////d/s.db",
+        "a token: 5",
+    ],
 )
 def test_text_without_credentials_is_shown_as_it_is(text: str) -> None:
     assert without_credentials(text) == text
