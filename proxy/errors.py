@@ -8,6 +8,7 @@ ProxyError
 ├── SessionError        unknown key 401, unknown id 404, completed 409, expired 410
 ├── HeldElsewhere       another process serves the session now            421 / 503
 ├── EngineError         no replica could answer                           503 (retryable) / 502
+│   └── MissingAdapter  the replica lacks the adapter that the call names 502
 ├── StoreError          the store failed, so the call is not answered     503
 └── ConfigurationError  the process cannot start: key, value, bound and what to do
 """
@@ -111,6 +112,13 @@ class EngineError(ProxyError):
 
     status = 503
     retry_after_s = 1.0
+
+
+class MissingAdapter(EngineError):
+    """The replica does not have the adapter that the call names, as after its restart. It has not
+    failed: it answers other calls."""
+
+    status = 502
 
 
 class StoreError(ProxyError):

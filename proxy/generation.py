@@ -37,7 +37,7 @@ import numpy as np
 
 from proxy.engines.answer_check import AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling
-from proxy.errors import EngineError, EngineRefusal, RequestError
+from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
 from proxy.policies import BASE
 from proxy.records import FinishReason, Ids, VersionSpan
 from proxy.replicas import Replicas
@@ -354,8 +354,10 @@ class Generation:
         if unusable:
             self._unusable.add(engine)
         cause = Cause.UNUSABLE if unusable else Cause.LOST
-        message = f"the engine failed (id {failure_id})"
-        self._breaks.append(_Break(cause, message, error.status))
+        what = "failed"
+        if isinstance(error, MissingAdapter):
+            what = f"does not have this version of the policy {self._sampling.policy!r}"
+        self._breaks.append(_Break(cause, f"the engine {what} (id {failure_id})", error.status))
 
     def _failure(self, words: str) -> EngineError:
         """The error that ends the generation."""

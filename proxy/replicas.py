@@ -44,7 +44,8 @@ class Replicas(Protocol):
         ...
 
     def failed(self, engine: Engine, error: EngineError) -> str:
-        """Marks the replica as unhealthy until a check succeeds. Returns the log line's id."""
+        """Marks the replica as unhealthy until a check succeeds, unless it lacks only the call's
+        adapter. Returns the log line's id."""
         ...
 
     def refused(self, engine: Engine, refusal: EngineRefusal) -> RequestError:

@@ -15,7 +15,7 @@ from secrets import token_hex
 
 from proxy.config import SchedulingConfig
 from proxy.engines.protocol import Engine, EngineInfo
-from proxy.errors import EngineError, EngineRefusal, RequestError
+from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
 from proxy.policies import Policies
 from proxy.records import ServedPolicy
 from proxy.scheduling.admission import CacheAdmission, RoomClaim
@@ -254,6 +254,8 @@ class Router:
         name, failure_id = engine.info.name, token_hex(4)
         _log.warning("engine %s failed a call (id %s): %s", name, failure_id, error.message)
         self._on_failure(name, error)
+        if isinstance(error, MissingAdapter):
+            return failure_id
         engine.info.healthy = False
         self._admission.lost(name)
         self._suspicion.set()

@@ -23,8 +23,8 @@ import msgspec
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
-from proxy.engines.upstream import NOT_OFFERED, Upstream
-from proxy.errors import EngineError, ProxyError
+from proxy.engines.upstream import NOT_OFFERED, NotFound, Upstream
+from proxy.errors import EngineError, MissingAdapter, ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.tokenizer import Tokenizer
 
@@ -134,6 +134,10 @@ class HttpEngine(ABC, Generic[A]):
             if last is None:
                 raise self._upstream.fault("ended its stream without a finish reason")
             yield last
+        except NotFound as error:
+            if sampling.adapter:
+                raise MissingAdapter(error.message) from error
+            raise
         except (GeneratorExit, asyncio.CancelledError):
             if last is None:
                 with contextlib.suppress(EngineError):

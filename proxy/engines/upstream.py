@@ -25,6 +25,10 @@ NOT_OFFERED = frozenset({401, 403, 404, 405, 501})
 """Statuses with which servers and gateways answer for a path that they do not offer."""
 
 
+class NotFound(EngineError):
+    """The replica answered 404."""
+
+
 class Upstream:
     """Requests to one replica. Connections are opened on first use, in the running event loop."""
 
@@ -103,7 +107,8 @@ class Upstream:
 
     def _failure(self, status: int, words: str) -> EngineError:
         retryable = status in (429, 500, 503)
-        return EngineError(
+        kind = NotFound if status == 404 else EngineError
+        return kind(
             f"engine {self.url} answered {status}: {words}", status=503 if retryable else 502
         )
 

@@ -81,7 +81,8 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
-async def start_replicas(stack: AsyncExitStack, *, count: int = 2) -> Replicas:
+async def start_replicas(stack: AsyncExitStack, *, count: int = 2, checks: bool = True) -> Replicas:
+    """`checks`: whether the router repeats its health checks."""
     servers = []
     for _ in range(count):
         server = ScriptedEngine(lambda _: [BASE_TOKEN] * 50, token_delay_s=0.002)
@@ -91,7 +92,7 @@ async def start_replicas(stack: AsyncExitStack, *, count: int = 2) -> Replicas:
         servers.append(await stack.enter_async_context(server))
     engines = [VllmEngine(server.url, name=str(n)) for n, server in enumerate(servers)]
     router = Router(engines, check_interval_s=0.02, patience_s=5.0, vocab_size=1000)
-    await router.start()
+    await (router.start() if checks else router.check())
     stack.push_async_callback(router.close)
     return Replicas(servers, router)
 
@@ -207,6 +208,40 @@ async def test_policy_that_is_never_published_is_refused_by_name(stack: AsyncExi
     replicas.router._patience_s = 0.01
     with pytest.raises(EngineError, match="policy 'coder' has no version yet"):
         await Sampled().take(replicas.generation("coder"))
+
+
+async def test_engine_that_lost_an_adapter_serves_its_other_calls(stack: AsyncExitStack) -> None:
+    """As after a restart of the engine, if the proxy still has the policy in its store."""
+    replicas = await start_replicas(stack, count=1, checks=False)
+    await replicas.router.publish(policy_at("planner", 1))
+    (server,) = replicas.servers
+    del server.adapters[policy_at("planner", 1).adapter]
+    lost, base = replicas.generation("planner"), replicas.generation("")
+    running = asyncio.create_task((sampled := Sampled()).take(base))
+    await server.called.wait()
+    with pytest.raises(EngineError, match="this version of the policy 'planner'") as failed:
+        await Sampled().take(lost)
+    assert failed.value.status == 502
+    assert [info.healthy for info in replicas.router.infos] == [True]
+    await running
+    assert sampled.ids == [BASE_TOKEN] * ANSWER_TOKENS
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_another_engine_answers_a_call_whose_adapter_one_has_lost(
+    stack: AsyncExitStack, stream: bool
+) -> None:
+    replicas = await start_replicas(stack, checks=False)
+    await replicas.router.publish(policy_at("planner", 1))
+    del replicas.servers[0].adapters[policy_at("planner", 1).adapter]
+    for _ in range(2):
+        sampling = Sampling(max_tokens=ANSWER_TOKENS, policy="planner", trained=True)
+        call = Generation(
+            replicas.router, PROMPT, sampling, request_id="s#1", session_id="s", stream=stream
+        )
+        await (sampled := Sampled()).take(call)
+        assert_own_tokens(sampled, "planner")
+        assert [info.healthy for info in replicas.router.infos] == [True, True]
 
 
 async def test_engines_without_adapters_are_refused_by_name() -> None:
