@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -257,6 +257,9 @@ bench-salvage: setup ## lost trials that are continued compared with starting ov
 
 bench-scale: setup ## simulated fleets of 10 to 1,000 GPUs
 	$(BIN)/python -m benchmarks.scale $(ARGS)
+
+bench-view: setup ## the page in the browser: a large store, scrolling, cost per viewer
+	$(BIN)/python -m benchmarks.view $(ARGS)
 
 bench-scheduling: setup ## sessions admitted by the cache's size compared with first come first served, on vLLM
 	$(BIN)/python -m benchmarks.scheduling $(ARGS)

@@ -207,7 +207,7 @@ def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
 def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Rendering) -> ViewApi:
     access = Access(
         lambda: store.browser,
-        AdminKeys(config),
+        AdminKeys(config).accepts,
         secure=(config.public_url or "").startswith("https:"),
     )
     return ViewApi(

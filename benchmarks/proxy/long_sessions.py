@@ -43,8 +43,7 @@ async def turn_costs(target: Target, plain: Target, sessions: int) -> list[TurnC
             url = target.url.replace("/s@S@/", f"/long-{number}/")
             messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS}]
             for turn in range(1, TURNS + 1):
-                messages.append({"role": "user", "content": _text(number, turn)})
-                body = orjson.dumps({"model": "fake", "messages": messages})
+                body = turn_body(messages, number, turn)
                 plain_s = plain.cpu_s()
                 await _post(http, plain.url, body)
                 plain_s = plain.cpu_s() - plain_s
@@ -77,6 +76,12 @@ async def memory_mb(target: Target, sessions: int) -> tuple[float, float]:
 
         await asyncio.gather(*(open_session(n) for n in range(sessions)))
     return before / 1e6, target.resident_bytes() / 1e6
+
+
+def turn_body(messages: list[dict[str, Any]], session: int, turn: int) -> bytes:
+    """The request of a turn; adds the user's text to the conversation."""
+    messages.append({"role": "user", "content": _text(session, turn)})
+    return orjson.dumps({"model": "fake", "messages": messages})
 
 
 def _text(session: int, turn: int, tokens: int = TOTAL_TOKENS // TURNS - ANSWER_TOKENS) -> str:

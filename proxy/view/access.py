@@ -1,17 +1,12 @@
 """Who may read the page: a link that works once, keys that can be revoked, and the admin key.
 
 Each of these secrets is exchanged for a cookie of one browser. Invariant: the store has digests
-only; a key that is revoked, and an admin key that is removed, ends its cookies at once, in every
-process; no secret is part of a URL's path or query, so that no log and no `Referer` has it (links
-carry it after `#`, which browsers keep).
-
-A cookie from an admin key is stored as a digest of both. The digest of the key alone could be
-searched for a key that somebody chose.
+only; a revoked key ends its cookies at once, in every process; no secret is part of a URL's path or
+query, so that no log and no `Referer` has it (links carry it after `#`, which browsers keep).
 """
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 import time
@@ -21,7 +16,6 @@ from typing import Any
 
 from aiohttp import web
 
-from proxy.admin_key import AdminKeys
 from proxy.errors import ConfigurationError
 from proxy.http_request import api_key
 from proxy.store.browser import Browser, Grant, GrantKind
@@ -40,37 +34,32 @@ class Access:
     """Exchanges secrets for cookies and checks these."""
 
     def __init__(
-        self, browser: Callable[[], Browser], admin_keys: AdminKeys, *, secure: bool
+        self, browser: Callable[[], Browser], is_admin_key: Callable[[str], bool], *, secure: bool
     ) -> None:
         """`secure`: browsers reach the page by https only."""
         self._browser = browser
-        self._admin_keys = admin_keys
+        self._is_admin_key = is_admin_key
         self._secure = secure
 
     async def log_in(self, secret: str) -> str | None:
         """A new cookie's value; None if the secret opens nothing."""
-        if self._admin_keys.accepts(secret):
-            key = secret.encode()
-            return await _grant(self._browser(), GrantKind.COOKIE, ADMIN_NAME, COOKIE_S, key)
         name = await self._name_of(secret)
         if name is None:
             return None
         return await _grant(self._browser(), GrantKind.COOKIE, name, COOKIE_S)
 
     async def log_out(self, request: web.Request) -> None:
-        cookie = request.cookies.get(_cookie_name(request), "")
-        for key in self._origins():
-            await self._browser().take_grant(_digest(cookie, key))
+        await self._browser().take_grant(_digest(request.cookies.get(_cookie_name(request), "")))
 
     async def allows(self, request: web.Request) -> bool:
         """Whether the request has a valid cookie, or a key in its headers (for programs)."""
         cookie = request.cookies.get(_cookie_name(request))
-        if cookie is not None and await self._is_cookie(cookie):
+        if cookie is not None and await self._is_valid(cookie, GrantKind.COOKIE):
             return True
         key = api_key(request.headers)
         if key is None:
             return False
-        return self._admin_keys.accepts(key) or await self._found(key, GrantKind.KEY) is not None
+        return self._is_admin_key(key) or await self._is_valid(key, GrantKind.KEY)
 
     def set_cookie(self, request: web.Request, response: web.Response, value: str) -> None:
         options: dict[str, Any] = {"path": COOKIE_PATH, "httponly": True, "samesite": "Strict"}
@@ -80,6 +69,8 @@ class Access:
 
     async def _name_of(self, secret: str) -> str | None:
         """Whom the secret was given to. A link is used up."""
+        if self._is_admin_key(secret):
+            return ADMIN_NAME
         digest = _digest(secret)
         found = await self._browser().find_grant(digest)
         if found is not None and found.kind is GrantKind.LINK:
@@ -88,20 +79,9 @@ class Access:
             return None
         return found.name
 
-    async def _is_cookie(self, cookie: str) -> bool:
-        for key in self._origins():
-            found = await self._found(cookie, GrantKind.COOKIE, key)
-            if found is not None and (found.name == ADMIN_NAME) == bool(key):
-                return True
-        return False
-
-    def _origins(self) -> list[bytes]:
-        """The admin keys from which a cookie may come; empty for a cookie from a link or a key."""
-        return [b"", *self._admin_keys.current()]
-
-    async def _found(self, secret: str, kind: GrantKind, admin_key: bytes = b"") -> Grant | None:
-        found = await self._browser().find_grant(_digest(secret, admin_key))
-        return None if found is None or found.kind is not kind or _is_over(found) else found
+    async def _is_valid(self, secret: str, kind: GrantKind) -> bool:
+        found = await self._browser().find_grant(_digest(secret))
+        return found is not None and found.kind is kind and not _is_over(found)
 
 
 async def new_link(browser: Browser) -> str:
@@ -125,12 +105,10 @@ async def new_key(browser: Browser, name: str) -> str:
     return await _grant(browser, GrantKind.KEY, name, None)
 
 
-async def _grant(
-    browser: Browser, kind: GrantKind, name: str, lasts_s: float | None, admin_key: bytes = b""
-) -> str:
+async def _grant(browser: Browser, kind: GrantKind, name: str, lasts_s: float | None) -> str:
     secret, now = secrets.token_urlsafe(_SECRET_BYTES), time.time()
     expires_at = None if lasts_s is None else now + lasts_s
-    await browser.add_grant(Grant(_digest(secret, admin_key), kind, name, now, expires_at))
+    await browser.add_grant(Grant(_digest(secret), kind, name, now, expires_at))
     return secret
 
 
@@ -140,10 +118,8 @@ def _cookie_name(request: web.Request) -> str:
     return f"agentic_view_{port}" if port.isdecimal() else "agentic_view"
 
 
-def _digest(secret: str, admin_key: bytes = b"") -> bytes:
-    """`admin_key` is the one that a cookie comes from."""
-    given = secret.encode(errors="surrogatepass")
-    return hmac.digest(admin_key, given, "sha256") if admin_key else sha256(given).digest()
+def _digest(secret: str) -> bytes:
+    return sha256(secret.encode(errors="surrogatepass")).digest()
 
 
 def _is_over(grant: Grant) -> bool:

@@ -1,9 +1,9 @@
 """Streams what happens in a store to the page, as server-sent events.
 
 Each event's id is the position in the store up to which the reader has everything, so that a reader
-that reconnects with `Last-Event-ID` misses nothing and gets nothing twice. The store is asked for
-what is new `POLLS_PER_S` times per second and reader: one way for one process, several processes,
-several machines, and a store that nobody writes to any more.
+that reconnects with it (`Last-Event-ID`, or `?after=` in the address) misses nothing and gets
+nothing twice. The store is asked for what is new once per `POLL_S` and reader: one way for one
+process, several processes, several machines, and a store that nobody writes to any more.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class LiveFeed:
     ) -> web.StreamResponse:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         response = web.StreamResponse(headers=headers)
-        position = Position.parse(request.headers.get("Last-Event-ID", ""))
+        after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
+        position = Position.parse(after)
         state, quiet = b"", 0
         await response.prepare(request)
         while not self._closing.is_set():

@@ -61,30 +61,70 @@ export const live = {
 
 /** @type {EventSource | null} */
 let source = null;
+let position = "";
+let following = false;
+let hiddenSince = 0;
+const LONG_AWAY_MS = 600_000;
+/** Listeners of "the page was away for long: read everything again". @type {Set<() => void>} */
+export const onReturn = new Set();
 
-/** Connects once. The browser reconnects by itself and says where it was. */
+/** Connects while the page is visible: a browser keeps at most six connections to a server, and a
+ * stream holds one for each page. The browser reconnects by itself and says where it was. */
 export function follow() {
-  if (source !== null) return;
-  source = new EventSource("/view/live");
-  source.onopen = () => tell(null, true);
-  source.onerror = () => {
-    const closed = source?.readyState === EventSource.CLOSED;
+  following = true;
+  if (source === null && !document.hidden) connect();
+}
+
+export function unfollow() {
+  following = false;
+  disconnect();
+}
+
+function connect() {
+  const after = position && `?after=${position}`;
+  const opened = new EventSource(`/view/live${after}`);
+  source = opened;
+  opened.onopen = () => tell(null, true);
+  opened.onerror = () => {
     tell(null, false);
-    if (closed) {
-      source = null;
-      get("state").then(() => setTimeout(follow, 2000), () => setTimeout(follow, 5000));
-    }
+    if (opened.readyState !== EventSource.CLOSED || source !== opened) return;
+    source = null;
+    const again = () => following && follow();
+    get("state").then(() => setTimeout(again, 2000), () => setTimeout(again, 5000));
   };
-  source.onmessage = (event) => take(JSON.parse(event.data));
-  source.addEventListener("state", (event) => {
+  opened.onmessage = (event) => {
+    position = event.lastEventId;
+    take(JSON.parse(event.data));
+  };
+  opened.addEventListener("state", (event) => {
     live.state = JSON.parse(event.data);
     tell(null, true);
   });
 }
 
-export function unfollow() {
+function disconnect() {
   source?.close();
   source = null;
+}
+
+addEventListener("visibilitychange", () => (document.hidden ? pause() : resume()));
+addEventListener("pagehide", pause);
+addEventListener("pageshow", resume);
+
+function pause() {
+  if (source === null) return;
+  disconnect();
+  hiddenSince = Date.now();
+}
+
+function resume() {
+  if (!following || source !== null) return;
+  if (hiddenSince && Date.now() - hiddenSince > LONG_AWAY_MS) {
+    position = "";
+    Object.assign(live, { answered: [], events: [], running: new Map() });
+    for (const listener of onReturn) listener();
+  }
+  follow();
 }
 
 /** @param {News} news */

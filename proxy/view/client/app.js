@@ -1,5 +1,5 @@
 // The page: its frame, log-in, and which view is shown.
-import { follow, get, live, onLoggedOut, post, unfollow } from "./api.js";
+import { follow, get, live, onLoggedOut, onReturn, post, unfollow } from "./api.js";
 import { Compare } from "./compare.js";
 import { Group } from "./group.js";
 import { useLive } from "./hooks.js";
@@ -25,6 +25,7 @@ function App() {
   const [place, setPlace] = useState(() => parse(location.hash));
   const [inside, setInside] = useState(/** @type {boolean | null} */ (null));
   const [error, setError] = useState("");
+  const [returns, setReturns] = useState(0);
   useEffect(() => {
     const changed = () => {
       if (!openLink()) setPlace(parse(location.hash));
@@ -49,10 +50,13 @@ function App() {
         (refused) => get("state").then(() => setInside(true), () => setError(refused.message)),
       );
     addEventListener("hashchange", changed);
+    const returned = () => setReturns((n) => n + 1);
+    onReturn.add(returned);
     onLoggedOut.add(out);
     if (!openLink()) get("state").then(() => setInside(true), () => setInside(false));
     return () => {
       removeEventListener("hashchange", changed);
+      onReturn.delete(returned);
       onLoggedOut.delete(out);
     };
   }, []);
@@ -70,7 +74,7 @@ function App() {
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
     <${Bar} place=${place} leave=${() => post("log_out", {}).then(() => get("state"))} />
     <main id="main" tabindex="-1" class=${`view-${place.view}`}>
-      <${View} key=${place.view + place.id} place=${place} />
+      <${View} key=${place.view + place.id + returns} place=${place} />
     </main>`;
 }
 

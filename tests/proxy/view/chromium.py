@@ -87,11 +87,18 @@ class Tab:
         self._browser = browser
         self._session = session
         self.complaints: list[str] = []
+        self._expected: dict[str, asyncio.Future[dict[str, Any]]] = {}
+
+    def next(self, method: str) -> asyncio.Future[dict[str, Any]]:
+        """The parameters of the next event of this name."""
+        return self._expected.setdefault(method, asyncio.get_running_loop().create_future())
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         return await self._browser.call(method, self._session, **params)
 
     def heard(self, method: str, params: dict[str, Any]) -> None:
+        if expected := self._expected.pop(method, None):
+            expected.set_result(params)
         if method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.complaints.append(details.get("exception", {}).get("description", str(details)))
@@ -99,6 +106,9 @@ class Tab:
             self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
             self.complaints.append(str([arg.get("value") for arg in params["args"]]))
+
+    async def close(self) -> None:
+        await self.call("Page.close")
 
     async def size(self, width: int, height: int, *, phone: bool = False) -> None:
         await self.call(

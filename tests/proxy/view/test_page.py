@@ -125,6 +125,27 @@ async def test_calls_appear_while_they_come_in_and_keys_move_between_turns(
     assert tab.complaints == []
 
 
+async def test_page_that_is_left_or_hidden_holds_no_stream(
+    proxy: RunningProxy, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser has six connections to a server, and keeps pages that were left for a while."""
+    monkeypatch.setattr("proxy.view.live.MAX_READERS", 2)
+    await enter(tab, proxy)
+    for _ in range(4):
+        await tab.open("about:blank")
+        await tab.open(f"{proxy.url}/#/now")
+        await tab.until("document.querySelector('header .dot.on')")
+    session = await proxy.session(trial_id="seen")
+    for number in range(4):
+        hidden = "Object.defineProperty(document, 'hidden', { value: %s, configurable: true });"
+        changed = "window.dispatchEvent(new Event('visibilitychange'))"
+        await tab.evaluate(hidden % "true" + changed)
+        await work(proxy, session, f"Hello {number}.", turns=1)
+        await tab.evaluate(hidden % "false" + changed)
+        await tab.until(f"document.querySelector('.view-now .id').textContent === 'seen #{number}'")
+    assert tab.complaints == []
+
+
 async def test_link_opens_the_page_once_and_a_revoked_key_closes_it(
     start_proxy: StartProxy, browser: Chromium, tmp_path: Path
 ) -> None:
