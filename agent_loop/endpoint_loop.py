@@ -76,7 +76,7 @@ class EndpointLoop:
         self, task: Task, *, kind: SessionKind, seed: int = 0, version: int = 0
     ) -> Rollout:
         """One trial without retries; `kind` and `version` have no meaning here."""
-        started = time.monotonic()
+        started, started_at = time.monotonic(), time.time()
         name = re.sub("[^A-Za-z0-9._-]+", "_", task.task_id)[:80]
         trial = self._make(f"{name}-{shortuuid.uuid()[:12]}", task, seed)
         status, reward, parts, error = RolloutStatus.FAILED, None, {}, None
@@ -104,6 +104,7 @@ class EndpointLoop:
             times_s={"total": time.monotonic() - started},
             logs=str(trial.directory),
             seed=seed,
+            started_at=started_at,
         )
 
     async def close(self) -> None:

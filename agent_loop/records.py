@@ -245,8 +245,11 @@ class Rollout:
     """The policy's version when the trial was started."""
     error: str | None = None
     """One line on why `status` is not DONE; None if it is DONE."""
+    started_at: float = 0.0
+    """When the trial began, in Unix seconds; 0: not known."""
     times_s: Mapping[str, float] = field(default_factory=dict)
-    """Phase → seconds spent in it: `total`, `agent`, `verifier`, `generate`, `queue` …"""
+    """Phase → seconds spent in it: `total`, `opening` (until the agent starts), `agent`,
+    `generate` (the model's part of `agent`), `verifier` (which ends with the trial)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     logs: str | None = None
     """Folder with the agent's output."""

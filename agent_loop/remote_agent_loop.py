@@ -137,6 +137,7 @@ class RemoteAgentLoop:
                 "" if origin is None or origin.salvage else f"{origin.session_id}@{origin.turn}",
                 retries.lost_after,
                 self.policy,
+                time.time(),
             )
             trial = _TrialRun(self, attempt)
             rollout = await trial.run()
@@ -190,6 +191,7 @@ class _TrialRun:
         self._attempt = attempt
         self._directory = loop.trials_dir / attempt.trial_id
         self._started = time.monotonic()
+        self._times_s: dict[str, float] = {}
         self._turns: Sequence[Turn] = ()
         """The recorded turns; empty until they are collected."""
         self._agent: AgentResult | None = None
@@ -278,6 +280,7 @@ class _TrialRun:
 
     async def _launch(self, trial: Trial) -> AgentResult:
         self.state = TrialState.RUNNING
+        self._times_s["opening"] = time.monotonic() - self._started
         self._agent = agent = await self._loop.launcher.run(trial)
         if (wait_s := self._loop.trial.await_reward_s) > 0:
             wait = self._loop.proxy.wait_reward
@@ -333,7 +336,12 @@ class _TrialRun:
         self.state = TrialState.GRADING
         loop = self._loop
         return await grade_trial(
-            self._attempt, finished, loop.rewards, loop.trial.credit, started=self._started
+            self._attempt,
+            finished,
+            loop.rewards,
+            loop.trial.credit,
+            started=self._started,
+            times_s=self._times_s,
         )
 
     def _failed(self, error: Exception) -> Rollout:
@@ -342,7 +350,7 @@ class _TrialRun:
             f"{type(error).__name__}: {error}".splitlines()[0],
             agent=self._agent,
             turns=self._turns,
-            times_s={"total": time.monotonic() - self._started},
+            times_s={**self._times_s, "total": time.monotonic() - self._started},
         )
 
 

@@ -59,6 +59,8 @@ class Attempt:
     """Ends of the agent after which the trial is lost, because it can be continued."""
     policy: str = ""
     """The policy that is trained. What other policies sampled in the trial is context."""
+    started_at: float = 0.0
+    """See `Rollout.started_at`."""
 
 
 async def grade_trial(
@@ -68,9 +70,10 @@ async def grade_trial(
     credit: CreditConfig,
     *,
     started: float,
+    times_s: Mapping[str, float] | None = None,
 ) -> Rollout:
     """The rollout of a finished trial, with the reward that the source gives it. `started` is when
-    the trial began, by `time.monotonic`.
+    the trial began, by `time.monotonic`. `times_s` is added to the recorded times.
 
     Raises:
         RewardError: the source cannot judge the trial.
@@ -86,7 +89,7 @@ async def grade_trial(
         graded,
         posted=finished.session.rewards,
         credit=credit,
-        times_s={"verifier": ended - began, "total": ended - started},
+        times_s={**(times_s or {}), "verifier": ended - began, "total": ended - started},
     )
 
 
@@ -133,6 +136,7 @@ def build_rollout(
         logs=attempt.logs,
         seed=attempt.seed,
         prefix=attempt.prefix,
+        started_at=attempt.started_at,
     )
 
 
@@ -161,6 +165,7 @@ def failed_rollout(
         logs=attempt.logs,
         seed=attempt.seed,
         prefix=attempt.prefix,
+        started_at=attempt.started_at,
     )
 
 

@@ -142,6 +142,11 @@ class Generation:
         one that broke, those that the proxy assumed while it ran (`Replicas.version_of`)."""
         return tuple(self._spans)
 
+    @property
+    def engine(self) -> str:
+        """The name of the engine that sampled the last token; empty before the first one."""
+        return self._sampler
+
     async def stream(self) -> AsyncGenerator[Chunk | Seam, None]:
         """The chunks, the one with the finish reason last, and the seams between them.
 

@@ -119,6 +119,7 @@ class _TurnFields(msgspec.Struct, array_like=True):
     request: bytes = b""
     recorded_by: str | None = None
     """The session that recorded the turn, if it is another one (`proxy.records.Origin`)."""
+    engine: str = ""
 
 
 class _Record(msgspec.Struct):
@@ -202,6 +203,7 @@ def _encode_turn(session_id: str, turn: Turn) -> _TurnFields:
         turn.duration_s,
         turn.request,
         None if turn.session_id == session_id else turn.session_id,
+        turn.engine,
     )
 
 
@@ -228,4 +230,5 @@ def _decode_turn(session_id: str, fields: _TurnFields) -> Turn:
         first_token_s=fields.first_token_s,
         duration_s=fields.duration_s,
         request=fields.request,
+        engine=fields.engine,
     )

@@ -217,6 +217,9 @@ class Turn:
     first_token_s: float | None = None
     """Seconds from the request to the first sampled token."""
     duration_s: float | None = None
+    engine: str = ""
+    """Name of the engine that sampled the last token; empty: no engine sampled one, or an earlier
+    program recorded the turn."""
 
     @property
     def policy(self) -> str:

@@ -259,7 +259,7 @@ async def open_fit(
         for warning in {agent.sandbox_warning for agent in config.agent_sections.values()}:
             if warning is not None:
                 say(warning)
-        log.progress.phase(state.step, "starting the engine and the proxy")
+        log.phase(state.step, "starting the engine and the proxy")
         around = RunServices(config, folder, control, cluster, rank_zero, say, starting)
         async with around.running() as services:
             if services.page is not None:

@@ -126,6 +126,13 @@ def _questions(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)"
+    )
+
+
 COMMANDS = {
     "init": CommandLine(
         "Writes a project to train: configuration, tasks, agent and scorer.",
@@ -148,6 +155,11 @@ COMMANDS = {
         "command continues where it was interrupted.",
         _questions,
         "trainer.questions_command",
+    ),
+    "trace": CommandLine(
+        "Writes what a run did when as a file that https://ui.perfetto.dev opens.",
+        _trace,
+        "trainer.trace_command",
     ),
     "sft": CommandLine(
         "Trains on recorded sessions: sft.sessions=FOLDER, sft.min_reward=1, …",

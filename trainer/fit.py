@@ -145,7 +145,7 @@ class Fit:
         return "done"
 
     async def _train_to_the_end(self) -> None:
-        self.log.progress.phase(self.step, "sending weights")
+        self.log.phase(self.step, "sending weights")
         await self.control.finish(self.engines.send_weights())
         if self.evals.before and "before" not in self.log.evaluations:
             await self._evaluate("before")
@@ -165,17 +165,18 @@ class Fit:
 
     async def _step(self) -> None:
         clock, log = _Clock(), self.log
-        log.progress.phase(self.step + 1, "sampling", self.trials_per_step)
+        log.phase(self.step + 1, "sampling", self.trials_per_step)
         groups = await self.control.wait_for(self.producer.next_batch(self.version))
         clock.lap("sample")
 
-        log.progress.phase(self.step + 1, "training")
+        log.phase(self.step + 1, "training")
         train = TrainOn(groups, keep_tokens=log.keeps_tokens)
         trained = await self.control.finish(self.rank_zero.ask(train))
         metrics = rollout_metrics(groups, success_at=self.evals.success_at) | trained.metrics
         clock.lap("train")
 
         if trained.version != self.version:
+            log.phase(self.step + 1, "sending weights")
             metrics |= await self.control.finish(self.engines.send_weights())
             self.producer.set_version(trained.version)
         clock.lap("sync")
@@ -222,7 +223,7 @@ class Fit:
         """Evaluates; returns the success rate, or None without held-out tasks."""
         if self.evaluator is None:
             return None
-        self.log.progress.phase(self.step, f"evaluation {name}", self.evaluator.trials)
+        self.log.phase(self.step, f"evaluation {name}", self.evaluator.trials)
         self.producer.pause()
         try:
             report = await self.control.wait_for(self.evaluator.evaluate(self.version))
@@ -246,7 +247,7 @@ class Fit:
         written, as at the end of the run."""
         if self.step == self.log.saved_step:
             return
-        self.log.progress.phase(self.step, "saving")
+        self.log.phase(self.step, "saving")
         is_best = self._is_best(success)
         best = success if is_best else self.best
         request = Save(self.checkpoints, self._loop_state(best), is_best)

@@ -125,7 +125,7 @@ def _continue(parts: Parts, folder: RunFolder) -> int:
     if saved is not None:
         checkpoints.read_run(saved)  # refuses what cannot be continued, before anything changes
     replace_file(folder.config, dump(parts.config))
-    for lines in (folder.metrics, folder.trials_log):
+    for lines in (folder.metrics, folder.trials_log, folder.phases):
         truncate_jsonl(lines, saved.step if saved else 0)
     return _run(parts, folder, saved)
 

@@ -117,7 +117,11 @@ class SwarmProducer:
         total_s = (episode.ended_at or 0.0) - episode.claimed_at
         rollout = build_rollout(
             Attempt(
-                episode.episode_id, task, version=episode.version, policy=session.policy_of("")
+                episode.episode_id,
+                task,
+                version=episode.version,
+                policy=session.policy_of(""),
+                started_at=episode.claimed_at,
             ),
             AgentResult(AgentEnd.EXITED, wall_s=total_s),
             turns,

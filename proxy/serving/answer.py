@@ -140,6 +140,7 @@ class LiveAnswer:
             status=TurnStatus.CUT if cut else self._ended_as,
             first_token_s=self._first_token_s,
             duration_s=time.perf_counter() - self._begun,
+            engine=self._generation.engine,
             answer=dump_answer(said) if size else b"",
             answer_key=self.key.stored() if size else b"",
         )

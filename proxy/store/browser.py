@@ -78,6 +78,8 @@ class TurnHead:
     first_token_s: float | None
     duration_s: float | None
     sampled_tokens: int
+    engine: str
+    """See `Turn.engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,11 @@ class Browser(Protocol):
     async def written(self, before: int, limit: int, max_bytes: int) -> list[WrittenTurn]:
         """At most `limit` turns that began before a place in the store's order, the newest first:
         as many as have `max_bytes` of text together, but at least one."""
+        ...
+
+    async def begun(self, after: int, limit: int) -> list[tuple[int, TurnHead]]:
+        """At most `limit` turns that began after a place in the store's order, each with its
+        place, in this order."""
         ...
 
     async def recent(self, after: Position | None, limit: int) -> Recent:

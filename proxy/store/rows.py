@@ -42,7 +42,7 @@ INTENT_COLUMNS = (
 )
 ANSWER_COLUMNS = (
     "status, sampled_ids, logprobs, versions, finish_reason, answer_key, answer,"
-    " first_token_s, duration_s"
+    " first_token_s, duration_s, engine"
 )
 MAY_COMMIT = "answers.status <> 'cut' OR excluded.status = 'cut'"
 """A turn that another process has closed as CUT does not become DONE any more: that process has
@@ -172,6 +172,7 @@ def answer_row(t: Turn) -> tuple[Any, ...]:
         t.answer,
         t.first_token_s,
         t.duration_s,
+        t.engine,
     )
 
 
@@ -204,6 +205,7 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
         answer=bytes(row[18]),
         first_token_s=row[19],
         duration_s=row[20],
+        engine=row[21] or "",
     )
 
 

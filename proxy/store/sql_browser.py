@@ -32,7 +32,8 @@ _IN_SESSION = (
 _HEAD_COLUMNS = (
     "t.session_id, t.idx, t.parent, t.shared_tokens, t.fork_cause, t.dialect, t.agent_id,"
     " t.started_at, length(t.prompt_ids), substr(t.request, 1, 32), a.status, a.finish_reason,"
-    " a.versions, a.first_token_s, a.duration_s, length(a.sampled_ids)"
+    " a.versions, a.first_token_s, a.duration_s, length(a.sampled_ids),"
+    " a.engine"
 )
 _AFTER = re.compile(rb'\{"(after|same_as)":(\d+)')
 _TOKEN_BYTES = 4
@@ -163,12 +164,7 @@ class SqlBrowser:
         seq = self.SEQUENCE
         if after is None:
             after = await self._back(limit)
-        begun = await self._fetch(
-            f"SELECT {_HEAD_COLUMNS}, t.{seq} FROM {_JOINED} WHERE t.{seq} > ?"
-            f" ORDER BY t.{seq} LIMIT ?",
-            after.begun,
-            limit,
-        )
+        begun = await self.begun(after.begun, limit)
         answered = await self._fetch(
             f"SELECT {_HEAD_COLUMNS}, a.{seq} FROM answers a JOIN turns t"
             " ON a.session_id = t.session_id AND a.idx = t.idx"
@@ -182,7 +178,7 @@ class SqlBrowser:
             limit,
         )
         position = Position(
-            begun[-1][-1] if begun else after.begun,
+            begun[-1][0] if begun else after.begun,
             answered[-1][-1] if answered else after.answered,
             events[-1][1] if events else after.events,
         )
@@ -191,7 +187,17 @@ class SqlBrowser:
             | {"kind": row[3]}
             for row in events
         ]
-        return Recent(position, [_head(row) for row in begun], [_head(r) for r in answered], told)
+        return Recent(position, [head for _, head in begun], [_head(r) for r in answered], told)
+
+    async def begun(self, after: int, limit: int) -> list[tuple[int, TurnHead]]:
+        seq = self.SEQUENCE
+        found = await self._fetch(
+            f"SELECT {_HEAD_COLUMNS}, t.{seq} FROM {_JOINED} WHERE t.{seq} > ?"
+            f" ORDER BY t.{seq} LIMIT ?",
+            after,
+            limit,
+        )
+        return [(row[-1], _head(row)) for row in found]
 
     async def _back(self, count: int) -> Position:
         """The position before the last `count` rows of each table."""
@@ -287,4 +293,5 @@ def _head(row: Sequence[Any]) -> TurnHead:
         first_token_s=row[13],
         duration_s=row[14],
         sampled_tokens=(row[15] or 0) // _TOKEN_BYTES,
+        engine=row[16] or "",
     )

@@ -1,7 +1,8 @@
 """The requests of the page: one handler per entry of `ROUTES`.
 
-Invariant: all of them but `log_in` need a cookie or a key (`access`), change nothing in the record,
-and answer with a bounded number of rows and characters.
+Invariant: all of them but `log_in` need a cookie or a key (`access`) and change nothing in the
+record; all but `run/trace`, which is sent while it is made, answer with a bounded number of rows
+and characters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from proxy.errors import ProxyError, RequestError, SessionError
+from proxy.errors import ProxyError, RequestError, SessionError, StoreError
 from proxy.http_request import answer_expect, read_body
 from proxy.records import ForkCause, SessionKind, SessionStatus, TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ from proxy.view.run_folder import RecordedRun, RecordedRuns
 from proxy.view.search import READ_BYTES, TURNS, SearchTerms
 from proxy.view.session_turns import SessionTurns
 from proxy.view.summaries import head_json, summary_json
+from proxy.view.trace import trace_pieces
 from proxy.view.turn_tokens import TurnTokens, turn_tokens
 
 HEADS = 500
@@ -87,6 +89,7 @@ class ViewApi:
             "run/metrics": self._run_metrics,
             "run/trials": self._run_trials,
             "run/step": self._run_step,
+            "run/trace": self._run_trace,
         }
 
     def close(self) -> None:
@@ -258,6 +261,25 @@ class ViewApi:
         step = count(request, "step", 0, most=2**31 - 1, least=0)
         return _json(await asyncio.to_thread(self._run_of(request).step, step))
 
+    async def _run_trace(self, request: web.Request) -> web.StreamResponse:
+        """The run as a file for Perfetto. If the store fails meanwhile, the connection breaks, so
+        that nobody takes the beginning of the file for the whole."""
+        run = self._run_of(request)
+        response = web.StreamResponse(headers={**pages.HEADERS, "Cache-Control": "no-store"})
+        response.content_type = "application/json"
+        response.headers["Content-Disposition"] = 'attachment; filename="trace.json"'
+        async with self._runs.browser_of(run, self._browser()) as browser:
+            await response.prepare(request)
+            try:
+                async for piece in trace_pieces(run.path, browser):
+                    await response.write(piece)
+            except StoreError:
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
+        await response.write_eof()
+        return response
+
     def _run_of(self, request: web.Request) -> RecordedRun:
         name = request.query.get("run", "")
         if name not in self._runs:
@@ -286,6 +308,7 @@ ROUTES = (
     ("GET", "/view/run/metrics", "run/metrics"),
     ("GET", "/view/run/trials", "run/trials"),
     ("GET", "/view/run/step", "run/step"),
+    ("GET", "/view/run/trace", "run/trace"),
 )
 PAGE = "/"
 STATIC = "/view/static/{name:[a-z0-9_./-]+}"

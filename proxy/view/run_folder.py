@@ -7,7 +7,8 @@ may be that of a run that is still going on, or of another trainer that writes t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import yaml
 from proxy.errors import ConfigurationError
 from proxy.file_lock import is_locked
 from proxy.shown_config import MAX_CHARS, flat_config
+from proxy.store import open_store
+from proxy.store.browser import Browser
 from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
 from proxy.view.run_tokens import RunTokens, TrialTokens
 from proxy.view.trial_filter import TrialFilter
@@ -85,6 +88,16 @@ class RecordedRun:
         return {"step": step, "trials": [_trial(line) for line in found]}
 
 
+@asynccontextmanager
+async def reading(sessions: Path) -> AsyncIterator[Browser]:
+    """Reads the store in a file."""
+    store = await open_store(f"sqlite:///{sessions.absolute()}", create=False)
+    try:
+        yield store.browser
+    finally:
+        await store.close()
+
+
 class RecordedRuns(Mapping[str, RecordedRun]):
     """The runs that the page shows, by name; the first one's sessions are in the store."""
 
@@ -113,6 +126,18 @@ class RecordedRuns(Mapping[str, RecordedRun]):
         """What the trainer of the first run knows of a session's tokens, if it trained any."""
         first = next(iter(self.values()), None)
         return None if first is None else first.tokens.of(session_id)
+
+    @asynccontextmanager
+    async def browser_of(self, run: RecordedRun, first: Browser) -> AsyncIterator[Browser | None]:
+        """Reads the sessions of a run; None if it has none of its own. `first` reads those of the
+        first run."""
+        if run is next(iter(self.values())):
+            yield first
+        elif run.sessions.is_file():
+            async with reading(run.sessions) as browser:
+                yield browser
+        else:
+            yield None
 
     def state(self) -> list[dict[str, Any]]:
         return [run.stamps() for run in self.values()]

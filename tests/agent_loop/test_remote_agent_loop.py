@@ -84,7 +84,7 @@ async def test_trial_of_three_turns_is_one_trained_path_with_its_reward(
     assert segment.ids.tolist() == last.path
     assert rollout.sampled_tokens == rollout.metrics["sampled_tokens"] == len(sampled)
     assert rollout.started_version == 3
-    assert rollout.times_s.keys() == {"agent", "generate", "verifier", "total"}
+    assert rollout.times_s.keys() == {"opening", "agent", "generate", "verifier", "total"}
 
 
 async def test_session_is_completed_and_logs_are_kept_without_the_workspace(

@@ -36,6 +36,7 @@ def test_decoded_group_equals_the_encoded_one(
         forks={"edited": 2},
         started_version=3,
         error="why",
+        started_at=1.78e9,
         times_s={"total": 1.5},
         metrics={"sampled_tokens": 7.0},
         logs="somewhere",

@@ -10,6 +10,7 @@
     sessions.db        the recorded sessions (agentic-proxy sessions …)
     trials/            one folder per trial: the agent's log and working directory
     trials.jsonl       one line per finished trial
+    phases.jsonl       one line per phase of the trainer: sampling, training, saving, …
     tokens/            step-000010/, …: advantages and log-probabilities of the trained tokens
     logs/              the engines' and the proxy's output
 
@@ -47,6 +48,7 @@ class RunFolder:
         self.sessions = path / "sessions.db"
         self.trials = path / "trials"
         self.trials_log = path / "trials.jsonl"
+        self.phases = path / "phases.jsonl"
         self.tokens = path / "tokens"
         self.logs = path / "logs"
         self._lock: int | None = None

@@ -22,6 +22,7 @@ from proxy.shown_config import without_secrets
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
 from trainer.run.own_metrics import OwnMetrics, own_metrics
+from trainer.run.phases import PhaseLog
 from trainer.run.progress import Progress
 from trainer.run.token_log import TokenColumns, TokenLog
 
@@ -80,6 +81,7 @@ class RunLog:
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
         self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked, dict(resolved)))
         self._trials = folder.trials_log.open("a", buffering=1)
+        self._phases = PhaseLog(folder.phases)
         self._started = time.monotonic()
         self.progress = Progress(config.progress, steps)
         self._tokens: TokenLog | None = None
@@ -105,6 +107,12 @@ class RunLog:
         made: dict[str, Any] = self.summary.get("eval", {})
         return made
 
+    def phase(self, step: int, name: str, trials: int = 0) -> None:
+        """The trainer begins a phase, of which the progress line shows the number of `trials`; 0 if
+        it is not known. It ends with the next phase, step or evaluation."""
+        self._phases.begin(step, name)
+        self.progress.phase(step, name, trials)
+
     def step(
         self,
         step: int,
@@ -112,6 +120,7 @@ class RunLog:
         groups: Sequence[Group],
         tokens: TokenColumns | None = None,
     ) -> None:
+        self._phases.end()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         metrics = {**metrics, **own_metrics(self._own, rollouts, metrics)}
         for group in groups:
@@ -129,6 +138,7 @@ class RunLog:
 
     def evaluation(self, step: int, name: str, report: EvalReport) -> None:
         """`name` is `before`, `after`, or the step of a scheduled evaluation."""
+        self._phases.end()
         values = report.as_dict()
         values["reward"] = values.pop("mean_reward")
         values["trials"] = values.pop("rollouts")
@@ -160,6 +170,7 @@ class RunLog:
         self.progress.close()
         self._metrics.close()
         self._trials.close()
+        self._phases.close()
 
     def _summarise(self, **values: Any) -> None:
         self.summary |= values | {"wall_s": round(self.wall_s, 1)}
@@ -180,9 +191,19 @@ class RunLog:
                 "turns": rollout.num_turns,
                 "sampled_tokens": int(rollout.metrics.get("sampled_tokens", 0)),
                 "seconds": round(rollout.times_s.get("total", 0.0), 3),
+                "started_at": round(rollout.started_at, 6),
+                "times_s": {
+                    name: round(rollout.times_s[name], 6)
+                    for name in _TIMES
+                    if name in rollout.times_s
+                },
                 "error": rollout.error,
             }
             self._trials.write(json.dumps(line) + "\n")
+
+
+_TIMES = ("opening", "agent", "verifier")
+"""The phases of a trial whose times are logged in addition to its total."""
 
 
 def _sinks(

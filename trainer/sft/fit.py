@@ -118,7 +118,7 @@ class SftFit:
             loss = await self._held_out_loss()
             self.log.progress.say(f"held-out loss before: {loss:.4f}")
         while self.step < self.schedule.steps and not self._is_late():
-            self.log.progress.phase(self.step + 1, "training")
+            self.log.phase(self.step + 1, "training")
             request = ImitateBatch(self.schedule.batch(self.step + 1), self.config.aggregation)
             metrics = await self.control.finish(self.rank_zero.ask(request))
             self.step += 1
@@ -132,7 +132,7 @@ class SftFit:
                 raise StopRequested
 
     async def _held_out_loss(self) -> float:
-        self.log.progress.phase(self.step, "held-out loss")
+        self.log.phase(self.step, "held-out loss")
         request = HeldOutLoss(self.held_out, self.config.batch_sessions)
         return await self.control.finish(self.rank_zero.ask(request))
 

@@ -65,7 +65,8 @@ function OneRun({ name, place }) {
   return html`<div class="top"><h1><bdi>${visible(name)}</bdi></h1>
     <p><${Status} value=${run.status ?? "no status"} /> <span>${count(run.steps ?? 0)} steps</span>
       <span>${duration(run.wall_s)}</span> ${run.tokens_sampled != null && html`<span>${short(run.tokens_sampled)} tokens sampled</span>`}
-      <a href=${link("trials", name)}>trials</a> ${run.evaluations.length > 1 && html`<a href=${link("compare", name)}>before and after</a>`}</p></div>
+      <a href=${link("trials", name)}>trials</a>
+      <a href=${`/view/run/trace?run=${encodeURIComponent(name)}`} download=${`${name}.trace.json`}>trace for Perfetto</a> ${run.evaluations.length > 1 && html`<a href=${link("compare", name)}>before and after</a>`}</p></div>
     ${others.length > 0 && html`<form class="filters" aria-label="Other runs">${others.map((other) => html`<label><input type="checkbox"
       checked=${chosen.includes(other)} onChange=${/** @param {Event} e */ (e) => choose(other, /** @type {HTMLInputElement} */ (e.target).checked)} />
       <bdi>${visible(other)}</bdi></label>`)}</form>`}

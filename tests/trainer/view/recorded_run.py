@@ -3,6 +3,7 @@ engine. Only the weights are missing: the trainer's log-probabilities are the en
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ class ScriptedAgent:
     ) -> Rollout:
         assert origin is None, "these trials begin with no recorded turns"
         self.made += 1
+        began = time.time()
         name = f"lamps-{self.made}"
         session = await self.proxy.session(
             kind=kind, trial_id=name, metadata={"task": task.task_id}
@@ -65,9 +67,10 @@ class ScriptedAgent:
         await self.proxy.control.add_reward(name, Reward("verifier", float(right)))
         await self.proxy.control.complete(name)
         _, turns = await self.proxy.control.get_turns(name)
-        attempt = Attempt(name, task, kind, seed, version)
+        attempt = Attempt(name, task, kind, seed, version, started_at=began)
         agent = AgentResult(AgentEnd.EXITED, wall_s=1.5)
-        return build_rollout(attempt, agent, turns, Graded(float(right)), times_s={"total": 2.5})
+        times_s = {"opening": 0.125, "verifier": 0.5, "total": 2.5}
+        return build_rollout(attempt, agent, turns, Graded(float(right)), times_s=times_s)
 
 
 @dataclass(slots=True)
@@ -85,11 +88,13 @@ class RecordedTraining:
 
     async def step(self, **more: float) -> None:
         """`more`: metrics of one's own."""
+        self.log.phase(self.made + 1, "sampling")
         groups = [
             Group(f"g{self.made}-{number}", task, await self._rollouts(task))
             for number, task in enumerate(self.tasks)
         ]
         self.made += 1
+        self.log.phase(self.made, "training")
         batch = self.batch = trained_batch(groups)
         batch.prox_logprobs = batch.logprobs + DIFFERENCE
         batch.ref_logprobs = batch.logprobs
@@ -99,9 +104,11 @@ class RecordedTraining:
         metrics |= algorithm.compute_advantages(batch)
         # As if the algorithm had left out the first sequence.
         trained = torch.arange(1, len(batch.sequences))
+        self.log.phase(self.made, "sending weights")
         self.log.step(self.made, metrics | more, groups, TokenColumns.of(batch, trained))
 
     async def evaluate(self, name: str) -> None:
+        self.log.phase(self.made, f"evaluation {name}")
         evaluator = Evaluator(self.agent, self.tasks, EvalConfig(), concurrency=1)
         self.log.evaluation(self.made, name, await evaluator.evaluate(self.made))
 

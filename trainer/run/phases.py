@@ -1,0 +1,44 @@
+"""What the trainer did when: one line of `phases.jsonl` per phase (docs/view.md).
+
+    {"step": 3, "phase": "training", "started_at": 1780000000.1, "seconds": 2.5}
+
+Invariant: phases do not overlap; a line is written when its phase has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+
+class PhaseLog:
+    """Example: phases.begin(3, "training"), and at its end phases.end() or the next begin."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+        self._running: tuple[int, str, float, float] | None = None
+        """Step, name, and start by `time.time` and by `time.monotonic`."""
+
+    def begin(self, step: int, name: str) -> None:
+        """Ends the phase before."""
+        self.end()
+        self._running = (step, name, time.time(), time.monotonic())
+
+    def end(self) -> None:
+        """Ends the phase that runs, if any."""
+        if self._running is None:
+            return
+        step, name, started_at, started = self._running
+        self._running = None
+        line = {
+            "step": step,
+            "phase": name,
+            "started_at": round(started_at, 6),
+            "seconds": round(time.monotonic() - started, 6),
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self.end()
+        self._file.close()
