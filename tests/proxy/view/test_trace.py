@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.records import FinishReason, Origin, Session, SessionKind, SessionStatus, TurnStatus
@@ -208,6 +208,7 @@ async def test_lines_of_a_foreign_program_are_shown_or_left_out(tmp_path: Path) 
 times = st.floats(0, 30, allow_nan=False).map(lambda each: round(each, 7))
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     calls=st.lists(st.tuples(times, st.none() | times, st.none() | times), max_size=12),
     opening=times,
