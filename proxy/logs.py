@@ -1,8 +1,8 @@
 """The process's log on standard error: lines of text, or one JSON object per line.
 
-JSON logs also have one line per call (trial, call, dialect, status, duration) and the audit log of
-the control plane (`proxy/control/audit.py`). Invariant: no line
-holds a key, a token, or text of agents and models; `tests/proxy/test_logs.py` checks this.
+JSON logs also have one line per call (trial, call, dialect, status, duration), and the audit log of
+the control plane (`proxy/control/audit.py`) at every level. Invariant: no line holds a key, a
+token, or text of agents and models; `tests/proxy/test_logs.py` checks this.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def set_up(kind: LogKind, level: LogLevel) -> None:
     logging.basicConfig(level=least, handlers=[handler])
     # A line per request is for machines; in a text log it would hide the other lines.
     of_requests = logging.INFO if kind == "json" else logging.WARNING
-    for name in (CALLS, AUDIT):
-        logging.getLogger(name).setLevel(max(least, of_requests))
+    logging.getLogger(CALLS).setLevel(max(least, of_requests))
+    logging.getLogger(AUDIT).setLevel(of_requests)  # at every level
 
 
 class JsonLines(logging.Formatter):

@@ -1,8 +1,10 @@
 """The audit log: what the control plane was told to change, by which key, and with what result.
 
 One JSON line per request that changes something or was refused for its key; requests that only read
-are not logged. Invariant: a line has a digest of the key and never the key, and nothing that agents
-or models say. Like the lines of calls, these lines are only in JSON logs.
+are not logged. A request that failed, or whose client left before the answer, has a line, because
+it may have changed something. Invariant: a line has a digest of the key and never the key, and
+nothing that agents or models say. Like the lines of calls, these lines are only in JSON logs;
+`log_level` does not limit them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ TRIAL_ID = web.RequestKey("trial_id", str)
 """The id of the session that a request has created."""
 DIGEST_CHARACTERS = 12
 """Enough to tell keys apart, and too few to search for a key that somebody chose."""
+
+CLIENT_LEFT = 499
+"""Logged as the status of a request that was cancelled: its client left, or the proxy stopped."""
+FAILED = 500
+"""Logged as the status of a request that ended with an unexpected error."""
 
 _log = logging.getLogger(AUDIT)
 

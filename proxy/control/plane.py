@@ -117,15 +117,21 @@ class ControlPlane:
 
     async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
         """Runs the handler of a route in `ROUTES`."""
+        status = audit.FAILED
         try:
             if not OPERATIONS[name].open_to_all:
                 self._authorise(name, api_key(request.headers) or "")
             response = await self._handlers[name](request)
             if name in _REPEATED_AT_SIBLINGS:
                 await self._siblings.send(request)
+            status = response.status
         except ProxyError as error:
-            response = _refused(error)
-        audit.record(request, name, response.status)
+            response, status = _refused(error), error.status
+        except asyncio.CancelledError:
+            status = audit.CLIENT_LEFT
+            raise
+        finally:
+            audit.record(request, name, status)
         return response
 
     def _authorise(self, name: str, key: str) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import orjson
 import pytest
 
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.control.audit import key_digest
-from proxy.logs import AUDIT, CALLS, JsonLines, LogKind, set_up
+from proxy.logs import AUDIT, CALLS, JsonLines, LogKind, LogLevel, set_up
 from proxy.records import Reward
-from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+from proxy.store import open_store
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
-LEVELS: list[tuple[LogKind, int]] = [("text", logging.WARNING), ("json", logging.INFO)]
+LOGGED: list[tuple[LogKind, bool]] = [("text", False), ("json", True)]
 
 
 @pytest.fixture
@@ -64,19 +67,61 @@ async def test_changes_and_refused_keys_are_logged_and_reading_is_not(
     assert not any(key in text for key in (ADMIN_KEY, "a-wrong-key", session.api_key))
 
 
+@pytest.mark.parametrize(("fault", "status"), [(None, 499), (ZeroDivisionError("a fault"), 500)])
+async def test_change_that_is_not_answered_is_logged(
+    start_proxy: StartProxy,
+    lines: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception | None,
+    status: int,
+) -> None:
+    store = await open_store(f"sqlite:///{tmp_path}/audited.db")
+    delete, deleted, over = store.delete_session, asyncio.Event(), asyncio.Event()
+
+    async def delete_and_stand_still(session_id: str) -> None:
+        await delete(session_id)
+        deleted.set()
+        try:
+            if fault is not None:
+                raise fault
+            await asyncio.Event().wait()
+        finally:
+            over.set()
+
+    monkeypatch.setattr(store, "delete_session", delete_and_stand_still)
+    proxy = await start_proxy(store=store)
+    session = await proxy.control.create_session("t-1")
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    url = f"{proxy.url}/sessions/{session.trial_id}"
+    leaving = asyncio.create_task(proxy.http.delete(url, headers=headers).__aenter__())
+    await deleted.wait()
+    if fault is None:
+        leaving.cancel()
+    else:
+        assert (await leaving).status == status
+    await over.wait()
+    found = [(line["operation"], line["trial_id"], line["status"]) for line in lines]
+    assert found == [("create", "t-1", 201), ("delete", "t-1", status)]
+    await store.close()
+
+
 def test_digest_is_the_one_of_the_documented_command() -> None:
     assert key_digest("test") == "9f86d081884c"
     assert key_digest("") is None
 
 
-def test_lines_are_in_json_logs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", get_args(LogLevel))
+def test_lines_are_in_json_logs_of_every_level_only(
+    monkeypatch: pytest.MonkeyPatch, level: LogLevel
+) -> None:
     loggers = [logging.getLogger(name) for name in (None, CALLS, AUDIT)]
     levels = [logger.level for logger in loggers]
     monkeypatch.setattr(loggers[0], "handlers", [])
     try:
-        for kind, expected in LEVELS:
-            set_up(kind, "info")
-            assert loggers[-1].level == expected
+        for kind, expected in LOGGED:
+            set_up(kind, level)
+            assert loggers[-1].isEnabledFor(logging.INFO) == expected
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
