@@ -24,7 +24,7 @@ from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorB
 from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.phases import PhaseLog
 from trainer.run.progress import Progress
-from trainer.run.token_log import TokenColumns, TokenLog
+from trainer.run.token_log import TokenColumns, TokenLog, remove_steps_after
 
 
 class LoggingConfig(Section):
@@ -85,9 +85,9 @@ class RunLog:
         self._started = time.monotonic()
         self.progress = Progress(config.progress, steps)
         self._tokens: TokenLog | None = None
+        remove_steps_after(saved_step, folder.tokens)
         if config.token_bytes:
-            say = self.progress.say
-            self._tokens = TokenLog(folder.tokens, config.token_bytes, saved_step, say)
+            self._tokens = TokenLog(folder.tokens, config.token_bytes, self.progress.say)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
         self._summarise(status="running", pid=os.getpid())
 

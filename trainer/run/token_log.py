@@ -17,6 +17,7 @@ most one step waits in memory.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,9 @@ import torch
 from torch import Tensor
 
 from trainer.batch import Batch
+
+_STEP = re.compile(r"\.?step-(\d+)")
+"""Name of a step's folder; one with a dot is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,9 @@ class TokenColumns:
 
 
 class TokenLog:
-    """Example: TokenLog(Path("run/tokens"), max_bytes=1 << 30, last_step=0, warn=print)"""
+    """Example: TokenLog(Path("run/tokens"), max_bytes=1 << 30, warn=print)"""
 
-    def __init__(
-        self, folder: Path, max_bytes: int, last_step: int, warn: Callable[[str], None]
-    ) -> None:
-        """Removes steps after `last_step`, which a continued run repeats."""
+    def __init__(self, folder: Path, max_bytes: int, warn: Callable[[str], None]) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._warn = warn
@@ -83,12 +84,8 @@ class TokenLog:
         self._bytes: dict[Path, int] = {}
         """The folders of the steps and their sizes, the oldest first."""
         folder.mkdir(exist_ok=True)
-        for path in sorted(folder.iterdir()):
-            step = path.name.removeprefix("step-")
-            if step.isdecimal() and int(step) <= last_step:
-                self._bytes[path] = _size(path)
-            else:
-                shutil.rmtree(path)
+        for path in sorted(_steps(folder)):
+            self._bytes[path] = _size(path)
 
     def write(self, step: int, tokens: TokenColumns) -> None:
         """Writes the columns in the background, once those of the step before are written."""
@@ -130,8 +127,23 @@ class TokenLog:
         for path in list(self._bytes):
             if sum(self._bytes.values()) <= self._max_bytes:
                 return
-            shutil.rmtree(path)
             del self._bytes[path]
+            with suppress(FileNotFoundError):  # somebody else may remove old steps too
+                shutil.rmtree(path)
+
+
+def remove_steps_after(last_step: int, folder: Path) -> None:
+    """Removes the steps that a continued run repeats, and what a killed process left of a step."""
+    for path, step in _steps(folder).items():
+        if step > last_step or path.name.startswith("."):
+            shutil.rmtree(path)
+
+
+def _steps(folder: Path) -> dict[Path, int]:
+    """The folders of steps, also of incomplete ones, and the number of each step. Nothing else in
+    the folder is touched."""
+    found = ((path, _STEP.fullmatch(path.name)) for path in folder.glob("*"))
+    return {path: int(name[1]) for path, name in found if name is not None and path.is_dir()}
 
 
 def _size(folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 
 from tests.trainer.rollouts import VOCABULARY
 from trainer.batch import Batch
+from trainer.run.folder import RunFolder
+from trainer.run.log import LoggingConfig, RunLog
 from trainer.run.token_log import TokenColumns, TokenLog
 
 
@@ -51,8 +54,8 @@ def said() -> list[str]:
 
 @pytest.fixture
 def open_log(tmp_path: Path, said: list[str]) -> Log:
-    def open_(max_bytes: int = 10**9, last_step: int = 0) -> TokenLog:
-        return TokenLog(tmp_path / "tokens", max_bytes, last_step, said.append)
+    def open_(max_bytes: int = 10**9) -> TokenLog:
+        return TokenLog(tmp_path / "tokens", max_bytes, said.append)
 
     return open_
 
@@ -85,21 +88,46 @@ def test_oldest_steps_are_removed_above_the_limit(tmp_path: Path, open_log: Log)
     log.write(1, columns())
     log.close()
     size = sum(file.stat().st_size for file in (tmp_path / "tokens/step-000001").iterdir())
-    log = open_log(max_bytes=2 * size, last_step=1)
+    log = open_log(max_bytes=2 * size)
     for step in (2, 3, 4):
         log.write(step, columns())
     log.close()
     assert kept(tmp_path) == ["step-000003", "step-000004"]
 
 
-def test_continued_run_removes_the_steps_that_it_repeats(tmp_path: Path, open_log: Log) -> None:
+def test_step_that_somebody_else_removed_does_not_stop_the_removal(
+    tmp_path: Path, open_log: Log, said: list[str]
+) -> None:
+    log = open_log()
+    log.write(1, columns())
+    log.close()
+    size = sum(file.stat().st_size for file in (tmp_path / "tokens/step-000001").iterdir())
+    log = open_log(max_bytes=2 * size)
+    shutil.rmtree(tmp_path / "tokens/step-000001")
+    for step in (2, 3, 4):
+        log.write(step, columns())
+    log.close()
+    assert kept(tmp_path) == ["step-000003", "step-000004"]
+    assert not said
+
+
+@pytest.mark.parametrize("token_bytes", [0, 10**9])
+def test_continued_run_removes_the_steps_that_it_repeats_and_nothing_else(
+    tmp_path: Path, open_log: Log, token_bytes: int
+) -> None:
     log = open_log()
     for step in (1, 2, 3):
         log.write(step, columns())
     log.close()
-    (tmp_path / "tokens/.step-000004").mkdir()  # left by a killed process
-    open_log(last_step=2).close()
-    assert kept(tmp_path) == ["step-000001", "step-000002"]
+    tokens = tmp_path / "tokens"
+    for left in (".step-000002", ".step-000004", "of mine"):
+        (tokens / left).mkdir()
+    for mine in ("notes.txt", "step-000001.zip", "step-000009"):
+        (tokens / mine).write_text("text")
+    config = LoggingConfig(tensorboard=False, progress="none", token_bytes=token_bytes)
+    RunLog(config, RunFolder(tmp_path), steps=4, saved_step=2).close()
+    steps = ["step-000001", "step-000001.zip", "step-000002", "step-000009"]
+    assert kept(tmp_path) == ["notes.txt", "of mine", *steps]
 
 
 def test_full_disk_is_a_warning_and_not_the_end_of_the_run(
