@@ -29,10 +29,10 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import shortuuid
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from agent_loop.errors import AgentLoopError, BranchError, LostAgentError
 from agent_loop.launchers.protocol import Launcher
+from agent_loop.patience import patiently
 from agent_loop.records import (
     AgentEnd,
     AgentResult,
@@ -55,8 +55,6 @@ from proxy.records import BranchMode, Origin, Session, SessionKind, Turn, TurnSt
 from proxy.wall import Wall
 
 Result = TypeVar("Result")
-AWAY = frozenset({0, 502, 503, 504})
-"""Status of a control call that found no proxy: 502 and 504 are a load balancer's."""
 
 
 class RemoteAgentLoop:
@@ -149,15 +147,7 @@ class RemoteAgentLoop:
 
     async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeats a control call while the proxy cannot be reached, for at most `patience_s`."""
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception(_is_away),
-            stop=stop_after_delay(self.recording.patience_s),
-            wait=wait_exponential(multiplier=0.05, max=2.0),
-            reraise=True,
-        ):
-            with attempt:
-                result = await call()
-        return result
+        return await patiently(call, self.recording.patience_s)
 
     async def _read(self, trial_id: str) -> tuple[Session, Sequence[Turn]]:
         return await self.patiently(lambda: self.proxy.get_turns(trial_id))
@@ -352,10 +342,6 @@ class _TrialRun:
             turns=self._turns,
             times_s={**self._times_s, "total": time.monotonic() - self._started},
         )
-
-
-def _is_away(error: BaseException) -> bool:
-    return isinstance(error, ProxyClientError) and error.status in AWAY
 
 
 def _unique() -> str:

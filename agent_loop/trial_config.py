@@ -119,4 +119,5 @@ class RecordingConfig(Section):
     profile: str = "default"
     """The proxy's profile of the agent: what is removed, matched and kept of its requests."""
     patience_s: float = Field(60.0, ge=0)
-    """Seconds that a trial waits at its start and its end for a proxy that is being restarted."""
+    """Seconds that a trial, at its start and its end, and an update of the engines wait for a proxy
+    that is being restarted."""

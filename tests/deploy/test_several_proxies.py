@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from agent_loop.remote_agent_loop import AWAY
+from agent_loop.patience import AWAY
 from agent_loop.trajectory import build_segments, flatten
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.engines.scripted import ScriptedEngine

@@ -1,21 +1,23 @@
 """The run's engines: sends them the weights, and replaces those that end.
 
 Invariant: the proxy sends calls only to engines that serve the trainer's weights: a new engine
-receives them before it is added to the proxy, and a new version of an adapter is published there
-when all engines have it. An engine that ends more than `engine.restarts`
-times ends the run, with the last line of the engine's log.
+receives them before it is added to the proxy, and each version of an adapter is published there as
+soon as all engines have it, before any engine is connected again. An engine that ends more than
+`engine.restarts` times ends the run, with the last line of the engine's log.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 from pathlib import Path
 
-from proxy.client import ProxyClient
+from agent_loop.patience import patiently
+from proxy.client import ProxyClient, ProxyClientError
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
-from trainer.cluster.rank_zero import Connect, RankZero, Served, SyncWeights
+from trainer.cluster.rank_zero import Connect, RankZero, SyncWeights
 from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.control import first_to_end
 
@@ -45,22 +47,25 @@ class RunEngines:
         say: Callable[[str], None] = lambda _: None,
         given_urls: Sequence[str] = (),
         adapters: Path | None = None,
+        proxy_patience_s: float = 0.0,
     ) -> None:
         """`replicas` were started by the run, and each is restarted at most `restarts` times.
         `given_urls` are engines that the run does not start. `adapters` is the folder for the
-        versions of a LoRA adapter. `say` is called with a line for the
-        user."""
+        versions of a LoRA adapter. `proxy_patience_s`: how long to wait for a proxy that is being
+        restarted. `say` is called with a line for the user."""
         self._rank_zero = rank_zero
         self._replicas = dict(enumerate(replicas))
         self._restarts = restarts
         self._say = say
         self._given_urls = given_urls
         self._adapters = adapters
+        self._proxy_patience_s = proxy_patience_s
         self.proxy: ProxyClient | None = None
         """The proxy in which versions of an adapter are published; None before it is started."""
         self._running: set[int] = set()
         self._changed = asyncio.Condition()
-        self._joining = asyncio.Lock()
+        self._sending = asyncio.Lock()
+        """Held from before an engine is connected, or gets weights, until they are published."""
 
     @property
     def urls(self) -> list[str]:
@@ -90,22 +95,26 @@ class RunEngines:
 
         Raises:
             WeightSyncError: an engine that has not ended refused the weights.
+            ProxyClientError: the proxy refused a version of the adapter, or did not answer within
+                `proxy_patience_s`.
         """
         while True:
             try:
-                metrics = await self._rank_zero.ask(SyncWeights())
-                await self._publish()
-                return metrics
+                async with self._sending:
+                    return await self._send()
             except WeightSyncError as error:
                 await self._replaced(error)
 
-    async def _publish(self) -> None:
-        """Makes the proxy sample from the last version of the adapter, if there is one."""
-        if self.proxy is None:
-            return
-        served = await self._rank_zero.ask(Served())
-        if served is not None:
-            await self.proxy.publish_policy(served.name, served.version, served.adapter)
+    async def _send(self) -> Metrics:
+        """Sends the weights, and makes the proxy sample from a new version of the adapter."""
+        sent = await self._rank_zero.ask(SyncWeights())
+        proxy, served = self.proxy, sent.served
+        if proxy is not None and served is not None:
+            await patiently(
+                lambda: proxy.publish_policy(served.name, served.version, served.adapter),
+                self._proxy_patience_s,
+            )
+        return sent.metrics
 
     async def keep_running(self, proxy: ProxyService, client: ProxyClient) -> None:
         """Replaces every replica that ends. Never returns; ends by cancellation or an error.
@@ -135,15 +144,26 @@ class RunEngines:
             self._say(f"warning: {name} ended with {how}; starting another")
             await self._note(lambda: self._running.discard(number))
             await proxy.set_engines(self.named)
-            await client.remove_engine(name)
+            await self._change(lambda: client.remove_engine(name), HTTPStatus.NOT_FOUND)
             await replica.start()
-            async with self._joining:
+            async with self._sending:
                 await self._rank_zero.ask(Connect([*self.urls, replica.url], self._adapters))
-                await self._rank_zero.ask(SyncWeights())
+                await self._send()
                 await self._note(lambda: self._running.add(number))
             await proxy.set_engines(self.named)
-            await client.add_engine(replica.url, name=name)
+            await self._change(
+                lambda: client.add_engine(replica.url, name=name), HTTPStatus.CONFLICT
+            )
         raise TrainerError(f"{name} ended {self._restarts + 1} times (engine.restarts): {how}")
+
+    async def _change(self, call: Callable[[], Awaitable[None]], made: HTTPStatus) -> None:
+        """Changes the proxy's engines. A proxy that was started again with the new list has made
+        the change already, and answers with status `made`."""
+        try:
+            await patiently(call, self._proxy_patience_s)
+        except ProxyClientError as error:
+            if error.status != made:
+                raise
 
     async def _note(self, change: Callable[[], None]) -> None:
         async with self._changed:

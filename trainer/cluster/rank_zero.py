@@ -41,7 +41,7 @@ class RankZero:
     """Example:
     state = await rank_zero.ask(Restore(checkpoints))
     await rank_zero.ask(Connect(urls))
-    metrics = await rank_zero.ask(SyncWeights())
+    sent = await rank_zero.ask(SyncWeights())
     """
 
     def __init__(self, send: SendRequest, others: asyncio.Task[None] | None = None) -> None:
@@ -105,19 +105,21 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncWeights:
-    """Sends the policy's weights to every engine."""
+class SentWeights:
+    """What every engine has received."""
 
-    def on(self, learner: Learner) -> Metrics:
-        return learner.sync_weights()
+    metrics: Metrics
+    served: ServedPolicy | None
+    """The version of the adapter that the engines got; None if they got the trained weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """Returns the version of the adapter that the engines got last, if they serve one."""
+class SyncWeights:
+    """Sends the policy's weights to every engine."""
 
-    def on(self, learner: Learner) -> ServedPolicy | None:
-        return learner.served
+    def on(self, learner: Learner) -> SentWeights:
+        metrics = learner.sync_weights()
+        return SentWeights(metrics, learner.served)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class RunServices:
 
     async def _start_engines(self, stack: AsyncExitStack) -> RunEngines:
         engine, wait_for = self.config.engine, self.control.wait_for
-        adapters = self.folder.path / "adapters"
+        adapters = self.folder.path.absolute() / "adapters"
         if engine.urls:
             with closing(EngineControl(engine.urls)) as running:
                 await wait_for(asyncio.to_thread(running.check))
@@ -107,6 +107,7 @@ class RunServices:
             say=self.say,
             given_urls=engine.urls,
             adapters=adapters,
+            proxy_patience_s=self.config.proxy_server.patience_s,
         )
         stack.push_async_callback(engines.stop)
         await starting.ready()

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from proxy.engines.address import EngineAddress
+from tests.trainer.fake_engine import fake_engine
 from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import config_of
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import LocalReplica, replica_server
-from trainer.cluster.rank_zero import Connect, RankRequest, RankZero
+from trainer.cluster.rank_zero import Connect, RankRequest, RankZero, SentWeights
 from trainer.cluster.services import RunServices
 from trainer.errors import TrainerError
 from trainer.run.control import RunControl
@@ -46,12 +47,13 @@ class ScriptedTrainer:
         self.requests: list[tuple[str, int]] = []
         self.rank_zero = RankZero(self._send)
         self.urls: Sequence[str] = ()
+        self.adapters: Path | None = None
 
     async def _send(self, request: RankRequest[Any]) -> Any:
         if isinstance(request, Connect):
-            self.urls = request.engine_urls
+            self.urls, self.adapters = request.engine_urls, request.adapters
         self.requests.append((type(request).__name__, len(self.urls)))
-        return {}
+        return SentWeights({}, None)
 
 
 def test_engine_that_ends_is_replaced_and_gets_the_weights_until_its_restarts_are_used_up(
@@ -91,6 +93,23 @@ def test_engine_that_ends_is_replaced_and_gets_the_weights_until_its_restarts_ar
 
     with pytest.raises(TrainerError, match=r"engine-1 ended 2 times \(engine\.restarts\)"):
         asyncio.run(lose_engines())
+
+
+async def test_engines_get_the_adapters_folder_under_its_absolute_path(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may be a Ray actor with another working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "a-key")
+    with fake_engine() as (_, url):
+        given = {"engine": {"urls": [url]}, "proxy_server": {"url": "http://127.0.0.1:1"}}
+        config, folder = config_of(tiny_model, **given), RunFolder.create(Path("a"))
+        trainer, control = ScriptedTrainer(), RunControl()
+        cluster = FakeCluster(config, folder, control)
+        around = RunServices(config, folder, control, cluster, trainer.rank_zero, print)
+        async with around.running():
+            pass
+    assert trainer.adapters == tmp_path / "a" / "adapters"
 
 
 def test_server_whose_engine_process_died_is_ended_and_reported(
