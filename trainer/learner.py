@@ -57,7 +57,7 @@ from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
 from trainer.weight_sync.segment import Named
-from trainer.weight_sync.sync import SyncReport, WeightSync
+from trainer.weight_sync.sync import WeightSync
 
 
 class TrainerSection(Section):
@@ -240,7 +240,9 @@ class Learner:
         """
         engines = self._connected()
         if isinstance(engines, AdapterSync):
-            report = self._push_adapter(engines)
+            config = adapter_config(self.models.policy.model)
+            with closing(self.models.adapter()) as tensors:
+                report = engines.push(tensors, config, self.version)
         else:
             with closing(self.weights()) as weights:
                 report = engines.push(weights, self.version)
@@ -340,26 +342,22 @@ class Learner:
             self._engines.close()
             self._engines = None
 
-    def _push_adapter(self, engines: AdapterSync) -> SyncReport:
-        with closing(self.models.adapter()) as tensors:
-            return engines.push(tensors, adapter_config(self.models.policy.model), self.version)
-
     def _check_adapters(self, engines: AdapterSync) -> None:
         """Compares trainer and engines on a random adapter, before anything is sampled."""
         if not self.config.engine.verify or len(self.probe) < 2:
             return
         scores = self.models.together(ScoreRandomAdapter(probe_batch(self.probe)))
+        config = adapter_config(self.models.policy.model)
+        tolerance = self.config.engine.probe_tolerance(self.config.model)
         try:
-            self._push_adapter(engines)
-            tolerance = self.config.engine.probe_tolerance(self.config.model)
-            engines.verify(self.probe, scores.logprobs.tolist(), tolerance)
+            with closing(self.models.adapter()) as tensors:
+                engines.try_out(tensors, config, self.probe, scores.logprobs.tolist(), tolerance)
         except WeightSyncError as error:
             raise WeightSyncError(
                 f"the engine does not serve this policy's adapters: {error}; set "
                 "model.lora.update=merged, or choose other model.lora.target_modules"
             ) from error
         finally:
-            engines.served_name = ""
             self.models.together(RestoreAdapter())
 
     def _connected(self) -> WeightSync | AdapterSync:

@@ -1,8 +1,9 @@
 """Sends new versions of a LoRA adapter to running engines, which never stop sampling.
 
 Each version is a folder in PEFT's format and has an engine name of its own that contains its digest
-(`planner@7.3fa9c2…`). vLLM keeps keys and values, and running requests, by this name, so that
-versions are never mixed; a version that is loaded twice is the same adapter.
+(`planner@7.3fa9c2…`), of the tensors and the configuration. vLLM keeps keys and values, and running
+requests, by this name, so that versions are never mixed; a version that is loaded twice is the same
+adapter.
 
 Invariant: when `push` returns, every engine serves exactly this version of the adapter under
 `served_name`. The version before it stays loaded for the calls that still run; older ones get no
@@ -11,6 +12,7 @@ new calls, and their files stay for as long as a running call may need them.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -59,8 +61,8 @@ class AdapterSync:
             WeightSyncError: an engine refused it, with its reason.
         """
         started = time.perf_counter()
-        held = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
-        name = f"{self._policy}@{version}.{_digest(held)}"
+        held = _on_host(tensors)
+        name = f"{self._policy}@{version}.{_digest(held, config)}"
         folder = self._folder / name
         if not folder.exists():
             partial = self._folder / f".{name}"
@@ -78,6 +80,29 @@ class AdapterSync:
         """As `WeightSync.verify`."""
         return verify_engines(self.control, ids, logprobs, tolerance, model=self.served_name)
 
+    def try_out(
+        self,
+        tensors: Iterable[Named],
+        config: Mapping[str, Any],
+        ids: list[int],
+        logprobs: list[float],
+        tolerance: float,
+    ) -> float:
+        """As `verify`, of an adapter that is not a version of the policy: it is then unloaded and
+        deleted, and the engines serve the versions that they served before."""
+        held = _on_host(tensors)
+        name = f"{self._policy}@check.{_digest(held, config)}"
+        folder = self._folder / f".{name}"
+        save_adapter(held, dict(config), folder)
+        try:
+            self.control.load_adapter(name, folder)
+            return verify_engines(self.control, ids, logprobs, tolerance, model=name)
+        finally:
+            try:
+                self.control.unload_adapters(lambda each: each == name)
+            finally:
+                shutil.rmtree(folder)
+
     def close(self) -> None:
         self.control.close()
 
@@ -91,8 +116,12 @@ class AdapterSync:
             shutil.rmtree(folder)
 
 
-def _digest(tensors: Iterable[Named]) -> str:
-    total = xxhash.xxh3_64()
+def _on_host(tensors: Iterable[Named]) -> list[Named]:
+    return [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
+
+
+def _digest(tensors: Iterable[Named], config: Mapping[str, Any]) -> str:
+    total = xxhash.xxh3_64(json.dumps(config, sort_keys=True).encode())
     for name, tensor in tensors:
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.view(-1).view(dtype=torch.uint8).numpy().tobytes())
