@@ -1,7 +1,8 @@
 """Engines that start while the trainer loads its models.
 
 Invariant: after the exit of `StartingEngines`, by success, error or cancellation, every replica has
-ended. If a replica cannot start, the run ends at once, whatever else it waits for.
+ended. If a replica cannot start, the run ends as soon as the models are loaded, because their load
+cannot be interrupted; later, at once, whatever else the run waits for.
 """
 
 from __future__ import annotations
