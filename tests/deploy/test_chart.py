@@ -147,6 +147,19 @@ async def test_fields_of_a_container_replace_those_of_the_same_name(tmp_path: Pa
         ({"overlay": "double"}, "overlay"),
         ({"replicas": 3}, "replicas"),
         ({"resources": {"Deployment/vllm": {}}}, "overlay single has no such resource"),
+        ({"trainer": {"trainer": {"steps": 7}}}, "overlay single has no run to configure"),
+        (
+            {"overlay": "train_engines", "trainer": {"trainer": {"ranks": 4}}},
+            "trainer.ranks has no effect, because .* has trainer.ranks=8; change the command",
+        ),
+        (
+            {"overlay": "train_engines", "trainer": {"engine": {"weight_transfer": "shm"}}},
+            "engine.weight_transfer has no effect",
+        ),
+        (
+            {"overlay": "train", "containers": {"Job/agentic-train": {"trainr": {}}}},
+            "Job/agentic-train has no container trainr; it has trainer",
+        ),
     ],
 )
 async def test_wrong_value_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:

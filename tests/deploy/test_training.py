@@ -14,7 +14,7 @@ import yaml
 
 from agent_loop.swarm.token import TOKEN_FILE_VARIABLE
 from harbor_sdk.server.config import ServerConfig
-from proxy.engines.vllm_server import VllmConfig, server_arguments, server_environment
+from proxy.engines.vllm_server import VllmConfig, VllmServer, server_environment
 from tests.deploy.manifests import (
     NAMESPACES,
     ROOT,
@@ -165,13 +165,17 @@ def test_engines_accept_weights_as_those_that_a_run_starts(tmp_path: Path) -> No
     config = configuration("train_engines", tmp_path)
     backend = config.engine.weight_transfer
     ours = VllmConfig(weight_transfer=backend, args=["--shutdown-timeout", "1800"])
-    wanted = [
-        a
-        for a in server_arguments(ours)
-        if a not in ("--disable-uvicorn-access-log", "--enforce-eager")
-    ]
+    (tmp_path / "config.json").write_text("{}")
+    dtype = config.engine.served_dtype(config.model)
+    server = VllmServer(ours, tmp_path, log=tmp_path / "log", dtype=dtype)
+    begin = server.command(3).index("--dtype")
+    of_this_machine = ("--disable-uvicorn-access-log", "--enforce-eager", "--host", "--port")
+    wanted = [w for w in server.command(3)[begin:] if w not in of_this_machine]
+    for word in ("--seed", "0", server.host, str(server.port)):
+        wanted.remove(word)
     given = [word for argument in engine.command for word in argument.split("=", 1)]
     assert [word for word in wanted if word not in given] == []
+    assert given[given.index("--dtype") + 1] == dtype == "bfloat16"
     assert json.dumps({"backend": backend}) in given
     environment = server_environment(ours)
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS"):
