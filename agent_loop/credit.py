@@ -8,9 +8,10 @@ turn t is
 `own_t` is the sum of the rewards posted for turn t alone. `lands_t` is the trial's reward if t is
 the end of a credited chain, plus the rewards posted for the branch that ends in t. A turn is thus
 discounted by its distance to the end of its own chain, and an unrelated side call does not change
-its return (it would if distances were counted in order of arrival). Invariant: a turn that the
-credit policy leaves out is listed in `untrained`, so that it is context; a return of 0 would train
-it.
+its return (it would if distances were counted in order of arrival). The first turn after a
+compaction continues both the turn before it and the call that sampled the summary, so that a
+summary's return is that of what follows it. Invariant: a turn that the credit policy leaves out is
+listed in `untrained`, so that it is context; a return of 0 would train it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from agent_loop.compaction import summaries
 from agent_loop.errors import CreditError
 from agent_loop.outside_parts import OwnFunction
 from proxy.records import ForkCause, Reward, Turn
@@ -63,15 +65,19 @@ class CreditConfig(Section):
     path, and the branches for which a reward was posted."""
     turn_discount: float = Field(1.0, gt=0, le=1)
     """Factor on the reward for each turn between a turn and the end of its chain."""
+    summaries: Literal["trained", "masked"] = "trained"
+    """Calls in which the agent summarises its history (compaction). `trained`: with the return of
+    what follows the summary, under every policy. `masked`: not trained."""
     function: OwnCredit | None = None
-    """A function of your own, in place of `policy` and `turn_discount`."""
+    """A function of your own, in place of the other keys."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if self.function is not None and (self.policy != "all" or self.turn_discount != 1):
+        others = sorted(self.model_fields_set - {"function"})
+        if self.function is not None and others:
             raise ValueError(
-                f"credit.function={self.function.target} takes the place of credit.policy and "
-                "credit.turn_discount; remove them"
+                f"credit.function={self.function.target} takes the place of "
+                f"{', '.join(f'credit.{name}' for name in others)}; remove what is not needed"
             )
         return self
 
@@ -123,7 +129,13 @@ def assign_credit(
     for own in posted:
         if own.turn in credited and not own.branch:
             flow[own.turn] += own.value
-    return Credit(flow, shares, frozenset(range(len(turns))) - credited)
+    if settings.summaries == "masked":
+        credited -= set(chain.summaries.values())
+    return Credit(
+        {turn: flow[turn] for turn in flow if turn in credited},
+        {turn: shares[turn] for turn in shares if turn in credited},
+        frozenset(range(len(turns))) - credited,
+    )
 
 
 def _by_function(
@@ -146,23 +158,28 @@ class Chains:
         self.answered = [turn.index for turn in turns if turn.sampled]
         self.before: dict[int, int | None] = {}
         self.next: dict[int, list[int]] = {index: [] for index in self.answered}
+        self.summaries = summaries(turns)
         self.conversation: dict[int, int] = {}
         for index in range(len(turns)):
             before = self._continues(index)
             self.before[index] = before
             self.conversation[index] = index if before is None else self.conversation[before]
-            if before is not None and turns[index].sampled:
-                self.next[before].append(index)
+            if not turns[index].sampled:
+                continue
+            for each in {before, self.summaries.get(index)}:
+                if each is not None:
+                    self.next[each].append(index)
 
     def path(self, index: int) -> list[int]:
-        """The answered turns that lead to `index`, including `index` itself."""
-        path: list[int] = []
+        """The answered turns that lead to `index`, including `index` itself and the calls that
+        sampled the summaries in between."""
+        path: set[int] = set()
         at: int | None = index
         while at is not None:
             if self._turns[at].sampled:
-                path.append(at)
+                path |= {at, self.summaries.get(at, at)}
             at = self.before[at]
-        return path[::-1]
+        return sorted(path)
 
     def main_path(self) -> list[int]:
         """The chain to the last turn of the main conversation: the one with the largest distance

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.credit import CreditConfig, assign_credit
+from proxy.conversation.messages import Conversation, Message, dump_answer
+from proxy.conversation.recorded import dump_request
 from proxy.records import ForkCause, Reward, Turn, TurnStatus
 from tests.agent_loop.recorded import token_trees, turn
 
@@ -47,6 +51,55 @@ def test_policy_branch_credits_side_calls_with_the_reward_posted_for_them() -> N
     given_ = credit(with_side_calls(), 1.0, sub_agent, policy="branch", turn_discount=0.5)
     assert given_.returns == {1: 0.25, 2: 0.5, 5: 1, 3: 0.25, 4: 0.5}
     assert given_.untrained == {0}
+
+
+SUMMARY = "The first half of the files has been read, and the sum is 42 so far."
+
+
+def compacted(*, own_conversation: bool) -> list[Turn]:
+    """Two turns (0, 1), the summary (2) and two turns after it (3, 4). The summary is asked for at
+    the end of the conversation, or in one of its own."""
+    asked = turn(2, 0, 1, [20], [21], cause=NEW) if own_conversation else turn(2, 1, 5, [20], [21])
+    answer = dump_answer(Message("assistant", f"<summary>\n{SUMMARY}\n</summary>"))
+    begins_again = turn(3, 0, 1, [30], [31], cause=ForkCause.COMPACTION)
+    quoting = Conversation([Message("user", f"This is the summary: {SUMMARY} Go on.")])
+    return [
+        turn(0, None, 0, [1, 2], [3]),
+        turn(1, 0, 3, [4], [5]),
+        replace(asked, answer=answer),
+        replace(begins_again, request=dump_request(quoting, -1, None)),
+        turn(4, 3, 3, [40], [41]),
+    ]
+
+
+@pytest.mark.parametrize("own_conversation", [False, True])
+@pytest.mark.parametrize("policy", ["all", "main_path"])
+def test_summary_gets_the_return_of_what_follows_it(own_conversation: bool, policy: str) -> None:
+    turns = compacted(own_conversation=own_conversation)
+    later = Reward("later", 0.5, turn=4)
+    given_ = credit(turns, 1.0, later, policy=policy, turn_discount=0.5)
+    before = {0: 0.125, 1: 0.25} if own_conversation else {0: 0.0625, 1: 0.125}
+    assert given_.returns == {**before, 2: 0.25, 3: 0.5, 4: 1.5}
+    assert given_.untrained == frozenset()
+
+
+@pytest.mark.parametrize("own_conversation", [False, True])
+@pytest.mark.parametrize("policy", ["all", "main_path"])
+def test_masked_summary_is_context_and_changes_no_other_return(
+    own_conversation: bool, policy: str
+) -> None:
+    turns = compacted(own_conversation=own_conversation)
+    trained = credit(turns, policy=policy, turn_discount=0.5)
+    masked = credit(turns, policy=policy, turn_discount=0.5, summaries="masked")
+    assert masked.returns == {t: r for t, r in trained.returns.items() if t != 2}
+    assert masked.shares == {t: r for t, r in trained.shares.items() if t != 2}
+    assert masked.untrained == {2}
+
+
+def test_compaction_without_a_recorded_request_has_no_summary() -> None:
+    turns = compacted(own_conversation=True)
+    turns[3] = replace(turns[3], request=b"")
+    assert credit(turns, summaries="masked").untrained == frozenset()
 
 
 def test_reward_of_a_turn_is_credited_to_no_other_turn() -> None:

@@ -253,9 +253,12 @@ def test_function_that_returns_something_else_is_refused_with_what_it_returned()
         algorithm.loss(batch)(zeros, zeros, targets)
 
 
-def test_credit_by_a_function_and_by_a_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"takes the place of credit\.policy"):
-        CreditConfig.model_validate({"function": f"{HERE}:something", "policy": "branch"})
+@pytest.mark.parametrize(
+    ("other", "value"), [("policy", "branch"), ("turn_discount", 0.5), ("summaries", "masked")]
+)
+def test_credit_by_a_function_and_by_another_key_is_refused(other: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"takes the place of credit\.{other}"):
+        CreditConfig.model_validate({"function": f"{HERE}:something", other: value})
 
 
 def test_own_parts_of_a_batch_are_refused_with_a_swarm() -> None:

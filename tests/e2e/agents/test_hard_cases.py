@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from agent_loop.compaction import summaries
+from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import Rollout, RolloutStatus
 from agent_loop.trajectory import flatten
@@ -145,4 +147,11 @@ async def test_history_that_no_longer_fits_is_compacted_by_the_agent(
     assert rollout.status is RolloutStatus.DONE, rollout.error
     assert rollout.reward == 1.0
     assert rollout.forks["compaction"] == 1, rollout.forks
+    _, turns = await proxy.control.get_turns(rollout.trial_id)
+    ((after, summary),) = summaries(turns).items()
+    assert b"Nothing is done." in turns[summary].answer
+    assert summary < after
+    masked = assign_credit(turns, 1.0, (), CreditConfig(summaries="masked"))
+    assert summary in masked.untrained
+    assert masked.returns == {t: 1.0 for t in rollout.turn_returns if t != summary}
     assert_trained_once(rollout, proxy)
