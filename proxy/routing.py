@@ -197,8 +197,9 @@ class Router:
             return
 
         def usable() -> list[str]:
-            serving = self._serving(trained, adapted)
-            return [engine.info.name for engine in serving if engine.info.healthy]
+            serving = [engine.info for engine in self._serving(trained, adapted)]
+            healthy = [info.name for info in serving if info.healthy]
+            return healthy or [info.name for info in serving if self._admission.knows(info.name)]
 
         replica = await self._admission.admitted(claim, usable)
         if replica is not None:
@@ -257,7 +258,7 @@ class Router:
         if isinstance(error, MissingAdapter):
             return failure_id
         engine.info.healthy = False
-        self._admission.lost(name)
+        self._admission.failed(name)
         self._suspicion.set()
         return failure_id
 
@@ -297,7 +298,7 @@ class Router:
         try:
             await engine.check()
         except EngineError as error:
-            self._admission.lost(engine.info.name)
+            self._admission.failed(engine.info.name)
             if was_healthy:
                 _log.warning("engine %s failed its check: %s", engine.info.name, error.message)
             return error

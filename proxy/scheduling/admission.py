@@ -3,6 +3,7 @@
 Invariant: a call waits for at most the time that it allows (and never longer than
 `scheduling.max_wait_s`), and one whose client leaves while it waits is forgotten at once. Where an
 engine does not report its cache's size, or nothing has to wait, a call passes without a pause.
+While all engines that could serve a call have failed, it waits for one that is healthy again.
 """
 
 from __future__ import annotations
@@ -71,17 +72,31 @@ class CacheAdmission:
 
     def report(self, replica: str, cache_tokens: int | None) -> None:
         """The replica is healthy, and its KV cache holds this many tokens, if that is known."""
-        if self._enabled and cache_tokens is not None:
+        turned_away = self.schedule.turn_away()
+        if cache_tokens is None:
+            self.lost(replica)
+        elif self._enabled:
             self.schedule.set_capacity(replica, cache_tokens)
+        self._arrive_again(turned_away)
+
+    def failed(self, replica: str) -> None:
+        """The replica failed. Its waiting calls look for another one; if there is none, they and
+        new calls wait until `report`."""
+        self._arrive_again(self.schedule.failed(replica))
 
     def lost(self, replica: str) -> None:
-        """The replica failed or was removed. Its waiting calls look for another one."""
-        for call_id in self.schedule.lost(replica):
-            self._answer(call_id, None)
+        """The replica was removed, or does not report its cache. Its waiting calls look for another
+        one."""
+        self._arrive_again(self.schedule.lost(replica))
+
+    def knows(self, replica: str) -> bool:
+        """Whether the replica has reported its cache, even if it is down now."""
+        return self.schedule.covers([replica])
 
     async def admitted(self, claim: RoomClaim, usable: Callable[[], list[str]]) -> str | None:
         """Returns when the call may go to an engine: to this replica, or to any (None). `usable`
-        returns the names of the healthy replicas that can serve it."""
+        returns the names of the healthy replicas that can serve it; if none is healthy, those
+        whose caches are known (`knows`), for which it waits."""
         loop = asyncio.get_running_loop()
         allowed_s = self._max_wait_s
         if claim.max_wait_s is not None:
@@ -154,6 +169,10 @@ class CacheAdmission:
         future = self._waiting.get(call_id)
         if future is not None and not future.done():
             future.set_result(grant)
+
+    def _arrive_again(self, call_ids: Iterable[str]) -> None:
+        for call_id in call_ids:
+            self._answer(call_id, None)
 
     def _look_again(self) -> None:
         """Sets the timer for sessions that will have been away for long."""

@@ -58,6 +58,8 @@ class Ledger:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.down = False
+        """The replica has failed, and no health check has succeeded since."""
         self.used = 0
         self.seats: OrderedDict[str, CacheSeat] = OrderedDict()
         """By session; the one whose last call ended longest ago is first among those away."""

@@ -14,7 +14,9 @@ away for longer than most tool calls take.
 Invariants:
 - The seats of admitted sessions need at most `share` of the capacity, unless one session alone
   needs more. A call that has waited as long as it may goes to the engine as a *guest*, in addition.
-- A call that arrives when no other session has a seat at a replica never waits.
+- A call that arrives when no other session has a seat at a replica that is up never waits.
+- Nothing is admitted to a replica that is down, but its sessions keep their seats: their calls may
+  still run, and an engine that has lost their paths computes each of them again only once.
 - Nothing waits for a replica that is lost.
 - Every call that arrived ends with `ended` or `left`; then nothing of it is kept.
 """
@@ -104,22 +106,33 @@ class SessionSchedule:
         return bool(replicas) and all(name in self._ledgers for name in replicas)
 
     def set_capacity(self, replica: str, tokens: int) -> None:
-        """`tokens` is the size of the replica's whole KV cache."""
+        """The replica is up, and `tokens` is the size of its whole KV cache. To be called after
+        `turn_away`, if it was down."""
         capacity = max(1, int(tokens * self._share))
         ledger = self._ledgers.setdefault(replica, Ledger(capacity))
         ledger.capacity = capacity
+        ledger.down = False
+
+    def turn_away(self) -> list[str]:
+        """Returns the calls that wait for replicas that are down. They are forgotten, and may
+        arrive again: a replica has become healthy."""
+        down = [ledger for ledger in self._ledgers.values() if ledger.down]
+        return [call_id for ledger in down for call_id in self._forget_waiting(ledger)]
+
+    def failed(self, replica: str) -> list[str]:
+        """The replica is down until `set_capacity`. Returns its waiting calls, which are forgotten:
+        they may arrive again, and wait for it if there is no other."""
+        ledger = self._ledgers.get(replica)
+        if ledger is None or ledger.down:
+            return []
+        ledger.down = True
+        return self._forget_waiting(ledger)
 
     def lost(self, replica: str) -> list[str]:
-        """The replica has failed or was removed, and its cache with it. Returns its waiting calls,
-        which are forgotten: they may arrive again, for other replicas."""
+        """The replica was removed. Returns its waiting calls, which are forgotten: they may arrive
+        again, for other replicas."""
         ledger = self._ledgers.pop(replica, None)
-        if ledger is None:
-            return []
-        for call in ledger.waiting:
-            del self._places[call.call_id]
-            if (known := self._sessions.get(call.session_id)) is not None:
-                known.calls -= 1
-        return [call.call_id for call in ledger.waiting]
+        return [] if ledger is None else self._forget_waiting(ledger)
 
     def arrive(
         self,
@@ -211,6 +224,15 @@ class SessionSchedule:
         ]
         return min(times, default=None)
 
+    def _forget_waiting(self, ledger: Ledger) -> list[str]:
+        """Forgets the calls that wait for the replica; those that go first come first."""
+        calls, ledger.waiting = ledger.waiting, []
+        for call in calls:
+            del self._places[call.call_id]
+            if (known := self._sessions.get(call.session_id)) is not None:
+                known.calls -= 1
+        return [call.call_id for call in calls]
+
     def _known(self, session_id: str, group: str) -> _Known:
         known = self._sessions.get(session_id)
         if known is None:
@@ -265,6 +287,8 @@ class SessionSchedule:
     def _admit(self, replica: str, now_s: float) -> list[RoomGrant]:
         """The waiting calls of the replica that fit now, or failing that those of a busier one."""
         ledger = self._ledgers[replica]
+        if ledger.down:
+            return []
         away_before_s = now_s - self.away.usual_s
         grants: list[RoomGrant] = []
         for call in ledger.waiting[:EXAMINED]:

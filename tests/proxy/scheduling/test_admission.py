@@ -172,6 +172,85 @@ def test_calls_pass_without_a_schedule_if_no_replica_is_left() -> None:
     in_virtual_time(main())
 
 
+def test_failed_call_of_the_only_replica_releases_no_call() -> None:
+    waits = Waits()
+    schedule = waits.admission.schedule
+
+    async def main() -> None:
+        await waits.arrive("a#0", 900)
+        paused = [asyncio.create_task(waits.arrive(f"b{n}#0", 600)) for n in range(3)]
+        await asyncio.sleep(1)
+        waits.admission.failed("gpu")
+        paused.append(asyncio.create_task(waits.arrive("new#0", 50)))
+        await asyncio.sleep(1)
+        assert (schedule.waiting, schedule.seated) == (4, 1)
+        waits.admission.report("gpu", 1000)
+        await asyncio.sleep(1)
+        assert (schedule.waiting, schedule.seated) == (4, 1)
+        assert not any(task.done() for task in paused)
+        waits.admission.ended("a", "a#0", 900, 0)
+        waits.admission.forget("a")
+        await asyncio.sleep(1)
+        assert [task.done() for task in paused] == [True, False, False, True]
+        assert await asyncio.gather(*paused) == ["gpu"] * 4
+
+    in_virtual_time(main())
+    assert max(waited_s for waited_s, _ in waits.waited) == MAX_WAIT_S
+
+
+def test_call_waits_for_a_replica_that_stays_down_no_longer_than_it_may() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        waits.admission.failed("gpu")
+        assert await waits.arrive("a#0", 10) == "gpu"
+
+    in_virtual_time(main())
+    assert waits.waited == [(MAX_WAIT_S, True)]
+
+
+@pytest.mark.parametrize(("cache_tokens", "replica"), [(1000, "other"), (None, None)])
+def test_calls_that_wait_for_a_failed_replica_go_to_one_that_joins(
+    cache_tokens: int | None, replica: str | None
+) -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        waits.admission.failed("gpu")
+        paused = asyncio.create_task(waits.arrive("a#0", 10))
+        await asyncio.sleep(1)
+        assert waits.admission.schedule.waiting == 1
+        waits.usable = ["other"]
+        waits.admission.report("other", cache_tokens)
+        assert await paused == replica
+
+    in_virtual_time(main())
+
+
+def test_replica_that_comes_back_without_a_known_cache_makes_no_call_wait() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 900)
+        waits.admission.failed("gpu")
+        paused = asyncio.create_task(waits.arrive("b#0", 800))
+        await asyncio.sleep(1)
+        assert not paused.done()
+        waits.admission.report("gpu", None)
+        assert await paused is None
+        assert await waits.arrive("c#0", 800) is None
+
+    in_virtual_time(main())
+
+
+def test_scheduling_that_is_off_keeps_nothing_of_replicas_that_fail_and_come_back() -> None:
+    admission = Waits(enabled=False).admission
+    admission.failed("gpu")
+    admission.report("gpu", 1000)
+    assert not admission.knows("gpu")
+    assert not admission.active
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_nothing_waits_if_scheduling_is_off_or_a_replica_does_not_report_its_cache(
     enabled: bool,

@@ -123,6 +123,22 @@ def test_lost_replica_forgets_its_seats_and_its_waiting_calls(schedule: SessionS
     assert schedule.seated == 1
 
 
+def test_failed_replica_admits_nothing_until_it_is_up_and_counts_its_running_calls(
+    schedule: SessionSchedule,
+) -> None:
+    schedule.arrive("a0", "a", 800, ["gpu"], 0)
+    schedule.arrive("b0", "b", 400, ["gpu"], 1)
+    assert schedule.failed("gpu") == ["b0"]
+    assert schedule.failed("gpu") == []
+    assert schedule.arrive("b0", "b", 400, ["gpu"], 2) == []
+    assert schedule.arrive("c0", "c", 100, ["gpu"], 2) == []
+    assert schedule.turn_away() == ["b0", "c0"]  # the longer path goes first
+    schedule.set_capacity("gpu", 1000)
+    assert schedule.arrive("b0", "b", 400, ["gpu"], 3) == []
+    schedule.ended("a0", 800, 4)
+    assert ids(schedule.forget("a", 4)) == ["b0"]
+
+
 class ScheduleMachine(RuleBasedStateMachine):
     """Sessions with concurrent calls on two replicas, which fail and come back."""
 
@@ -147,8 +163,13 @@ class ScheduleMachine(RuleBasedStateMachine):
             assert call_id in self.waiting, "granted twice, or never arrived"
             del self.waiting[call_id]
             self.sampling[call_id] = grant.replica
+            assert grant.overdue or not self.is_down(grant.replica), "admitted to a failed replica"
             if grant.overdue:
                 self.guests.add(grant.call.session_id)
+
+    def is_down(self, name: str) -> bool:
+        book = self.schedule.ledger(name)
+        return book is not None and book.down
 
     @rule(target=sessions, name=st.sampled_from("abcdefgh"))
     def session(self, name: str) -> str:
@@ -156,8 +177,9 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @rule(session=sessions, tokens=st.integers(1, 900), group=st.sampled_from(["", "g", "h"]))
     def arrive(self, session: str, tokens: int, group: str) -> None:
-        up = [name for name in self.capacities if self.schedule.covers([name])]
-        if not up:
+        known = [name for name in self.capacities if self.schedule.covers([name])]
+        up = [name for name in known if not self.is_down(name)]
+        if not known:
             return
         self.number += 1
         call_id = f"{session}#{self.number}"
@@ -168,8 +190,11 @@ class ScheduleMachine(RuleBasedStateMachine):
             for name in up
             if (book := self.schedule.ledger(name)) is not None
         )
-        self.granted(self.schedule.arrive(call_id, session, tokens, up, self.now_s, group=group))
-        if idle:
+        replicas = up or known
+        self.granted(
+            self.schedule.arrive(call_id, session, tokens, replicas, self.now_s, group=group)
+        )
+        if idle and up:
             assert call_id in self.sampling, "a session alone waited"
 
     @precondition(lambda self: self.sampling)
@@ -207,7 +232,17 @@ class ScheduleMachine(RuleBasedStateMachine):
             del self.waiting[call_id]
 
     @rule(name=st.sampled_from("xy"))
+    def fail(self, name: str) -> None:
+        book = self.schedule.ledger(name)
+        seats = book and dict(book.seats)
+        for call_id in self.schedule.failed(name):
+            del self.waiting[call_id]
+        assert seats == (book and dict(book.seats)), "a session lost its seat"
+
+    @rule(name=st.sampled_from("xy"))
     def come_back(self, name: str) -> None:
+        for call_id in self.schedule.turn_away():
+            del self.waiting[call_id]
         self.schedule.set_capacity(name, self.capacities[name])
 
     @invariant()
@@ -233,7 +268,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     def nothing_waits_for_an_empty_cache(self) -> None:
         for name in self.capacities:
             book = self.schedule.ledger(name)
-            if book is not None and book.waiting:
+            if book is not None and book.waiting and not book.down:
                 assert book.seats
 
     def teardown(self) -> None:

@@ -87,6 +87,12 @@ def streamed(full: Full, session: SessionHandle) -> Any:
     )
 
 
+async def until_keep_alive(response: Any) -> None:
+    async for line in response.content:
+        if line == KEEP_ALIVE:
+            return
+
+
 async def turns_of(full: Full, session: SessionHandle) -> list[Turn]:
     return (await full.proxy.record(session))[1]
 
@@ -117,9 +123,7 @@ async def test_client_that_leaves_while_its_call_is_paused_leaves_a_cut_turn_and
     full = await filled(start_proxy, engine)
     session = await full.proxy.session()
     async with streamed(full, session) as response:
-        async for line in response.content:
-            if line == KEEP_ALIVE:
-                break
+        await until_keep_alive(response)
         response.close()
     await full.proxy.control.complete(session.trial_id)
     assert await full.metric("agentic_proxy_paused_calls") == 0
@@ -149,20 +153,36 @@ async def test_call_goes_to_the_engine_when_it_may_not_wait_longer(
     await full.free()
 
 
-async def test_engine_that_restarts_begins_with_an_empty_cache(
+async def test_paused_call_is_not_released_by_a_restart_of_its_engine(
     start_proxy: StartProxy, engine: ScriptedEngine
 ) -> None:
     full = await filled(start_proxy, engine)
     session = await full.proxy.session()
     async with streamed(full, session) as response:
-        async for line in response.content:
-            if line == KEEP_ALIVE:
-                break
+        await until_keep_alive(response)
         host, port = engine.url.removeprefix("http://").split(":")
         await engine.close()
         await engine.start(host, int(port))
+        await full.held  # its connection broke; its session may call again, and keeps its room
+        await full.until_paused()
+        await full.free()
         assert b"[DONE]" in await response.read()
-    await full.held
+
+
+async def test_failed_call_of_the_only_engine_releases_no_paused_call(
+    start_proxy: StartProxy, engine: ScriptedEngine
+) -> None:
+    full = await filled(start_proxy, engine)
+    session, other = [await full.proxy.session() for _ in range(2)]
+    async with streamed(full, session) as response:
+        await until_keep_alive(response)
+        engine.faults = [Fault("error")]
+        impatient = {"x-stainless-timeout": "0.2"}
+        assert (await full.proxy.post(other, CHAT, chat("Now."), **impatient))[0] == 200
+        assert await full.metric("agentic_proxy_paused_calls") == 1
+        assert len(engine.calls) == 3  # the one that stands still, the failed one and its retry
+        await full.free()
+        assert b"[DONE]" in await response.read()
 
 
 async def test_further_samples_of_a_prompt_need_room_for_their_answers_only(
