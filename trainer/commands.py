@@ -131,7 +131,7 @@ def _log_level_word(command: Command) -> list[str]:
 def _report(words: Sequence[str]) -> int:
     if len(words) != 1:
         raise ConfigError("report: give one run's folder, like runs/quickstart")
-    print(write_report(RunFolder.open(Path(words[0]))))
+    print(write_report(RunFolder.open(Path(words[0]))).page)
     return 0
 
 

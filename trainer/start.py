@@ -173,7 +173,8 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     finally:
         log.finish(status)
         report = write_report(folder)
-        log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}, {report}")
+        log.report(report.page, report.transcripts)
+        log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}, {report.page}")
         log.close()
         folder.unlock()
     return 0 if control.signal_number is None else 128 + control.signal_number

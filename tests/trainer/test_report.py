@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -79,7 +80,7 @@ async def folder(tmp_path: Path, tiny_model: Path) -> RunFolder:
 
 
 def test_report_has_curves_evaluations_and_trials(folder: RunFolder) -> None:
-    text = write_report(folder).read_text()
+    text = write_report(folder).page.read_text()
     assert "<svg" in text
     assert "0.250" in text
     assert "&lt;task&gt;" in text
@@ -90,13 +91,22 @@ def test_report_has_no_secret_of_the_configuration(folder: RunFolder) -> None:
     settings = yaml.safe_load(folder.config.read_text())
     engine = {"urls": ["http://:hunter2@gpu:8001"], "env": {"HF_TOKEN": "hunter2"}}
     folder.config.write_text(yaml.safe_dump(settings | {"engine": engine}))
-    text = write_report(folder).read_text()
+    text = write_report(folder).page.read_text()
     assert "hunter2" not in text
     assert "http://gpu:8001" in text
 
 
+def test_transcripts_are_what_the_page_shows_in_full(folder: RunFolder) -> None:
+    report = write_report(folder)
+    (transcript,) = report.transcripts
+    shown = html.unescape(re.sub("<[^>]*>", "", report.page.read_text()))
+    assert transcript.facts in shown
+    assert len(transcript.text) > 3
+    assert transcript.text in shown
+
+
 def test_report_needs_no_network(folder: RunFolder) -> None:
-    text = write_report(folder).read_text()
+    text = write_report(folder).page.read_text()
     assert not re.search(r"(src|href)=|<script|@import|url\(", text)
 
 
@@ -105,7 +115,7 @@ CHROMIUM = shutil.which("chromium")
 
 @needs(None if CHROMIUM else "chromium is not installed: apt-get install chromium")
 def test_browser_draws_the_report_without_errors(folder: RunFolder, tmp_path: Path) -> None:
-    page, picture = write_report(folder), tmp_path / "page.png"
+    page, picture = write_report(folder).page, tmp_path / "page.png"
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--incognito"]
     command += [f"--user-data-dir={tmp_path}/browser", "--enable-logging=stderr"]
     command += [f"--screenshot={picture}", "--window-size=1400,1000", page.as_uri()]
@@ -120,4 +130,4 @@ def test_browser_draws_the_report_without_errors(folder: RunFolder, tmp_path: Pa
 def test_report_of_a_run_without_steps_can_be_written(folder: RunFolder) -> None:
     for file in (folder.metrics, folder.trials_log, folder.summary, folder.sessions):
         file.unlink()
-    assert "There was no evaluation" in write_report(folder).read_text()
+    assert "There was no evaluation" in write_report(folder).page.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from proxy.store import open_store
 from trainer.report.plot import histogram, line_plot
 from trainer.report.transcript import TextPiece, transcript
 from trainer.run.folder import RunFolder, read_jsonl, replace_file
+from trainer.run.metrics import Transcript
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1340px; padding: 0 1rem;
@@ -60,10 +62,20 @@ PLOTS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 """Each plot's title, and for each of its lines the name and the metric. A plot without points is
 left out."""
+NO_SESSION = "The session is no longer in sessions.db."
 
 
-def write_report(folder: RunFolder) -> Path:
-    """Writes `report.html` and returns its path. Reads only the run's folder and the tokenizer."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A written report. Example: Report(Path("runs/a/report.html"), (Transcript(…),))"""
+
+    page: Path
+    transcripts: tuple[Transcript, ...]
+    """Of the trials that it shows in full."""
+
+
+def write_report(folder: RunFolder) -> Report:
+    """Writes `report.html`. Reads only the run's folder and the tokenizer."""
     config = yaml.safe_load(folder.config.read_text())
     steps = list(read_jsonl(folder.metrics))
     trials = list(read_jsonl(folder.trials_log))
@@ -87,7 +99,8 @@ def write_report(folder: RunFolder) -> Path:
     ]
     head = f"<!doctype html><meta charset=utf-8><title>{escape(folder.path.name)}</title>"
     replace_file(folder.report, f"{head}<style>{STYLE}</style>\n" + "\n".join(body) + "\n")
-    return folder.report
+    transcripts = tuple(_transcript(trial, texts[trial["trial_id"]]) for trial in shown)
+    return Report(folder.report, transcripts)
 
 
 def _summary_table(summary: Mapping[str, Any]) -> str:
@@ -183,17 +196,25 @@ async def _transcripts(
         await store.close()
 
 
-def _trial(trial: Mapping[str, Any], pieces: Sequence[TextPiece]) -> str:
-    facts = (
+def _transcript(trial: Mapping[str, Any], pieces: Sequence[TextPiece]) -> Transcript:
+    text = "".join(piece.text for piece in pieces) or NO_SESSION
+    return Transcript(trial["trial_id"], _facts(trial), text)
+
+
+def _facts(trial: Mapping[str, Any]) -> str:
+    return (
         f"{trial['task_id']} · {trial['kind']} at step {trial['step']} · reward "
         f"{_shown(trial['reward'])} · {trial['turns']} turns · {trial['sampled_tokens']} tokens "
         f"sampled · {trial['status']}"
     )
+
+
+def _trial(trial: Mapping[str, Any], pieces: Sequence[TextPiece]) -> str:
     text = "".join(
         f"<span class=s>{escape(p.text)}</span>" if p.sampled else escape(p.text) for p in pieces
     )
-    text = text or "The session is no longer in sessions.db."
-    return f"<details open><summary>{escape(facts)}</summary><pre>{text}</pre></details>"
+    text = text or NO_SESSION
+    return f"<details open><summary>{escape(_facts(trial))}</summary><pre>{text}</pre></details>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

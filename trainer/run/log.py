@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,7 +21,15 @@ from proxy.logs import LogLevel
 from proxy.section import Section
 from proxy.shown_config import without_secrets
 from trainer.run.folder import RunFolder
-from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, Sink, TensorBoardSink, WandbSink
+from trainer.run.metrics import (
+    JsonlSink,
+    MetricsLog,
+    MlflowSink,
+    Sink,
+    TensorBoardSink,
+    Transcript,
+    WandbSink,
+)
 from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.phases import PhaseLog
 from trainer.run.progress import Progress
@@ -33,11 +42,13 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     """Write `tensorboard/` in addition to `metrics.jsonl`."""
     wandb_project: str | None = None
-    """Project of Weights & Biases to log to in addition (package `wandb`). A resumed run continues
-    its run there. None: no logging to Weights & Biases."""
+    """Project of Weights & Biases to log to in addition (package `wandb`): metrics, and at the end
+    the report and the transcripts in it. A resumed run continues its run there. None: no
+    logging to Weights & Biases."""
     mlflow_experiment: str | None = None
-    """Experiment of MLflow to log to in addition (package `mlflow`). A resumed run continues its
-    run there. None: no logging to MLflow."""
+    """Experiment of MLflow to log to in addition (package `mlflow`): metrics, and at the end the
+    report and the transcripts in it. A resumed run continues its run there. None: no logging to
+    MLflow."""
     metrics: tuple[OwnMetrics, ...] = ()
     """Functions of your own, each of which returns metrics of a step's rollouts. They are also
     called with the rollouts of an evaluation, whose metrics have names like `eval/NAME`."""
@@ -159,6 +170,14 @@ class RunLog:
             f"{overall.rollouts} trials of {overall.tasks} tasks, {overall.failed} failed"
         )
         self._summarise(eval=self.evaluations | {name: {"step": step} | values})
+
+    def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
+        """Gives the services the report of the run, which has ended. A service that cannot be
+        reached is a warning: the report is in the run's folder."""
+        try:
+            self._metrics.report(page, transcripts)
+        except OSError as error:
+            self.progress.say(f"warning: {page.name} could not be sent: {error}")
 
     def finish(self, status: str, **values: Any) -> None:
         """`status` is `done`, `stopped` or `failed`."""

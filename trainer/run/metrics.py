@@ -1,7 +1,8 @@
 """Where metrics are written: JSONL, TensorBoard, and Weights & Biases or MLflow if configured.
 
 Invariant: the metrics of a step are one JSONL line, which is complete and flushed when `log`
-returns; the other sinks receive the same numbers.
+returns; the other sinks receive the same numbers. The services also get the report of a run that
+has ended, and the transcripts of its trials to read.
 """
 
 from __future__ import annotations
@@ -9,19 +10,39 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A trial to read. Example: Transcript("sum-17-x", "sum-17 · reward 1.000 · 3 turns", "…")"""
+
+    trial_id: str
+    facts: str
+    """One line about the trial."""
+    text: str
+    """Exactly what the engine saw and sampled."""
+
+
 class Sink(Protocol):
     """One place where metrics are written."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
+        """The report of the run, which has ended, and the transcripts of the trials in it.
+
+        Raises OSError if a service cannot be reached.
+        """
+        ...
 
     def close(self) -> None: ...
 
@@ -35,6 +56,11 @@ class MetricsLog:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.log(step, values)
+
+    def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
+        """Raises OSError if a service cannot be reached."""
+        for sink in self._sinks:
+            sink.report(page, transcripts)
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -51,6 +77,9 @@ class JsonlSink:
         line: dict[str, Any] = {"step": step, "time": time.time()}
         line |= {name: _plain(value) for name, value in values.items()}
         self._file.write(json.dumps(line) + "\n")
+
+    def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
+        """Does nothing: the report is in the same folder."""
 
     def close(self) -> None:
         self._file.close()
@@ -70,6 +99,9 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
+        """Does nothing: the report is in the run's folder, too."""
+
     def close(self) -> None:
         self._writer.close()
 
@@ -81,14 +113,20 @@ class WandbSink:
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], run_id: str | None = None
     ) -> None:
-        wandb = _import("wandb", "logging.wandb_project")
+        self._wandb = _import("wandb", "logging.wandb_project")
         self.run_id = run_id or f"{name}-{secrets.token_hex(4)}"
-        self._run = wandb.init(
+        self._run = self._wandb.init(
             project=project, name=name, id=self.run_id, config=config, resume="allow"
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
+        """Media of the run: `report`, and the table `transcripts`."""
+        rows = [[each.trial_id, each.facts, each.text] for each in transcripts]
+        table = self._wandb.Table(columns=["trial", "facts", "transcript"], data=rows)
+        self._run.log({"report": self._wandb.Html(str(page), inject=False), "transcripts": table})
 
     def close(self) -> None:
         self._run.finish()
@@ -117,6 +155,17 @@ class MlflowSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step)
+
+    def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
+        """Artifacts of the run: `report.html`, and `transcripts/TRIAL.txt`."""
+        try:
+            self._mlflow.log_artifact(str(page))
+            for each in transcripts:
+                text = f"{each.facts}\n\n{each.text}\n"
+                name = re.sub("[^A-Za-z0-9._-]+", "_", each.trial_id)
+                self._mlflow.log_text(text, f"transcripts/{name}.txt")
+        except self._mlflow.MlflowException as error:
+            raise OSError(f"MLflow: {error}") from error
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -6,13 +6,21 @@ import json
 import sys
 from pathlib import Path
 
+import mlflow
 import pytest
 import wandb
 
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
 from trainer.run.log import LoggingConfig, RunLog
-from trainer.run.metrics import JsonlSink, MetricsLog, MlflowSink, TensorBoardSink, WandbSink
+from trainer.run.metrics import (
+    JsonlSink,
+    MetricsLog,
+    MlflowSink,
+    TensorBoardSink,
+    Transcript,
+    WandbSink,
+)
 
 
 def test_metrics_of_a_step_are_one_line_of_valid_json(tmp_path: Path) -> None:
@@ -131,3 +139,62 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert b"reward/mean" in content
     assert b"0.15625" in content
     assert b"group_size" in content
+
+
+TRANSCRIPTS = (
+    Transcript("sum-17-x", "sum-17 · reward 1.000", "user: 12 + 30?\nassistant: 42"),
+    Transcript("a/../b", "b · reward -", "The session is no longer in sessions.db."),
+)
+
+
+def test_mlflow_gets_the_report_and_the_transcripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    (page := tmp_path / "report.html").write_text("<h1>run</h1>")
+    sink = MlflowSink("experiment", "run", {})
+    sink.report(page, TRANSCRIPTS)
+    sink.close()
+    artifacts = mlflow.MlflowClient().list_artifacts(sink.run_id, "transcripts")
+    names = [each.path for each in artifacts]
+    assert names == ["transcripts/a_.._b.txt", "transcripts/sum-17-x.txt"]
+    read = mlflow.artifacts.load_text(f"runs:/{sink.run_id}/transcripts/sum-17-x.txt")
+    assert read == "sum-17 · reward 1.000\n\nuser: 12 + 30?\nassistant: 42\n"
+    assert mlflow.artifacts.load_text(f"runs:/{sink.run_id}/report.html") == "<h1>run</h1>"
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_report_and_the_transcripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offline_wandb(tmp_path, monkeypatch)
+    (page := tmp_path / "report.html").write_text("<h1>run</h1>")
+    sink = WandbSink("project", "run", {})
+    sink.log(1, {"reward/mean": 0.5})
+    sink.report(page, TRANSCRIPTS)
+    sink.close()
+    wandb.teardown()
+    media = next(tmp_path.glob("wandb/offline-run-*/files/media"))
+    (report,) = media.glob("html/report_*.html")
+    assert report.read_text() == "<h1>run</h1>"
+    (table,) = media.glob("table/transcripts_*.table.json")
+    read = json.loads(table.read_text())
+    assert read["columns"] == ["trial", "facts", "transcript"]
+    assert read["data"] == [[each.trial_id, each.facts, each.text] for each in TRANSCRIPTS]
+    (recorded,) = tmp_path.glob(f"wandb/offline-run-*/run-{sink.run_id}.wandb")
+    content = recorded.read_bytes()
+    assert report.name.encode() in content
+    assert table.name.encode() in content
+
+
+def test_service_that_cannot_be_reached_at_the_end_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    config = LoggingConfig(mlflow_experiment="experiment", tensorboard=False, progress="plain")
+    log = RunLog(config, RunFolder.create(tmp_path / "run"), steps=1)
+    log.report(tmp_path / "missing" / "report.html", TRANSCRIPTS)
+    log.close()
+    assert "warning: report.html could not be sent" in capsys.readouterr().out
