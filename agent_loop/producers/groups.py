@@ -201,7 +201,8 @@ class Intake:
         self._failed = Tally()
         """Failed groups since the last group that did not fail."""
         self._hopeless = Tally()
-        """Groups without a trainable rollout since the last group that had one."""
+        """Groups from the start without a trainable rollout since the last group that had one. A
+        group with a `rollout.prefix` also fails if the prefix's session was removed."""
         self.counts: Counter[str] = Counter()
         """Number of groups by `Verdict` over the run; `no_signal` counts the groups whose rewards
         are all equal, whether they were kept or not."""
@@ -220,9 +221,9 @@ class Intake:
         """Whether the group is kept.
 
         Raises:
-            ProductionError: `groups_per_step` groups in a row have no trainable rollout, or
-                `max_resamples` times as many in a row have too few, or are left out by the user's
-                filter.
+            ProductionError: `groups_per_step` groups in a row from the start have no trainable
+                rollout, or `max_resamples` times as many in a row have too few, or are left out by
+                the user's filter.
         """
         config, verdict = self._config, judge(group, self._config)
         self.counts[verdict.value] += 1
@@ -276,8 +277,10 @@ class Intake:
     def _fail(self, group: Group) -> None:
         config = self._config
         self._failed = self._failed.with_group(group)
-        trainable = any(rollout.trainable for rollout in group.rollouts)
-        self._hopeless = Tally() if trainable else self._hopeless.with_group(group)
+        if any(rollout.trainable for rollout in group.rollouts):
+            self._hopeless = Tally()
+        elif not all(rollout.prefix for rollout in group.rollouts):
+            self._hopeless = self._hopeless.with_group(group)
         if self._hopeless.groups >= config.groups_per_step:
             raise ProductionError(self._hopeless.reason())
         if self._failed.groups >= config.max_resamples * config.groups_per_step:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,9 +162,9 @@ def paths() -> Callable[[str], str]:
     return answer
 
 
-async def test_second_group_of_a_hard_task_begins_with_turns_of_its_success(
-    proxy: RunningProxy, tmp_path: Path
-) -> None:
+@asynccontextmanager
+async def producing(proxy: RunningProxy, folder: Path) -> AsyncIterator[SyncProducer]:
+    """One task, of which one in four rollouts from the start succeeds, and one group per step."""
     tokenizer = proxy.rendering.tokenizer
     proxy.engine.script = text_script(
         paths(),
@@ -175,7 +176,7 @@ async def test_second_group_of_a_hard_task_begins_with_turns_of_its_success(
         proxy.control,
         CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
         Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", GRADE))),
-        tmp_path / "trials",
+        folder / "trials",
         trial=TrialConfig(max_retries=0),
     )
     config = RolloutConfig(
@@ -183,13 +184,19 @@ async def test_second_group_of_a_hard_task_begins_with_turns_of_its_success(
         prefix=PrefixConfig(low=0.3, min_rollouts=4),
     )  # fmt: skip
     tasks = TaskStream([Source("s", [Task("t", {"prompt": "Go.", "turns": 3}, "s")])], seed=0)
-    producer = SyncProducer(loop, tasks, config, seed=0)
     try:
+        yield SyncProducer(loop, tasks, config, seed=0)
+    finally:
+        await loop.close()
+
+
+async def test_second_group_of_a_hard_task_begins_with_turns_of_its_success(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    async with producing(proxy, tmp_path) as producer:
         (first,) = await producer.next_batch(0)
         calls = len(proxy.engine.calls)
         (second,) = await producer.next_batch(0)
-    finally:
-        await loop.close()
 
     assert sorted(r.reward or 0.0 for r in first.rollouts) == [0.0, 0.0, 0.0, 1.0]
     (success,) = [r for r in first.rollouts if r.reward == 1.0]
@@ -199,3 +206,15 @@ async def test_second_group_of_a_hard_task_begins_with_turns_of_its_success(
     assert len(proxy.engine.calls) - calls == 4 * 2
     own = sum(len(call.answer_ids) for call in proxy.engine.calls[calls:])
     assert sum(r.sampled_tokens for r in second.rollouts) == own
+
+
+async def test_group_whose_prefix_was_removed_is_replaced_even_if_a_step_has_one_group(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    async with producing(proxy, tmp_path) as producer:
+        (first,) = await producer.next_batch(0)
+        (success,) = [r for r in first.rollouts if r.reward == 1.0]
+        await proxy.control.delete(success.trial_id)
+        (second,) = await producer.next_batch(0)
+    assert [r.prefix for r in second.rollouts] == [""] * 4
+    assert producer.counts["failed"] == 1
