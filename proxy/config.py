@@ -31,6 +31,8 @@ from proxy.section import Section
 from proxy.shown_config import shown_value, yaml_fault
 from proxy.store_address import with_password
 
+ENVIRONMENT_PREFIX = "AGENTIC_PROXY_"
+
 
 class EngineConfig(Section):
     """One replica of the engine that samples."""
@@ -205,7 +207,7 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """All settings of one proxy. The keys of `ListenConfig` are at the top level."""
 
     model_config = SettingsConfigDict(
-        extra="forbid", env_prefix="AGENTIC_PROXY_", env_nested_delimiter="__"
+        extra="forbid", env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__"
     )
 
     dialects: list[str] = Field(default_factory=list)

@@ -40,7 +40,8 @@ PROXY = """
 
 `agentic-proxy serve [--config FILE] [flags]`. Flags override the environment, and the environment
 overrides the YAML file. Every key has the environment variable `AGENTIC_PROXY_SECTION__KEY`. A run
-starts a proxy of its own and configures it by its section `proxy_server`.
+starts a proxy of its own and configures it by its section `proxy_server`; variables of other
+settings hold for that proxy, too.
 """
 REPEATED = re.compile(r"agents\.NAME\.(?!weight$|data$)")
 """Keys that the page has already, in `remote_agent` and `data`."""

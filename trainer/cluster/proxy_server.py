@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import yaml
 from pydantic import Field
 
 from agent_loop.trial_config import RecordingConfig
-from proxy.admin_key import VARIABLE as ADMIN_KEY_VARIABLE
 from proxy.client import ProxyClient
+from proxy.config import ENVIRONMENT_PREFIX
 from proxy.engines import guard
 from proxy.port import free_port, usable_port
 from proxy.secrecy import pipe_with
@@ -31,6 +31,8 @@ POLL_S = 0.1  # seconds between two checks whether a starting proxy is ready
 LOG_TAIL_BYTES = 2000
 PORT_SETTING = "proxy_server.port"
 
+SECRET_FILES = ("admin_key_file", "store_password_file")
+"""Settings that take the place of those that a run decides."""
 STOP_GRACE_S = 10.0
 """Seconds for the proxy to end the calls in flight and to store their turns."""
 
@@ -99,7 +101,7 @@ class ProxyProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={k: v for k, v in os.environ.items() if k != ADMIN_KEY_VARIABLE},
+                env=_environment({*settings, *SECRET_FILES}),
                 pass_fds=(config_fd,),
                 start_new_session=True,  # the run handles Ctrl-C: the agents end first
             )
@@ -148,3 +150,14 @@ class ProxyProcess:
                         f"the proxy did not answer within {self._config.start_timeout_s:g} s "
                         f"(proxy_server.start_timeout_s); see {self.log}"
                     )
+
+
+def _environment(decided: Collection[str]) -> dict[str, str]:
+    """This process's environment without the variables of settings that the run decides, because a
+    proxy's environment has precedence over its YAML."""
+
+    def is_decided(variable: str) -> bool:
+        prefix, _, rest = variable.upper().partition(ENVIRONMENT_PREFIX)
+        return not prefix and rest.split("__")[0].lower() in decided
+
+    return {name: value for name, value in os.environ.items() if not is_decided(name)}

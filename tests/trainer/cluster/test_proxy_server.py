@@ -1,0 +1,55 @@
+"""The proxy that a run starts, as a real process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proxy.client import ProxyClient
+from proxy.engines.scripted import ScriptedEngine
+from proxy.port import free_port
+from proxy.records import SessionKind
+from tests.proxy.checkpoint import write_checkpoint
+from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
+
+pytestmark = pytest.mark.slow
+
+
+async def test_environment_changes_nothing_that_the_run_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables are those of another proxy; PUBLIC_URL, which is not decided, holds."""
+    for name, value in {
+        "PORT": str(free_port("127.0.0.1")),
+        "HOST": "0.0.0.0",
+        "STORE": f"sqlite:///{tmp_path}/another.db",
+        "STORE_PASSWORD_FILE": str(tmp_path / "missing"),
+        "MODEL": "/models/another",
+        "ENGINES": "[]",
+        "ADMIN_KEY": "another-key",
+        "ADMIN_KEY_FILE": str(tmp_path / "missing"),
+        "RENDERING__RENDERER": "none",
+        "PUBLIC_URL": "http://outside:80",
+    }.items():
+        monkeypatch.setenv(f"AGENTIC_PROXY_{name}", value)
+    monkeypatch.setenv("agentic_proxy_port", "1")
+    run = tmp_path / "run"
+    run.mkdir()
+    async with ScriptedEngine(lambda _: [257]) as engine:
+        settings = {
+            "model": str(write_checkpoint(tmp_path / "model")),
+            "store": f"sqlite:///{run}/sessions.db",
+            "engines": [{"url": engine.url}],
+            "rendering": {"renderer": "auto"},
+        }
+        server = ProxyProcess(ProxyServerConfig(), settings, run)
+        try:
+            await server.start()
+            async with ProxyClient(server.url, server.admin_key) as control:
+                session = await control.create_session("one", kind=SessionKind.TRAIN)
+        finally:
+            await server.stop()
+    assert (run / "sessions.db").is_file()
+    assert not (tmp_path / "another.db").exists()
+    assert session.base_url.startswith("http://outside:80/")
