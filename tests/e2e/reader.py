@@ -18,8 +18,8 @@ from tests.pages import Block
 
 COMMAND_TIMEOUT_S = 1500
 SERVER_TIMEOUT_S = 300
-NUMBER = re.compile(r"\d+(?:[.,:]\d+)*(?:e-?\d+)?")
-ANY_NUMBER = r"\d[\d.,:]*(?:e-?\d+)?"
+NUMBER = re.compile(r" *\d+(?:[.,:]\d+)*(?:e-?\d+)?")
+ANY_NUMBER = r" *\d[\d.,:]*(?:e-?\d+)?"
 
 
 @dataclass

@@ -148,7 +148,12 @@ def test_ellipsis_stands_for_any_text(printed: str, page: str, same: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("printed", "same"), [("took 1:02, 5.6e-07 off", True), ("took long, 5.6e-07 off", False)]
+    ("printed", "same"),
+    [
+        ("took 1:02, 5.6e-07 off", True),
+        ("took  1:02, 15 off", True),  # in a column of another width
+        ("took long, 5.6e-07 off", False),
+    ],
 )
 def test_numbers_that_vary_stand_for_any_number(printed: str, same: bool) -> None:
     assert prints(printed, "took 0:42, 1 off", numbers=False) is same
