@@ -6,6 +6,7 @@ may be easier or harder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,14 @@ class Difference:
     better: int
     """Number of tasks with a larger share in the second."""
     worse: int
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided, of the exact sign test on the tasks whose share differs; with one trial per
+        task this is McNemar's exact test. 1 without such a task."""
+        changed, fewer = self.better + self.worse, min(self.better, self.worse)
+        tail = sum(math.comb(changed, n) for n in range(fewer + 1))
+        return min(1.0, 2 * tail / 2**changed)
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:

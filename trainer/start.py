@@ -7,7 +7,9 @@ processes have ended.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -156,6 +158,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         resolved=config.model_dump(mode="json"),
         saved_step=saved.step if saved else 0,
         success_at=config.eval.success_at,
+        machine=_machine(config),
     )
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"
@@ -171,13 +174,34 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     try:
         status = asyncio.run(_under_signals(parts, log, control))
     finally:
-        log.finish(status)
+        log.finish(status, **_failure(status, sys.exception()))
         report = write_report(folder)
         log.report(report.page, report.transcripts)
         log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}, {report.page}")
         log.close()
         folder.unlock()
     return 0 if control.signal_number is None else 128 + control.signal_number
+
+
+def _machine(config: TrainerConfig) -> str:
+    """Example: "16 CPU cores and 2 GPUs (NVIDIA H100)" """
+    cores = f"{len(os.sched_getaffinity(0))} CPU cores"
+    if config.cluster.backend != "local":
+        return f"a {config.cluster.backend} cluster, with rank 0 on {cores}"
+    gpus = () if config.trainer.device == "cpu" else gpus_here()
+    if not gpus:
+        return f"{cores} without a GPU"
+    names = ", ".join(sorted({each.name for each in gpus}))
+    return f"{cores} and {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({names})"
+
+
+def _failure(status: str, error: BaseException | None) -> dict[str, str]:
+    """Why a run failed, for its summary."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if status != "failed" or error is None:
+        return {}
+    return {"error": f"{type(error).__name__}: {error}"[:1000]}
 
 
 async def _under_signals(parts: Parts, log: RunLog, control: RunControl) -> Ended:

@@ -22,29 +22,32 @@ MAX_MESSAGES = 200
 MAX_CALLS = 100
 
 
-def cut(text: str) -> dict[str, Any] | str:
+def cut(text: str, chars: int = SHOWN_CHARS) -> dict[str, Any] | str:
     """The text, or its beginning with its length."""
-    if len(text) <= SHOWN_CHARS:
+    if len(text) <= chars:
         return text
-    return {"text": text[:SHOWN_CHARS], "chars": len(text)}
+    return {"text": text[:chars], "chars": len(text)}
 
 
-def message_json(message: Message) -> dict[str, Any]:
+def message_json(message: Message, chars: int = SHOWN_CHARS) -> dict[str, Any]:
+    """`chars`: characters of each text that are shown."""
     calls = [
-        {"id": call.id[:200], "name": call.name[:200], "arguments": cut(call.arguments)}
+        {"id": call.id[:200], "name": call.name[:200], "arguments": cut(call.arguments, chars)}
         for call in message.tool_calls[:MAX_CALLS]
     ]
     return {
         "role": message.role,
-        "text": cut(message.text),
-        "reasoning": cut(message.reasoning) if message.reasoning else None,
+        "text": cut(message.text, chars),
+        "reasoning": cut(message.reasoning, chars) if message.reasoning else None,
         "tool_calls": calls,
         "more_calls": max(0, len(message.tool_calls) - MAX_CALLS),
         "tool_call_id": message.tool_call_id and message.tool_call_id[:200],
     }
 
 
-def turn_json(turn: Turn) -> dict[str, Any]:
+def turn_json(
+    turn: Turn, chars: int = SHOWN_CHARS, most_messages: int = MAX_MESSAGES
+) -> dict[str, Any]:
     """What a turn adds to its conversation: the request's new messages, and the answer."""
     fields = _request(turn)
     messages = fields.get("messages", [])
@@ -54,10 +57,10 @@ def turn_json(turn: Turn) -> dict[str, Any]:
         "recorded": bool(turn.request),
         "after": fields.get("after"),
         "same_as": fields.get("same_as"),
-        "messages": [message_json(load_message(each)) for each in messages[:MAX_MESSAGES]],
-        "more_messages": max(0, len(messages) - MAX_MESSAGES),
+        "messages": [message_json(load_message(each), chars) for each in messages[:most_messages]],
+        "more_messages": max(0, len(messages) - most_messages),
         "tools": [str(tool.get("function", {}).get("name", "?"))[:200] for tool in tools[:100]],
-        "answer": message_json(load_answer(turn.answer)) if turn.answer else None,
+        "answer": message_json(load_answer(turn.answer), chars) if turn.answer else None,
         "sampling": dict(turn.sampling),
     }
 

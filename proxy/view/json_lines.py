@@ -34,6 +34,14 @@ def lines_after(path: Path, start: int) -> tuple[list[Line], int]:
     return found, at
 
 
+def every_line(path: Path) -> Iterator[Line]:
+    """All lines, of which one piece of the file is in memory at a time."""
+    at, lines = 0, [Line()]
+    while lines:
+        lines, at = lines_after(path, at)
+        yield from lines
+
+
 def lines_before(
     path: Path, end: int | None, wanted: Callable[[Line], bool], limit: int
 ) -> tuple[list[Line], int | None]:

@@ -74,6 +74,11 @@ def _answer(request: web.Request, name: str) -> web.Response:
     )
 
 
+def file_text(name: str) -> str:
+    """The text of a file by its path below `client/`."""
+    return gzip.decompress(page_files()[name].zipped).decode()
+
+
 @cache
 def page_files() -> dict[str, PageFile]:
     """All files by their path below `client/`."""

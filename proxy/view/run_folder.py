@@ -80,12 +80,12 @@ class RecordedRun:
     def trials(self, where: TrialFilter, before: int | None, limit: int) -> dict[str, Any]:
         """The latest trials that match, and the byte of the file to go on from."""
         found, end = lines_before(self.path / "trials.jsonl", before, where.matches, limit)
-        return {"trials": [_trial(line) for line in found], "next": end}
+        return {"trials": [trial_fields(line) for line in found], "next": end}
 
     def step(self, step: int) -> dict[str, Any]:
         """The trials of a step: those that it trained, and those of evaluations after it."""
         found = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS)
-        return {"step": step, "trials": [_trial(line) for line in found]}
+        return {"step": step, "trials": [trial_fields(line) for line in found]}
 
 
 @asynccontextmanager
@@ -147,7 +147,8 @@ def _is_small(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, list) and len(value) <= 2)
 
 
-def _trial(line: Line) -> dict[str, Any]:
+def trial_fields(line: Line) -> dict[str, Any]:
+    """What the page shows of a line of trials.jsonl."""
     return {
         name: value[:MAX_CHARS] if isinstance(value := line.get(name), str) else value
         for name in _TRIAL_FIELDS

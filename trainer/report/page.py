@@ -1,68 +1,42 @@
-"""The report: one self-contained HTML file with curves, evaluations, and trials to read."""
+"""The report: one HTML file with the live page's own curves, messages and tokens.
+
+The headline is HTML, so that a preview without scripts shows it; the rest is data that the page's
+modules draw. Invariant: the file needs no server and connects to none; the browser runs only the
+script whose hash its policy names; the size is bounded, whatever the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import base64
+import json
+import unicodedata
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from proxy.shown_config import without_secrets
+from proxy.errors import ConfigurationError
+from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store import open_store
-from trainer.report.plot import histogram, line_plot
-from trainer.report.transcript import TextPiece, transcript
-from trainer.run.folder import RunFolder, read_jsonl, replace_file
-from trainer.run.metrics import Transcript
+from proxy.view.one_script import one_script
+from proxy.view.pages import file_text
+from proxy.view.run_folder import RecordedRun
+from trainer.report.headline import Facts, Headline, headline
+from trainer.report.pairs import pairs_json
+from trainer.report.series import Metrics
+from trainer.report.transcripts import Transcripts
+from trainer.report.trials import SeenTrials
+from trainer.report.troubles import troubles
+from trainer.run.folder import RunFolder, replace_file
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1340px; padding: 0 1rem;
-       color: #1f2937; background: #fff }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right;
-       border-bottom: 1px solid #e5e7eb } td:first-child, th:first-child { text-align: left }
-svg { margin: 0 .4rem .4rem 0; max-width: 100% } svg text { font: 11px system-ui, sans-serif;
-       fill: #6b7280 } svg .title { font-size: 13px; fill: #1f2937 }
-svg .line { fill: none; stroke-width: 1.6 } svg .frame { fill: #f9fafb; stroke: #e5e7eb }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f9fafb; padding: .8rem;
-      border: 1px solid #e5e7eb; font-size: 12.5px } .s { background: #dcfce7 }
-summary { cursor: pointer }
-"""
-
-PLOTS: tuple[tuple[str, dict[str, str]], ...] = (
-    ("Reward", {"mean": "reward/mean"}),
-    ("Success", {"training": "rollout/success", "held out": "eval/success"}),
-    ("Mismatch: mean |Δ log p|, trainer against engine", {"": "mismatch/logp_abs_mean"}),
-    ("Mismatch: k3", {"": "mismatch/k3"}),
-    ("Effective sample size", {"": "mismatch/ess"}),
-    ("Entropy", {"": "actor/entropy"}),
-    ("KL to the reference", {"": "kl/reference"}),
-    ("Clipped share of tokens", {"": "actor/clip_fraction"}),
-    ("Gradient norm", {"": "actor/grad_norm"}),
-    ("Loss", {"": "actor/policy_loss"}),
-    ("Loss of imitation", {"training": "sft/loss", "held out": "sft/held_out_loss"}),
-    ("Gradient norm of imitation", {"": "sft/grad_norm"}),
-    ("Staleness (updates)", {"mean": "staleness/mean", "max": "staleness/max"}),
-    ("Tokens per second", {"all": "throughput/tokens_per_s", "training": "throughput/train"}),
-    (
-        "Seconds per step",
-        {
-            "step": "time/step_s",
-            "sampling": "time/sample_s",
-            "training": "time/train_s",
-            "weights": "time/sync_s",
-        },
-    ),
-    ("Steps in a row without a signal", {"": "signal/steps_without"}),
-    ("Turns per trial", {"": "rollout/turns"}),
-    ("Share of rollouts", {"failed": "rollout/failed", "truncated": "rollout/truncated"}),
-)
-"""Each plot's title, and for each of its lines the name and the metric. A plot without points is
-left out."""
-NO_SESSION = "The session is no longer in sessions.db."
+EVALUATIONS = 100
+"""Evaluations that are shown: the first ones and the last ones."""
+SETTINGS = 2_000
+PAIRS = 3
+NAME_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,159 +45,147 @@ class Report:
 
     page: Path
     transcripts: tuple[Transcript, ...]
-    """Of the trials that it shows in full."""
+    """Of the trials that it shows."""
 
 
 def write_report(folder: RunFolder) -> Report:
     """Writes `report.html`. Reads only the run's folder and the tokenizer."""
-    config = yaml.safe_load(folder.config.read_text())
-    steps = list(read_jsonl(folder.metrics))
-    trials = list(read_jsonl(folder.trials_log))
-    summary = folder.read_summary()
-    shown = _chosen(trials, int(config["logging"]["report_trials"]))
-    texts = asyncio.run(_transcripts(folder, shown, Path(config["model"]["path"])))
-    shown_settings = yaml.safe_dump(without_secrets(config), sort_keys=False)
-    body = [
-        f"<h1>{escape(folder.path.name)}</h1>",
-        _summary_table(summary),
-        _signal(steps),
-        "<h2>Evaluation on held-out tasks</h2>",
-        _evaluation(summary),
-        "<h2>Curves</h2>",
-        _plots(steps),
-        "<h2>Trials to read</h2>",
-        "<p>Exactly what the engine saw; <span class=s>green</span> was sampled by the policy.</p>",
-        *[_trial(trial, texts[trial["trial_id"]]) for trial in shown],
-        "<h2>Configuration</h2>",
-        f"<details><summary>config.yaml</summary><pre>{escape(shown_settings)}</pre></details>",
-    ]
-    head = f"<!doctype html><meta charset=utf-8><title>{escape(folder.path.name)}</title>"
-    replace_file(folder.report, f"{head}<style>{STYLE}</style>\n" + "\n".join(body) + "\n")
-    transcripts = tuple(_transcript(trial, texts[trial["trial_id"]]) for trial in shown)
-    return Report(folder.report, transcripts)
-
-
-def _summary_table(summary: Mapping[str, Any]) -> str:
-    names = ("status", "steps", "policy_version", "wall_s", "tokens_sampled", "tokens_trained")
-    rows = [(name, summary[name]) for name in names if name in summary]
-    return _table(("", ""), [(name, _shown(value)) for name, value in rows]) if rows else ""
-
-
-def _signal(steps: Sequence[Mapping[str, Any]]) -> str:
-    """A warning if steps had nothing to learn from."""
-    trained = [line for line in steps if "signal/steps_without" in line]
-    without = sum(line["signal/steps_without"] > 0 for line in trained)
-    if not without:
-        return ""
-    return (
-        f"<p><b>{without} of {len(trained)} steps had no signal</b>: the rewards that are compared "
-        "were equal, so every advantage was 0 and nothing was learnt.</p>"
+    run = RecordedRun(folder.path)
+    raw = folder.read_summary()
+    summary = run.summary()
+    settings = summary["config"]
+    success_at = _number(settings.get("eval.success_at"), 1.0)
+    seen = SeenTrials(folder.trials_log, success_at=success_at)
+    metrics = Metrics(folder.metrics)
+    pairs, note = asyncio.run(
+        _pairs(run, seen, int(_number(settings.get("logging.report_trials"), PAIRS)))
     )
+    facts = Facts(run.name, summary, str(raw.get("machine", ""))[:NAME_CHARS], seen, metrics)
+    max_staleness = _number(settings.get("rollout.max_staleness"), None)
+    evaluations = summary["evaluations"]
+    data = {
+        "evaluations": _ends(evaluations),
+        "evaluations_left_out": max(0, len(evaluations) - EVALUATIONS),
+        "curves": {
+            "last": metrics.last_step,
+            "metrics": {name: list(each.points()) for name, each in metrics.series.items()},
+            "left_out": len(metrics.left_out),
+        },
+        "troubles": troubles(folder.path, seen, metrics, raw, max_staleness),
+        "pairs": pairs,
+        "pairs_note": note,
+        "config": dict(list(settings.items())[:SETTINGS]),
+        "config_left_out": max(0, len(settings) - SETTINGS),
+    }
+    replace_file(folder.report, _html(run.name, summary["status"], headline(facts), data))
+    shown = {side["trial"]["trial_id"]: side for pair in pairs for side in pair["sides"]}
+    return Report(folder.report, tuple(map(as_text, shown.values())))
 
 
-def _evaluation(summary: Mapping[str, Any]) -> str:
-    rows = []
-    for when, result in summary.get("eval", {}).items():
-        numbers = [_shown(result.get(name)) for name in ("reward", "trials", "failed")]
-        rows.append((when, _shown(result.get("success")), _interval(result), *numbers))
-    if not rows:
-        return "<p>There was no evaluation.</p>"
-    return _table(("", "success", "95 %", "mean reward", "trials", "failed"), rows)
+async def _pairs(
+    run: RecordedRun, seen: SeenTrials, count: int
+) -> tuple[list[dict[str, Any]], str]:
+    async with AsyncExitStack() as stack:
+        browser = None
+        if run.sessions.is_file():
+            store = await open_store(f"sqlite:///{run.sessions.absolute()}", create=False)
+            stack.push_async_callback(store.close)
+            browser = store.browser
+        return await pairs_json(run, seen, Transcripts(run, browser, _tokenizer(run)), count)
 
 
-def _interval(result: Mapping[str, Any]) -> str:
-    return " to ".join(f"{bound:.2f}" for bound in result.get("interval", ())) or "-"
-
-
-def _plots(steps: Sequence[Mapping[str, Any]]) -> str:
-    plots = []
-    for title, lines in PLOTS:
-        series = {name: _points(steps, metric) for name, metric in lines.items()}
-        series = {name: points for name, points in series.items() if points}
-        plots.append(line_plot(title, series, markers="held out" in series))
-    plots.append(histogram("Staleness of trained tokens (updates)", _staleness(steps)))
-    return "".join(plots)
-
-
-def _points(steps: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[float, float]]:
-    return [(line["step"], line[metric]) for line in steps if line.get(metric) is not None]
-
-
-def _staleness(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Staleness → number of trained tokens, over all steps."""
-    counts: dict[str, float] = {}
-    for line in steps:
-        for name, value in line.items():
-            if name.startswith("staleness/tokens_at_"):
-                age = name.removeprefix("staleness/tokens_at_")
-                counts[age] = counts.get(age, 0.0) + value
-    return dict(sorted(counts.items(), key=lambda item: int(item[0])))
-
-
-def _chosen(trials: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """The worst and the best trial of the first and of the last evaluation, for comparison; then
-    the latest trials."""
-    scored = [trial for trial in trials if trial.get("reward") is not None and trial["turns"]]
-    held_out = [trial for trial in scored if trial["kind"] == "eval"]
-    wanted: list[Mapping[str, Any]] = []
-    if held_out:
-        first, last = held_out[0]["step"], held_out[-1]["step"]
-        wanted.append(min((t for t in held_out if t["step"] == first), key=lambda t: t["reward"]))
-        same_task = [
-            t
-            for t in held_out
-            if t["step"] == last and t["task_id"] == wanted[0]["task_id"] and t is not wanted[0]
-        ]
-        wanted += same_task[:1]
-        wanted.append(max((t for t in held_out if t["step"] == last), key=lambda t: t["reward"]))
-    wanted += reversed(scored)
-    unique = {trial["trial_id"]: trial for trial in wanted}
-    return list(unique.values())[:count]
-
-
-async def _transcripts(
-    folder: RunFolder, trials: Sequence[Mapping[str, Any]], model: Path
-) -> dict[str, list[TextPiece]]:
-    if not folder.sessions.is_file():
-        return {trial["trial_id"]: [] for trial in trials}
-    store = await open_store(f"sqlite:///{folder.sessions}")
+def _tokenizer(run: RecordedRun) -> Tokenizer | None:
+    """None if the model is not there any more, or has no fast tokenizer."""
     try:
-        return {
-            trial["trial_id"]: transcript(await store.get_turns(trial["trial_id"]), model)
-            for trial in trials
-        }
-    finally:
-        await store.close()
+        return None if run.model is None else load_tokenizer(run.model)
+    except ConfigurationError:
+        return None
 
 
-def _transcript(trial: Mapping[str, Any], pieces: Sequence[TextPiece]) -> Transcript:
-    text = "".join(piece.text for piece in pieces) or NO_SESSION
-    return Transcript(trial["trial_id"], _facts(trial), text)
+def _html(name: str, status: str | None, head: Headline, data: dict[str, Any]) -> str:
+    script, style = one_script("report.js", file_text), file_text("style.css")
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    )
+    tiles = "".join(
+        f"<li class=tile><span>{_text(each.label)}</span><strong>{_text(each.value)}</strong>"
+        f"<small>{_text(each.note)}</small></li>"
+        for each in head.tiles
+    )
+    sentences = "".join(f"<p>{_text(each)}</p>" for each in head.sentences)
+    shown = _text(status or "no status")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<title>{_text(name)}: {_text(head.title)}</title>
+<style>{style}</style>
+</head>
+<body>
+<main class="view-report">
+<p class="of-run quiet">Training run <bdi>{_text(name)}</bdi>
+<span class="tag status-{shown}">{shown}</span></p>
+<h1>{_text(head.title)}</h1>
+<div class="sentences">{sentences}</div>
+<ul class="tiles">{tiles}</ul>
+<div id="report"><noscript><p>Curves and transcripts need JavaScript, which this file contains:
+open it in a browser.</p></noscript></div>
+</main>
+<script type="application/json" id="report-data">{_json(data)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
 
 
-def _facts(trial: Mapping[str, Any]) -> str:
-    return (
-        f"{trial['task_id']} · {trial['kind']} at step {trial['step']} · reward "
-        f"{_shown(trial['reward'])} · {trial['turns']} turns · {trial['sampled_tokens']} tokens "
-        f"sampled · {trial['status']}"
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(sha256(text.encode()).digest()).decode()
+
+
+def _json(data: Any) -> str:
+    """JSON in ASCII that cannot end its script element; NaN and infinity are null."""
+    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(each) for each in data]
+    return None if isinstance(data, float) and data - data != 0 else data
+
+
+_UNSEEN = ("Cc", "Cf", "Cs", "Co")
+"""Unicode categories."""
+
+
+def _text(text: str) -> str:
+    """As HTML; characters that have no shape or turn the direction of text are made visible."""
+    return escape(
+        "".join(
+            f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in _UNSEEN else char
+            for char in text[:2_000]
+        )
     )
 
 
-def _trial(trial: Mapping[str, Any], pieces: Sequence[TextPiece]) -> str:
-    text = "".join(
-        f"<span class=s>{escape(p.text)}</span>" if p.sampled else escape(p.text) for p in pieces
-    )
-    text = text or NO_SESSION
-    return f"<details open><summary>{escape(_facts(trial))}</summary><pre>{text}</pre></details>"
+def _ends(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if len(evaluations) <= EVALUATIONS:
+        return evaluations
+    return [*evaluations[: EVALUATIONS // 2], *evaluations[-EVALUATIONS // 2 :]]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{top}</tr>{lines}</table>"
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
+def _number(text: str | None, otherwise: Any) -> Any:
+    """A number of the configuration."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return otherwise
+    return found if isinstance(found, int | float) else otherwise

@@ -62,7 +62,13 @@ class LoggingConfig(Section):
     the advantage of each trained token and its probability under the trainer. 0: nothing is
     written."""
     report_trials: int = Field(3, ge=0)
-    """Number of trials that the report shows in full."""
+    """Number of held-out tasks of which the report shows a trial before training and one after, in
+    full, next to each other. If it is not 0, two trials of training are shown as well."""
+
+
+WARNINGS = 50
+"""Different warnings that the summary counts one by one."""
+WARNING_CHARS = 500
 
 
 class RunLog:
@@ -80,27 +86,31 @@ class RunLog:
         resolved: Mapping[str, Any] = MappingProxyType({}),
         saved_step: int = 0,
         success_at: float = 1.0,
+        machine: str = "",
     ) -> None:
         """`steps` is the number of steps of the run. `resolved` is its whole configuration, for the
         services that it is logged to. `saved_step` is the step of the checkpoint that the run
-        continues. A trial whose reward is at least `success_at` is a success."""
+        continues. A trial whose reward is at least `success_at` is a success. `machine` says for
+        readers what the run uses."""
         self.folder = folder
         self.saved_step = saved_step
         self._success_at = success_at
         self._own = config.metrics
         self.summary: dict[str, Any] = folder.read_summary()
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
+        self.summary.setdefault("warnings", {})
         self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked, dict(resolved)))
         self._trials = folder.trials_log.open("a", buffering=1)
         self._phases = PhaseLog(folder.phases)
         self._started = time.monotonic()
-        self.progress = Progress(config.progress, steps)
+        self.progress = Progress(config.progress, steps, self._warned)
         self._tokens: TokenLog | None = None
         remove_steps_after(saved_step, folder.tokens)
         if config.token_bytes:
             self._tokens = TokenLog(folder.tokens, config.token_bytes, self.progress.say)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
-        self._summarise(status="running", pid=os.getpid())
+        self.summary.pop("error", None)  # of the process whose run this one continues
+        self._summarise(status="running", pid=os.getpid(), machine=machine)
 
     @property
     def wall_s(self) -> float:
@@ -190,6 +200,14 @@ class RunLog:
         self._metrics.close()
         self._trials.close()
         self._phases.close()
+
+    def _warned(self, text: str) -> None:
+        """Counts a warning; the next line of the summary has it. Any thread may warn."""
+        said: dict[str, int] = self.summary["warnings"]
+        text = text[:WARNING_CHARS]
+        if text not in said and len(said) >= WARNINGS:
+            text = "other warnings"
+        self.summary["warnings"] = said | {text: said.get(text, 0) + 1}
 
     def _summarise(self, **values: Any) -> None:
         self.summary |= values | {"wall_s": round(self.wall_s, 1)}

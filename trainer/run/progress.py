@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +29,8 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 
 REFRESH_PER_S = 2.0
 """Often enough for a clock that shows seconds; each refresh takes about a millisecond."""
+WARNING = "warning: "
+"""How a line begins that the report of the run repeats."""
 RECENT_STEPS = 5
 """Number of steps whose mean duration predicts the time left; steps become faster or slower as the
 policy learns to give shorter or longer answers."""
@@ -63,10 +65,17 @@ class Phase:
 
 
 class Progress:
-    """`mode` is `logging.progress`, `steps` the number of steps of the run."""
+    """`mode` is `logging.progress`, `steps` the number of steps of the run. `warned` is called with
+    each warning that is shown."""
 
-    def __init__(self, mode: Literal["auto", "rich", "plain", "none"], steps: int) -> None:
+    def __init__(
+        self,
+        mode: Literal["auto", "rich", "plain", "none"],
+        steps: int,
+        warned: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._steps = steps
+        self._warned = warned
         self._started = time.monotonic()
         self._silent = mode == "none"
         self._phase = Phase(0, "starting")
@@ -106,6 +115,8 @@ class Progress:
         self.say(f"{self._place(step)} " + "  ".join(shown))
 
     def say(self, text: str) -> None:
+        if text.startswith(WARNING):
+            self._warned(text.removeprefix(WARNING))
         if not self._silent:
             self._console.print(text, markup=False)
 

@@ -9,11 +9,12 @@ import { html } from "./page.js";
  */
 
 const WIDTH = 420;
-const HEIGHT = 170;
-const LEFT = 46;
+const HEIGHT = 200;
+const LEFT = 62;
 const TOP = 8;
-const RIGHT = 8;
-const BOTTOM = 20;
+const RIGHT = 12;
+const BOTTOM = 38;
+const MIDDLE = (TOP + HEIGHT - BOTTOM) / 2;
 const MOST_POINTS = 500;
 
 /** Few points that look the same: of each stretch the lowest and the highest. @param {Point[]} points */
@@ -52,20 +53,24 @@ function axis(value) {
   return Math.abs(value) >= 1e4 ? `${number(value / 1e3)}k` : number(value);
 }
 
+/** Round steps on the axis, from the first to the last one. @param {number} low @param {number} high */
+const stepTicks = (low, high) => ticks(low, high).filter((each) => Number.isInteger(each) && each >= low && each <= high);
+
 /** The last point at or before a step. @param {Point[]} points @param {number} step */
 const valueAt = (points, step) => points.findLast(([x]) => x <= step)?.[1] ?? null;
 
 /**
- * @param {{title: string, unit?: string, lines: Line[], cursor: number | null,
- *   point: (step: number) => void, open: (step: number) => void}} given
+ * `range`: values that the axis shows at least.
+ * @param {{title: string, unit?: string, lines: Line[], range?: [number, number] | undefined, cursor: number | null,
+ *   point: (step: number) => void, open?: ((step: number) => void) | undefined}} given
  */
-export function Chart({ title, unit, lines, cursor, point, open }) {
+export function Chart({ title, unit, lines, range, cursor, point, open }) {
   const shown = lines.filter((line) => line.points.length > 0);
   if (shown.length === 0) return null;
   const xs = shown.flatMap((line) => line.points.map(([x]) => x));
   const ys = shown.flatMap((line) => [
     ...line.points.map(([, y]) => y), ...(line.band ?? []).flatMap(([, low, high]) => [low, high]),
-  ]);
+  ]).concat(range ?? []);
   const [x0, x1] = [extreme(xs, Math.min), extreme(xs, Math.max)];
   const levels = ticks(extreme(ys, Math.min), extreme(ys, Math.max));
   const [y0, y1] = [levels[0] ?? 0, levels.at(-1) ?? 1];
@@ -81,14 +86,16 @@ export function Chart({ title, unit, lines, cursor, point, open }) {
     const place = ((event.clientX - box.left) / box.width) * WIDTH;
     return Math.max(x0, Math.min(x1, Math.round(x0 + ((place - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0))));
   };
-  return html`<figure class="chart"><figcaption>${title}${unit && html` <small>${unit}</small>`}</figcaption>
+  return html`<figure class="chart"><figcaption>${title}</figcaption>
     <svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`${title} at step ${at}: ${values}`}
       onPointerMove=${/** @param {PointerEvent} e */ (e) => point(stepOf(e))}
-      onClick=${/** @param {PointerEvent} e */ (e) => open(stepOf(e))}>
+      onClick=${/** @param {PointerEvent} e */ (e) => open?.(stepOf(e))}>
       ${levels.map((level) => html`<line class="level" x1=${LEFT} x2=${WIDTH - RIGHT} y1=${y(level)} y2=${y(level)} />
         <text x=${LEFT - 6} y=${y(level) + 4} text-anchor="end">${axis(level)}</text>`)}
-      <text x=${LEFT} y=${HEIGHT - 4}>${x0}</text>
-      <text x=${WIDTH - RIGHT} y=${HEIGHT - 4} text-anchor="end">step ${x1}</text>
+      ${stepTicks(x0, x1).map((step) => html`<line class="level" x1=${x(step)} x2=${x(step)} y1=${HEIGHT - BOTTOM} y2=${HEIGHT - BOTTOM + 4} />
+        <text x=${x(step)} y=${HEIGHT - BOTTOM + 16} text-anchor="middle">${axis(step)}</text>`)}
+      <text x=${(LEFT + WIDTH - RIGHT) / 2} y=${HEIGHT - 4} text-anchor="middle">step</text>
+      ${unit && html`<text x="12" y=${MIDDLE} text-anchor="middle" transform=${`rotate(-90 12 ${MIDDLE})`}>${unit}</text>`}
       ${cursor !== null && html`<line class="cursor" x1=${x(at)} x2=${x(at)} y1=${TOP} y2=${HEIGHT - BOTTOM} />`}
       ${shown.map((line) => html`<g class=${`line run${line.run % 6} dash${line.dash % 4}`}>
         ${(line.band ?? []).map(([step, low, high]) => html`<line class="interval" x1=${x(step)} x2=${x(step)} y1=${y(low)} y2=${y(high)} />`)}

@@ -3,10 +3,9 @@ import { number, oneLine } from "./format.js";
 import { Aligned } from "./group.js";
 import { useGet } from "./hooks.js";
 import { html } from "./page.js";
-import { Note } from "./parts.js";
+import { Note, Reward } from "./parts.js";
 import { link } from "./router.js";
 import { mean } from "./run.js";
-import { Reward } from "./sessions.js";
 
 /** @typedef {import("./types.d.ts").RunTrial} RunTrial */
 /** @typedef {import("./types.d.ts").Run} Run */

@@ -4,9 +4,8 @@ import { count, duration, number, oneLine, visible } from "./format.js";
 import { useGet } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useState } from "./page.js";
-import { Note, Status, TrialLink } from "./parts.js";
+import { Note, Reward, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
-import { Reward } from "./sessions.js";
 import { conversation } from "./trial.js";
 
 /** @typedef {import("./types.d.ts").RunTrial} RunTrial */

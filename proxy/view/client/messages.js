@@ -7,8 +7,9 @@ import { html, useState } from "./page.js";
 /** @typedef {import("./types.d.ts").Cut} Cut */
 
 /**
- * A text, of which the server sends the beginning; the reader asks for the rest.
- * @param {{text: Cut, session: string, turn: number, place: string, code?: boolean}} given
+ * A text, of which the server sends the beginning; the reader asks for the rest. Without a `session`,
+ * in a saved page, the rest is left out.
+ * @param {{text: Cut, session: string | null, turn: number, place: string, code?: boolean}} given
  */
 export function Text({ text, session, turn, place, code }) {
   const whole = typeof text === "string";
@@ -20,12 +21,13 @@ export function Text({ text, session, turn, place, code }) {
       (piece) => setMore((known) => known + piece.text),
     );
   return html`<div class=${code ? "text code" : "text"} dir="auto">${visible(shown)}${
-    left > 0 && html`<button type="button" class="more" onClick=${load}>${count(left)} more characters</button>`
+    left > 0 && (session === null ? html`<span class="left-out"> … ${count(left)} more characters are left out</span>`
+      : html`<button type="button" class="more" onClick=${load}>${count(left)} more characters</button>`)
   }</div>`;
 }
 
 /**
- * @param {{message: Message, session: string, turn: number, place: string, sampled?: boolean}} given
+ * @param {{message: Message, session: string | null, turn: number, place: string, sampled?: boolean}} given
  */
 export function MessageView({ message, session, turn, place, sampled }) {
   const at = { session, turn };

@@ -1,5 +1,5 @@
 // Small pieces that several views are made of.
-import { CAUSES, visible, words } from "./format.js";
+import { CAUSES, number, visible, words } from "./format.js";
 import { html } from "./page.js";
 import { link } from "./router.js";
 
@@ -24,3 +24,7 @@ export const Choice = ({ name, values, chosen }) => html`<label>${name}
   <select name=${name} value=${chosen ?? ""}>
     <option value="">any</option>${values.map((value) => html`<option value=${value}>${value}</option>`)}
   </select></label>`;
+
+/** @param {{value: number | null}} given */
+export const Reward = ({ value }) =>
+  html`<span class=${value === null ? "none" : value > 0 ? "good" : "bad"}>${number(value)}</span>`;

@@ -1,41 +1,16 @@
 // A training run: its curves as they come, over those of other runs; evaluations; groups of a step.
 import { get, live } from "./api.js";
-import { Chart } from "./chart.js";
+import { Curves, Evaluations } from "./curves.js";
 import { count, duration, number, oneLine, short, visible } from "./format.js";
 import { useGet, useLast, useLive } from "./hooks.js";
-import { html, useEffect, useMemo, useRef, useState } from "./page.js";
-import { Note, Status } from "./parts.js";
+import { html, useEffect, useRef, useState } from "./page.js";
+import { Note, Reward, Status } from "./parts.js";
 import { link } from "./router.js";
-import { Reward } from "./sessions.js";
 
 /** @typedef {import("./types.d.ts").Run} Run */
 /** @typedef {import("./types.d.ts").Metrics} Metrics */
 /** @typedef {import("./types.d.ts").RunTrial} RunTrial */
-/** @typedef {import("./chart.js").Line} Line */
-
-/** Title, unit, and the metrics by their names in the legend. @type {[string, string, Record<string, string>][]} */
-const PANELS = [
-  ["Success", "share of trials", { training: "rollout/success", "held out": "eval/success" }],
-  ["Reward", "mean", { training: "reward/mean", "held out": "eval/reward" }],
-  ["Length", "sampled tokens per trial", { "": "rollout/tokens_per_trial" }],
-  ["Turns", "per trial", { "": "rollout/turns" }],
-  ["Entropy", "nats per token", { "": "actor/entropy" }],
-  ["KL", "nats per token", { reference: "kl/reference", update: "actor/policy_kl" }],
-  ["Mismatch of trainer and engine", "mean |Δ log p|", { "": "mismatch/logp_abs_mean" }],
-  ["Effective sample size", "share", { "": "mismatch/ess" }],
-  ["Clipped", "share of tokens", { "": "actor/clip_fraction" }],
-  ["Gradient norm", "", { "": "actor/grad_norm" }],
-  ["Loss", "", { policy: "actor/policy_loss", critic: "critic/loss" }],
-  ["Staleness", "updates", { mean: "staleness/mean", max: "staleness/max" }],
-  ["Throughput", "tokens per second", { all: "throughput/tokens_per_s", training: "throughput/train" }],
-  ["Time of a step", "seconds", { all: "time/step_s", sampling: "time/sample_s", training: "time/train_s", weights: "time/sync_s" }],
-  ["Memory", "GiB, peak of the trainer", { "": "memory/peak_gib" }],
-  ["Groups with a signal", "share", { "": "group/with_signal" }],
-  ["Trials that do not count", "share", { failed: "rollout/failed", truncated: "rollout/truncated" }],
-  ["Imitation", "nats per token", { training: "sft/loss", "held out": "sft/held_out_loss" }],
-];
-const NAMED = new Set(PANELS.flatMap(([, , lines]) => Object.values(lines)));
-const MOST_OTHERS = 60;
+/** @typedef {import("./curves.js").RunCurves} RunCurves */
 
 /** @param {{place: import("./router.js").Place}} given */
 export function RunView({ place }) {
@@ -61,6 +36,11 @@ function OneRun({ name, place }) {
     const next = on ? [...chosen, other] : chosen.filter((each) => each !== other);
     location.hash = link("run", name, { with: next.join(","), step });
   };
+  /** @param {number} at */
+  const open = (at) => {
+    location.hash = link("run", name, { step: at, with: chosen.join(",") });
+    document.getElementById("step")?.scrollIntoView({ block: "nearest" });
+  };
   if (run === null) return html`<h1>Run ${name}</h1><${Note} error=${error} />`;
   return html`<div class="top"><h1><bdi>${visible(name)}</bdi></h1>
     <p><${Status} value=${run.status ?? "no status"} /> <span>${count(run.steps ?? 0)} steps</span>
@@ -71,8 +51,8 @@ function OneRun({ name, place }) {
       checked=${chosen.includes(other)} onChange=${/** @param {Event} e */ (e) => choose(other, /** @type {HTMLInputElement} */ (e.target).checked)} />
       <bdi>${visible(other)}</bdi></label>`)}</form>`}
     ${chosen.length > 0 && html`<${Differences} names=${names} />`}
-    <${Curves} names=${names} metrics=${metrics} run=${run} chosen=${chosen} />
-    <${Evaluations} run=${run} />
+    <${Curves} runs=${names.map((each) => curvesOf(each, metrics.get(each) ?? []))} evaluations=${run.evaluations} open=${open} />
+    <${Evaluations} evaluations=${run.evaluations} />
     <${Step} run=${name} metrics=${metrics.get(name) ?? []} asked=${step === null ? null : Number(step)} chosen=${chosen} />`;
 }
 
@@ -118,55 +98,14 @@ function useMetrics(names) {
   return new Map(names.map((name) => [name, known.current.get(name)?.steps ?? []]));
 }
 
-/** @param {Metrics[]} steps @param {string} metric @returns {[number, number][]} */
-const pointsOf = (steps, metric) =>
-  steps.flatMap((line) => (typeof line[metric] === "number" ? [/** @type {[number, number]} */ ([line.step, line[metric]])] : []));
-
-/**
- * @param {{names: string[], metrics: Map<string, Metrics[]>, run: Run, chosen: string[]}} given
- */
-function Curves({ names, metrics, run, chosen }) {
-  const [cursor, point] = useState(/** @type {number | null} */ (null));
-  const [all, setAll] = useState(false);
-  const last = Math.max(0, ...names.map((name) => metrics.get(name)?.at(-1)?.step ?? 0));
-  /** @param {number} step */
-  const open = (step) => {
-    location.hash = link("run", run.name, { step, with: chosen.join(",") });
-    document.getElementById("step")?.scrollIntoView({ block: "nearest" });
-  };
-  /** @param {KeyboardEvent} event */
-  const key = (event) => {
-    const move = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10 }[event.key];
-    if (move !== undefined) point(Math.max(0, Math.min(last, (cursor ?? last) + move)));
-    else if (event.key === "Enter") open(cursor ?? last);
-    else return;
-    event.preventDefault();
-  };
-  /** @param {Record<string, string>} wanted @returns {Line[]} */
-  const lines = (wanted) => names.flatMap((name, n) => Object.entries(wanted).map(([label, metric], m) => ({
-    name: [names.length > 1 ? name : "", label].filter(Boolean).join(" "),
-    run: names.length > 1 ? n : m, dash: names.length > 1 ? m : 0,
-    points: pointsOf(metrics.get(name) ?? [], metric),
-    band: metric === "eval/success" && n === 0 ? intervals(run) : [],
-  })));
-  const others = useMemo(() => {
-    const found = new Set([...metrics.values()].flatMap((steps) => steps.slice(-20).flatMap((line) => Object.keys(line))));
-    return [...found].filter((metric) => !NAMED.has(metric) && metric !== "step" && metric !== "time").sort();
-  }, [[...metrics.values()].map((steps) => steps.length).join()]);
-  const given = { cursor, point, open };
-  if (last === 0 && [...metrics.values()].every((steps) => steps.length === 0)) return html`<p class="quiet">No step has ended yet.</p>`;
-  return html`<section aria-label="Curves"><div class="charts" tabindex="0" role="group"
-      aria-label="Curves; left and right choose a step, Enter opens its groups" onKeyDown=${key}>
-    ${PANELS.map(([title, unit, wanted]) => html`<${Chart} key=${title} title=${title} unit=${unit} lines=${lines(wanted)} ...${given} />`)}</div>
-    ${others.length > 0 && html`<details class="others" onToggle=${/** @param {Event} e */ (e) => setAll(/** @type {HTMLDetailsElement} */ (e.target).open)}>
-      <summary>${others.length} more metrics</summary>
-      ${all && html`<div class="charts">${others.slice(0, MOST_OTHERS).map((metric) => html`<${Chart} key=${metric} title=${oneLine(metric)} lines=${lines({ "": metric })} ...${given} />`)}</div>
-        ${others.length > MOST_OTHERS && html`<p class="quiet">The first ${MOST_OTHERS} are shown; all are in metrics.jsonl.</p>`}`}</details>`}</section>`;
-}
-
-/** @param {Run} run @returns {[number, number, number][]} */
-const intervals = (run) => run.evaluations.flatMap(({ step, interval }) =>
-  interval?.length === 2 ? [/** @type {[number, number, number]} */ ([step, interval[0], interval[1]])] : []);
+/** @param {string} name @param {Metrics[]} steps @returns {RunCurves} */
+const curvesOf = (name, steps) => ({
+  name,
+  last: steps.at(-1)?.step ?? 0,
+  metrics: steps.length ? [...new Set(steps.slice(-20).flatMap((line) => Object.keys(line)))] : [],
+  points: (metric) => steps.flatMap((line) =>
+    (typeof line[metric] === "number" ? [/** @type {[number, number]} */ ([line.step, line[metric]])] : [])),
+});
 
 /** The keys of the configurations that are not the same in all runs. @param {{names: string[]}} given */
 function Differences({ names }) {
@@ -188,18 +127,6 @@ function Differences({ names }) {
       <thead><tr><th>key</th>${names.map((name, n) => html`<th><span class=${`swatch run${n % 6}`}></span> <bdi>${visible(name)}</bdi></th>`)}</tr></thead>
       <tbody>${keys.map((key) => html`<tr key=${key}><td><code>${oneLine(key)}</code></td>
         ${configs.map((config) => html`<td><code>${oneLine(config[key] ?? "–")}</code></td>`)}</tr>`)}</tbody></table></div>`}</section>`;
-}
-
-/** @param {{run: Run}} given */
-function Evaluations({ run }) {
-  if (run.evaluations.length === 0) return null;
-  return html`<section aria-labelledby="evaluations-title"><h2 id="evaluations-title">Evaluation on held-out tasks</h2>
-    <div class="scroll" tabindex="0" role="group" aria-labelledby="evaluations-title"><table>
-    <thead><tr><th>evaluation</th><th class="n">step</th><th class="n">success</th><th class="n">95 % interval</th><th class="n">reward</th>
-      <th class="n">trials</th><th class="n">failed</th></tr></thead>
-    <tbody>${run.evaluations.map((each) => html`<tr key=${each.name}><td>${oneLine(each.name)}</td><td class="n">${each.step}</td>
-      <td class="n">${number(each.success)}</td><td class="n">${each.interval ? `${each.interval[0].toFixed(2)} to ${each.interval[1].toFixed(2)}` : "–"}</td>
-      <td class="n">${number(each.reward)}</td><td class="n">${each.trials ?? "–"}</td><td class="n">${each.failed ?? "–"}</td></tr>`)}</tbody></table></div></section>`;
 }
 
 /**

@@ -1,9 +1,9 @@
 // All sessions, the newest first, and all forks of a cause; both page by page.
 import { live } from "./api.js";
-import { ago, CAUSES, count, number, oneLine, short, visible, when, words } from "./format.js";
+import { ago, CAUSES, count, oneLine, short, visible, when, words } from "./format.js";
 import { usePages } from "./hooks.js";
 import { html, useEffect, useState } from "./page.js";
-import { Cause, Choice, Note, Status, TrialLink } from "./parts.js";
+import { Cause, Choice, Note, Reward, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
 
 /** @typedef {import("./types.d.ts").Session} Session */
@@ -61,10 +61,6 @@ const SessionTable = ({ rows }) => html`<div class="scroll" tabindex="0" role="r
 export const Tags = ({ metadata }) => Object.entries(metadata).slice(0, 4).map(([name, value]) =>
   html`<span class="meta"><bdi>${oneLine(name).slice(0, 40)}</bdi>=<bdi>${
     oneLine(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 40)}</bdi></span> `);
-
-/** @param {{value: number | null}} given */
-export const Reward = ({ value }) =>
-  html`<span class=${value === null ? "none" : value > 0 ? "good" : "bad"}>${number(value)}</span>`;
 
 /** @param {{place: Place}} given */
 export function Forks({ place }) {

@@ -4,13 +4,10 @@ import { count, number, oneLine, visible } from "./format.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
 import { Note } from "./parts.js";
 import { link } from "./router.js";
+import { COLOURS, Details, difference, heat, mask, percent, piece, tokenAt } from "./token.js";
 
 /** @typedef {import("./types.d.ts").TokenPage} TokenPage */
-/** @typedef {{at: number, id: number, text: string | null, logprob: number | null, turn: number,
- *   sampled: boolean, trained: boolean, version: number | null, advantage: number | null,
- *   trainer: number | null, used: boolean | null}} Token
- * `trainer`: its log-probability; `used`: whether the algorithm trained the token
- */
+/** @typedef {import("./token.js").Token} Token */
 
 const PAGE = 1000;
 const ROW = 24;
@@ -73,68 +70,6 @@ function useTokens(session, turn) {
   return { total, page, need, error };
 }
 
-/** @param {(at: number) => TokenPage | null} page @param {number} at @returns {Token | null} */
-function tokenAt(page, at) {
-  const found = page(at);
-  const id = found?.ids[at - (found?.start ?? 0)];
-  if (found === null || id === undefined) return null;
-  const span = found.spans.find(([start, end]) => start <= at && at < end);
-  return {
-    at, id, text: found.texts?.[at - found.start] ?? null, logprob: found.logprobs[at - found.start] ?? null,
-    turn: span?.[2] ?? -1, sampled: span?.[3] ?? false, trained: span?.[4] ?? false, version: span?.[5] ?? null,
-    advantage: found.trained?.advantages?.[at - found.start] ?? null,
-    trainer: found.trained?.logprobs?.[at - found.start] ?? null,
-    used: found.trained?.trained?.[at - found.start] ?? null,
-  };
-}
-
-/** What the colour of a token shows. */
-const COLOURS = ["probability", "advantage", "difference"];
-
-/** The class of a token's colour. @param {Token} token @param {string} [colour] */
-function heat(token, colour = "probability") {
-  if (!token.sampled) return "given";
-  return `${COLOUR[colour]?.(token) ?? ""}${token.trained && token.used !== false ? "" : " masked"}`;
-}
-
-/** @type {Record<string, (token: Token) => string>} */
-const COLOUR = {
-  probability: ({ logprob }) => `heat${level(-(logprob ?? 0), [0.05, 0.35, 1.2, 3])}`,
-  advantage: ({ advantage }) =>
-    advantage === null || advantage === 0 ? "" : `${advantage > 0 ? "up" : "down"}${level(Math.abs(advantage), [0.3, 1])}`,
-  difference: (token) => (token.trainer === null ? "" : `heat${level(Math.abs(difference(token) ?? 0), [0.001, 0.01, 0.05, 0.2])}`),
-};
-
-/** Number of bounds that a value reaches. @param {number} value @param {number[]} bounds */
-const level = (value, bounds) => bounds.filter((bound) => value >= bound).length;
-
-/** log p of the trainer minus log p of the engine. @param {Token} token */
-const difference = ({ trainer, logprob }) => (trainer === null || logprob === null ? null : trainer - logprob);
-
-/** @param {number | null} logprob */
-const percent = (logprob) => (logprob === null ? "–" : `${(100 * Math.exp(logprob)).toPrecision(3)} %`);
-
-/** @param {{token: Token | null}} given */
-const Details = ({ token }) => html`<dl class="details" aria-live="polite" aria-label="The chosen token">${
-  token === null ? html`<dt>token</dt><dd>loading …</dd>` : html`
-  <div><dt>token</dt><dd>${count(token.at)}</dd></div><div><dt>id</dt><dd>${token.id}</dd></div>
-  <div><dt>text</dt><dd><code>${token.text === null ? "–" : oneLine(token.text) || "(part of the character before)"}</code></dd></div>
-  <div><dt>probability</dt><dd>${percent(token.logprob)}</dd></div>
-  <div><dt>log-probability</dt><dd>${number(token.logprob)}</dd></div>
-  <div><dt>version</dt><dd>${token.version ?? "–"}</dd></div>
-  <div><dt>turn</dt><dd>#${token.turn}</dd></div>
-  <div><dt>mask</dt><dd>${mask(token)}</dd></div>
-  ${token.used !== null && html`<div><dt>advantage</dt><dd>${number(token.advantage)}</dd></div>
-  <div><dt>trainer’s probability</dt><dd>${percent(token.trainer)}</dd></div>
-  <div><dt>difference of log p</dt><dd>${number(difference(token))}</dd></div>`}`}</dl>`;
-
-/** @param {Token} token */
-function mask(token) {
-  if (!token.sampled) return "prompt";
-  if (token.used === false) return "left out by the algorithm";
-  return token.trained ? (token.used ? "trained" : "trainable") : "sampled, not trained";
-}
-
 /** @typedef {{total: number, page: (at: number) => TokenPage | null, need: (at: number) => void,
  *   start: number, chosen: number, choose: (at: number) => void, colour: string, trained: boolean}} Given */
 
@@ -190,14 +125,6 @@ function Flow(given) {
         { length: Math.min(CHUNK, total - chunk * CHUNK) },
         (_, n) => piece(tokenAt(page, chunk * CHUNK + n), chosen, colour),
       )}</div>`)}</div>`;
-}
-
-/** @param {Token | null} token @param {number} chosen @param {string} colour */
-function piece(token, chosen, colour) {
-  if (token === null) return null;
-  const text = token.text === null ? `${token.id} ` : token.text;
-  return html`<span data-at=${token.at} class=${`token ${heat(token, colour)}${token.at === chosen ? " chosen" : ""}`}>${
-    visible(text).replaceAll("\n", "↵\n")}</span>`;
 }
 
 /** One row per token, of which only those in the window exist. @param {Given} given */

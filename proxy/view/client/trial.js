@@ -5,9 +5,9 @@ import { ForkView } from "./forks.js";
 import { useGet, useLast } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
-import { Cause, Note, Status } from "./parts.js";
+import { Cause, Note, Reward, Status } from "./parts.js";
 import { link } from "./router.js";
-import { Reward, Tags } from "./sessions.js";
+import { Tags } from "./sessions.js";
 import { Tree } from "./tree.js";
 
 /** @typedef {import("./types.d.ts").Head} Head */

@@ -2,9 +2,8 @@
 import { duration, oneLine, short } from "./format.js";
 import { usePages } from "./hooks.js";
 import { html } from "./page.js";
-import { Choice, Note, Status, TrialLink } from "./parts.js";
+import { Choice, Note, Reward, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
-import { Reward } from "./sessions.js";
 
 /** @typedef {import("./types.d.ts").RunTrial} RunTrial */
 

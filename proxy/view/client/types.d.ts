@@ -78,3 +78,21 @@ export interface Hit {
   matches: { role: string; before: string; match: string; after: string }[];
 }
 export interface News { begun: Head[]; answered: Head[]; events: StoredEvent[]; }
+/** What a report shows (trainer/report/contents.py). */
+export interface Report {
+  evaluations: Evaluation[]; evaluations_left_out: number;
+  curves: { last: number; metrics: Record<string, [number, number][]>; left_out: number };
+  troubles: { what: string; count: number; of: string; example: Cut }[];
+  pairs: ReportPair[]; pairs_note: string; config: Record<string, string>; config_left_out: number;
+}
+export interface ReportPair { title: string; note: string; colour: string; sides: ReportSide[]; }
+/** One trial: its conversation, and what judged it. */
+export interface ReportSide {
+  label: string; trial: RunTrial; turns: ReportTurn[]; left_out: string;
+  verifier: { name: string; text: Cut }[];
+}
+/** `tokens`: those of the answer; null if they are not known, then `answer` is shown. */
+export interface ReportTurn {
+  index: number; messages: Message[]; more_messages: number; answer: Message | null;
+  tokens: TokenPage | null; more_tokens: number;
+}
