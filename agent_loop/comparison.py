@@ -37,7 +37,7 @@ class Difference:
         task this is McNemar's exact test. 1 without such a task."""
         changed, fewer = self.better + self.worse, min(self.better, self.worse)
         tail = sum(math.comb(changed, n) for n in range(fewer + 1))
-        return min(1.0, 2 * tail / 2**changed)
+        return min(1.0, 2 * tail / (1 << changed))
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:

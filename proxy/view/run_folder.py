@@ -47,7 +47,8 @@ class RecordedRun:
     @property
     def model(self) -> Path | None:
         """The folder of the model that it trains."""
-        path = _yaml(self.path / "config.yaml").get("model", {}).get("path")
+        section = _yaml(self.path / "config.yaml").get("model")
+        path = section.get("path") if isinstance(section, dict) else None
         return Path(path) if isinstance(path, str) and Path(path).is_dir() else None
 
     def stamps(self) -> dict[str, Any]:
@@ -64,10 +65,10 @@ class RecordedRun:
         names = ("status", "steps", "policy_version", "wall_s", "tokens_sampled", "tokens_trained")
         return {
             "name": self.name,
-            **{name: summary.get(name) for name in names},
+            **{name: summary.get(name) for name in (*names, "machine", "error", "warnings")},
             "evaluations": [
                 {"name": name, **{key: value for key, value in result.items() if _is_small(value)}}
-                for name, result in summary.get("eval", {}).items()
+                for name, result in (summary.get("eval") or {}).items()
             ],
             "config": dict(flat_config(_yaml(self.path / "config.yaml"))),
         }

@@ -26,3 +26,15 @@ def test_interval_covers_the_mean_about_95_times_in_100() -> None:
         covered += low <= 0.3 <= high
     assert 0.88 <= covered / 200 <= 0.99
     assert bootstrap_interval([0.5, 0.5]) == (0.5, 0.5)
+
+
+def test_p_value_is_that_of_the_exact_sign_test() -> None:
+    def p_value(better: int, worse: int) -> float:
+        first = {f"b{n}": 0.0 for n in range(better)} | {f"w{n}": 1.0 for n in range(worse)}
+        second = {name: 1.0 - share for name, share in first.items()}
+        return paired_difference(first | {"same": 1.0}, second | {"same": 1.0}).p_value
+
+    assert p_value(0, 0) == p_value(1, 0) == p_value(3, 3) == 1.0
+    assert p_value(5, 0) == 2 / 2**5
+    assert p_value(1, 8) == p_value(8, 1) == 2 * (1 + 9) / 2**9
+    assert p_value(3000, 100) == 0.0

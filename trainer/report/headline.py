@@ -16,13 +16,12 @@ from trainer.report.trials import SeenTrials
 
 SIGNIFICANT = 0.05
 AGENT_KEYS = (
-    *("remote_agent.command", "remote_agent.agent_name", "remote_agent.agent_import_path"),
-    *("remote_agent.python.target", "remote_agent.http.url", "remote_agent.verifiers.env"),
-    *("remote_agent.openenv.url", "remote_agent.launcher"),
+    *("remote_agent.agent_name", "remote_agent.agent_import_path", "remote_agent.command.argv"),
+    *("remote_agent.python.target", "remote_agent.http.url", "remote_agent.openenv.url"),
+    "remote_agent.launcher.target",
 )
 TASK_KEYS = (
-    *("data.train_files", "data.train_harbor_dir", "data.harbor_dataset_dirs"),
-    *("sft.files", "sft.sessions", "sft.hub"),
+    *("data.train_files", "data.train_harbor_dir", "data.harbor_dataset_dirs", "sft.sessions"),
 )
 
 
@@ -48,12 +47,14 @@ class Headline:
 class Facts:
     """What the first lines are made from."""
 
-    name: str
     summary: Mapping[str, Any]
     """As `RecordedRun.summary` returns it."""
-    machine: str
     seen: SeenTrials
     metrics: Metrics
+
+    @property
+    def machine(self) -> str:
+        return str(self.summary["machine"] or "")
 
     @property
     def evaluations(self) -> list[Mapping[str, Any]]:
@@ -66,19 +67,29 @@ class Facts:
         except ValueError:
             return None
 
-    def named(self, keys: Sequence[str]) -> str:
-        """The first of these settings that is set, as text."""
-        found = next((value for key in keys if (value := self.setting(key))), "")
-        if isinstance(found, list):
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            return ", ".join(str(each) for each in found[:3]) + more
-        return str(found)
+    def named(self, keys: Sequence[str], section: str) -> str:
+        """The first of these settings that is set, or else the names in a section, as text."""
+        key = next((key for key in keys if self.setting(key)), "")
+        found = self.setting(key) or self.names_in(section)
+        if not isinstance(found, list):
+            return str(found)
+        if key.endswith(".argv"):
+            return " ".join(map(str, found))
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return ", ".join(map(str, found[:3])) + more
+
+    def names_in(self, section: str) -> list[str]:
+        """The names of the parts of a section, such as `agents`."""
+        keys = [key.removeprefix(section) for key in self.summary["config"]]
+        below = [key for key in keys if key.startswith(".")]
+        return list(dict.fromkeys(key.split(".")[1] for key in below))
 
 
 def headline(facts: Facts) -> Headline:
+    title, ending = _title(facts), _ending(facts)
     return Headline(
-        _title(facts),
-        [each for each in (_what(facts), _result(facts), _ending(facts)) if each],
+        title,
+        [each for each in (_what(facts), _result(facts), ending) if each and each != title],
         _tiles(facts),
     )
 
@@ -98,18 +109,18 @@ def _title(facts: Facts) -> str:
     if rates := facts.metrics.ends("rollout/success"):
         first, last = map(percent, rates)
         return f"Success in training went from {first} to {last} (not held out)"
-    return f"Run {facts.name}"
+    return _ending(facts) or f"Run {facts.summary['name']}"
 
 
 def _what(facts: Facts) -> str:
     model = facts.setting("model.path") or "a model"
-    tasks, steps = facts.named(TASK_KEYS), facts.summary["steps"]
+    tasks, steps = facts.named(TASK_KEYS, "data.train_sources"), facts.summary["steps"]
     where = f" on {facts.machine}" if facts.machine else ""
     took = f" The run took {duration(facts.summary['wall_s'])}{where}."
     if any(key.startswith("sft.") for key in facts.summary["config"]):
         source = f" recorded in {tasks}" if tasks else ""
         return f"{model} was trained by imitation of answers{source}, in {steps or 0} steps.{took}"
-    agent = facts.named(AGENT_KEYS)
+    agent = facts.named(AGENT_KEYS, "agents")
     of_agent = f" as the policy of the agent {agent}" if agent else ""
     number = len(facts.seen.trained_tasks)
     of_tasks = f" on {number} different tasks" if number else ""

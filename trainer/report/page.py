@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import unicodedata
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,7 +28,7 @@ from proxy.view.pages import file_text
 from proxy.view.run_folder import RecordedRun
 from trainer.report.headline import Facts, Headline, headline
 from trainer.report.pairs import pairs_json
-from trainer.report.series import Metrics
+from trainer.report.series import Metrics, is_number
 from trainer.report.transcripts import Transcripts
 from trainer.report.trials import SeenTrials
 from trainer.report.troubles import troubles
@@ -36,7 +38,7 @@ EVALUATIONS = 100
 """Evaluations that are shown: the first ones and the last ones."""
 SETTINGS = 2_000
 PAIRS = 3
-NAME_CHARS = 300
+NAME_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,13 @@ class Report:
 def write_report(folder: RunFolder) -> Report:
     """Writes `report.html`. Reads only the run's folder and the tokenizer."""
     run = RecordedRun(folder.path)
-    raw = folder.read_summary()
     summary = run.summary()
     settings = summary["config"]
-    success_at = _number(settings.get("eval.success_at"), 1.0)
-    seen = SeenTrials(folder.trials_log, success_at=success_at)
+    seen = SeenTrials(folder.trials_log, success_at=_number(settings, "eval.success_at", 1.0))
     metrics = Metrics(folder.metrics)
-    pairs, note = asyncio.run(
-        _pairs(run, seen, int(_number(settings.get("logging.report_trials"), PAIRS)))
-    )
-    facts = Facts(run.name, summary, str(raw.get("machine", ""))[:NAME_CHARS], seen, metrics)
-    max_staleness = _number(settings.get("rollout.max_staleness"), None)
+    count = max(0, int(_number(settings, "logging.report_trials", PAIRS)))
+    pairs, note = asyncio.run(_pairs(run, seen, count))
+    max_staleness = _number(settings, "rollout.max_staleness", math.inf)
     evaluations = summary["evaluations"]
     data = {
         "evaluations": _ends(evaluations),
@@ -71,13 +69,14 @@ def write_report(folder: RunFolder) -> Report:
             "metrics": {name: list(each.points()) for name, each in metrics.series.items()},
             "left_out": len(metrics.left_out),
         },
-        "troubles": troubles(folder.path, seen, metrics, raw, max_staleness),
+        "troubles": troubles(folder.path, seen, metrics, summary, max_staleness),
         "pairs": pairs,
         "pairs_note": note,
         "config": dict(list(settings.items())[:SETTINGS]),
         "config_left_out": max(0, len(settings) - SETTINGS),
     }
-    replace_file(folder.report, _html(run.name, summary["status"], headline(facts), data))
+    head = headline(Facts(summary, seen, metrics))
+    replace_file(folder.report, _html(run.name, summary["status"], head, data))
     shown = {side["trial"]["trial_id"]: side for pair in pairs for side in pair["sides"]}
     return Report(folder.report, tuple(map(as_text, shown.values())))
 
@@ -177,15 +176,16 @@ def _text(text: str) -> str:
 
 
 def _ends(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    evaluations = [each | {"name": each["name"][:NAME_CHARS]} for each in evaluations]
     if len(evaluations) <= EVALUATIONS:
         return evaluations
     return [*evaluations[: EVALUATIONS // 2], *evaluations[-EVALUATIONS // 2 :]]
 
 
-def _number(text: str | None, otherwise: Any) -> Any:
+def _number(settings: Mapping[str, str], key: str, otherwise: float) -> float:
     """A number of the configuration."""
     try:
-        found = json.loads(text or "null")
+        found = json.loads(settings.get(key, "null"))
     except ValueError:
         return otherwise
-    return found if isinstance(found, int | float) else otherwise
+    return found if is_number(found) else otherwise

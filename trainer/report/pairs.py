@@ -54,7 +54,8 @@ async def pairs_json(
     held_out = held_out_pairs(seen)
     trained = trained_pair(run, seen) if count else None
     chosen = [*held_out.chosen(count), *([trained] if trained else [])]
-    made, size = [], 0
+    made: list[dict[str, Any]] = []
+    size = 0
     for pair in chosen:
         sides = [await transcripts.side(label, trial) for label, trial in pair.sides]
         shown = {"title": pair.title, "note": pair.note, "colour": pair.colour, "sides": sides}

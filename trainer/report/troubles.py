@@ -8,10 +8,11 @@ from typing import Any
 
 from agent_loop.records import RolloutStatus
 from proxy.view.bounded import cut
-from trainer.report.series import Metrics, is_number
+from trainer.report.series import Metrics
 from trainer.report.trials import SeenTrials
 
 EXAMPLE_CHARS = 500
+MAX_WARNINGS = 60
 LOG_BYTES = 8 * 2**20
 """The end of a log that is searched for errors."""
 ERRORS = (b" ERROR ", b" CRITICAL ", b"Traceback (most recent call last)")
@@ -20,7 +21,7 @@ WARNINGS = (*ERRORS, b" WARNING ")
 
 
 def troubles(
-    run: Path, seen: SeenTrials, metrics: Metrics, summary: Mapping[str, Any], max_staleness: Any
+    run: Path, seen: SeenTrials, metrics: Metrics, summary: Mapping[str, Any], max_staleness: float
 ) -> list[dict[str, Any]]:
     """As JSON (`Report.troubles` of the page); empty if nothing did."""
     found = [*_warnings(summary), *_trials(seen), *_steps(metrics, max_staleness)]
@@ -39,7 +40,7 @@ def _warnings(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = [_trouble("error ended the run", 1, "", error)] if isinstance(error, str) else []
     return found + [
         _trouble("warning" if count == 1 else "warnings", count, "", text)
-        for text, count in (said.items() if isinstance(said, dict) else ())
+        for text, count in list((said if isinstance(said, dict) else {}).items())[:MAX_WARNINGS]
         if isinstance(count, int)
     ]
 
@@ -61,7 +62,7 @@ def _trials(seen: SeenTrials) -> list[dict[str, Any]]:
     return found
 
 
-def _steps(metrics: Metrics, max_staleness: Any) -> list[dict[str, Any]]:
+def _steps(metrics: Metrics, max_staleness: float) -> list[dict[str, Any]]:
     found = []
     if metrics.without_signal:
         of = (
@@ -70,9 +71,9 @@ def _steps(metrics: Metrics, max_staleness: Any) -> list[dict[str, Any]]:
         )
         example = f"step {metrics.first_without_signal}"
         found.append(_trouble("steps without a signal", metrics.without_signal, of, example))
-    if metrics.stalest and is_number(max_staleness) and metrics.stalest[1] > max_staleness:
+    if metrics.stalest and metrics.stalest[1] > max_staleness:
         step, age = metrics.stalest
-        of = f"more than rollout.max_staleness, {max_staleness}"
+        of = f"more than rollout.max_staleness, {max_staleness:g}"
         found.append(_trouble("updates of staleness at most", int(age), of, f"step {step}"))
     return found
 

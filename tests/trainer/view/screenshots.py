@@ -1,6 +1,7 @@
 """Takes a picture of each view of a run: python -m tests.trainer.view.screenshots RUN FOLDER
 
-The pictures of docs/view.md: `make screenshots`. RUN is the folder of a run of the quickstart.
+The pictures of docs/view.md: `make screenshots`. RUN is the folder of a run of the quickstart; its
+report is written again.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from proxy.view.access import new_link
 from proxy.view.run_folder import RecordedRun, RecordedRuns
 from tests.proxy.view.chromium import Tab, chromium
 from tests.proxy.view.screenshots import show
+from trainer.report import write_report
+from trainer.run.folder import RunFolder
 
 ALIGNED = "document.querySelector('.aligned .cell')"
 COLOURED = "document.querySelector('.flow .up0, .flow .up1, .flow .down0, .flow .down1')"
 PHONE, DARK = ("run", "group"), ("run", "advantages")
+REPORT_HEIGHT = 2600
+"""Pixels down to the verifier's output of the first pair."""
 
 
 def views(run: str, step: int, group: str, trial: str) -> dict[str, tuple[str, str]]:
@@ -57,6 +62,8 @@ async def main(path: Path, folder: Path) -> None:
             await tab.open(url)
             await tab.until("document.querySelector('header .dot.on')")
             await _take_all(tab, shown, folder)
+            report = await asyncio.to_thread(write_report, RunFolder.open(path))
+            await _take_report(await browser.tab(), report, folder)
     await runner.cleanup()
     await store.close()
 
@@ -85,6 +92,18 @@ async def _take_all(tab: Tab, shown: dict[str, tuple[str, str]], folder: Path) -
     for name in PHONE:
         await show(tab, *shown[name])
         await tab.picture(folder / f"{name}-phone.png")
+    if tab.complaints:
+        sys.exit("\n".join(tab.complaints))
+
+
+async def _take_report(tab: Tab, report: Path, folder: Path) -> None:
+    """The report on a screen down to its first pair, and its beginning on a phone."""
+    await tab.open(report.as_uri())
+    await tab.until("document.querySelector('.configuration')")
+    await tab.size(1280, REPORT_HEIGHT)
+    await tab.picture(folder / "report.png")
+    await tab.size(390, 844, phone=True)
+    await tab.picture(folder / "report-phone.png")
     if tab.complaints:
         sys.exit("\n".join(tab.complaints))
 

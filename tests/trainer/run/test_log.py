@@ -1,0 +1,37 @@
+"""What the summary of a run keeps for its report."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from trainer.run.folder import RunFolder
+from trainer.run.log import WARNINGS, LoggingConfig, RunLog
+
+
+def test_warnings_are_counted_and_a_resumed_run_keeps_them(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    config = LoggingConfig(tensorboard=False, progress="none", token_bytes=0)
+    for times in (2, 1):
+        with closing(RunLog(config, folder, steps=4, machine="2 CPU cores")) as log:
+            for _ in range(times):
+                log.progress.say("warning: engine-0 ended; starting another")
+            log.progress.say("an ordinary line")
+            log.finish("failed", error="TrainerError: no engine")
+    summary = folder.read_summary()
+    assert summary["warnings"] == {"engine-0 ended; starting another": 3}
+    assert summary["machine"] == "2 CPU cores"
+    assert summary["error"] == "TrainerError: no engine"
+
+
+def test_number_of_different_warnings_is_bounded(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    config = LoggingConfig(tensorboard=False, progress="none", token_bytes=0)
+    with closing(RunLog(config, folder, steps=4)) as log:
+        for n in range(WARNINGS + 7):
+            log.progress.say(f"warning: {n}" + "x" * 10_000)
+        log.finish("done")
+    warnings = folder.read_summary()["warnings"]
+    assert len(warnings) == WARNINGS + 1
+    assert warnings["other warnings"] == 7
+    assert max(map(len, warnings)) == 500
