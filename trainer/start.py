@@ -158,7 +158,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         resolved=config.model_dump(mode="json"),
         saved_step=saved.step if saved else 0,
         success_at=config.eval.success_at,
-        machine=_machine(config),
+        machine=_machine(config.cluster.backend, config.trainer.device),
     )
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"
@@ -183,12 +183,12 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     return 0 if control.signal_number is None else 128 + control.signal_number
 
 
-def _machine(config: TrainerConfig) -> str:
+def _machine(backend: str, device: str) -> str:
     """Example: "16 CPU cores and 2 GPUs (NVIDIA H100)" """
     cores = f"{len(os.sched_getaffinity(0))} CPU cores"
-    if config.cluster.backend != "local":
-        return f"a {config.cluster.backend} cluster, with rank 0 on {cores}"
-    gpus = () if config.trainer.device == "cpu" else gpus_here()
+    if backend != "local":
+        return f"a {backend} cluster, with rank 0 on {cores}"
+    gpus = () if device == "cpu" else gpus_here()
     if not gpus:
         return f"{cores} without a GPU"
     names = ", ".join(sorted({each.name for each in gpus}))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.comparison import Difference
-from trainer.report.series import Metrics, is_number
+from trainer.report.series import SeenMetrics, is_number
 from trainer.report.trials import SeenTrials
 
 SIGNIFICANT = 0.05
@@ -50,7 +50,7 @@ class Facts:
     summary: Mapping[str, Any]
     """As `RecordedRun.summary` returns it."""
     seen: SeenTrials
-    metrics: Metrics
+    metrics: SeenMetrics
 
     @property
     def machine(self) -> str:

@@ -28,7 +28,7 @@ from proxy.view.pages import file_text
 from proxy.view.run_folder import RecordedRun
 from trainer.report.headline import Facts, Headline, headline
 from trainer.report.pairs import pairs_json
-from trainer.report.series import Metrics, is_number
+from trainer.report.series import SeenMetrics, is_number
 from trainer.report.transcripts import Transcripts
 from trainer.report.trials import SeenTrials
 from trainer.report.troubles import troubles
@@ -56,7 +56,7 @@ def write_report(folder: RunFolder) -> Report:
     summary = run.summary()
     settings = summary["config"]
     seen = SeenTrials(folder.trials_log, success_at=_number(settings, "eval.success_at", 1.0))
-    metrics = Metrics(folder.metrics)
+    metrics = SeenMetrics(folder.metrics)
     count = max(0, int(_number(settings, "logging.report_trials", PAIRS)))
     pairs, note = asyncio.run(_pairs(run, seen, count))
     max_staleness = _number(settings, "rollout.max_staleness", math.inf)

@@ -58,7 +58,7 @@ def _extremes(points: list[Point]) -> list[Point]:
     return [low] if low == high else sorted((low, high))
 
 
-class Metrics:
+class SeenMetrics:
     """What the report says of `metrics.jsonl`, which is read once."""
 
     def __init__(self, path: Path) -> None:

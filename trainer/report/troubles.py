@@ -8,7 +8,7 @@ from typing import Any
 
 from agent_loop.records import RolloutStatus
 from proxy.view.bounded import cut
-from trainer.report.series import Metrics
+from trainer.report.series import SeenMetrics
 from trainer.report.trials import SeenTrials
 
 EXAMPLE_CHARS = 500
@@ -21,7 +21,11 @@ WARNINGS = (*ERRORS, b" WARNING ")
 
 
 def troubles(
-    run: Path, seen: SeenTrials, metrics: Metrics, summary: Mapping[str, Any], max_staleness: float
+    run: Path,
+    seen: SeenTrials,
+    metrics: SeenMetrics,
+    summary: Mapping[str, Any],
+    max_staleness: float,
 ) -> list[dict[str, Any]]:
     """As JSON (`Report.troubles` of the page); empty if nothing did."""
     found = [*_warnings(summary), *_trials(seen), *_steps(metrics, max_staleness)]
@@ -62,7 +66,7 @@ def _trials(seen: SeenTrials) -> list[dict[str, Any]]:
     return found
 
 
-def _steps(metrics: Metrics, max_staleness: float) -> list[dict[str, Any]]:
+def _steps(metrics: SeenMetrics, max_staleness: float) -> list[dict[str, Any]]:
     found = []
     if metrics.without_signal:
         of = (

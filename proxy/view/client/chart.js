@@ -10,7 +10,7 @@ import { html } from "./page.js";
 
 const WIDTH = 420;
 const HEIGHT = 200;
-const LEFT = 62;
+const LEFT = 68;
 const TOP = 8;
 const RIGHT = 12;
 const BOTTOM = 38;

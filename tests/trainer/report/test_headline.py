@@ -44,7 +44,7 @@ def test_agents_and_tasks_are_named_whatever_they_are(tmp_path: Path) -> None:
     agents = {name: {"weight": 1} for name in ("a", "b", "c", "d")}
     assert said("2", agents=agents) == " as the policy of the agent a, b, c and 1 more"
     files = {"train_sources": {"sums": {"limit": 3}, "orders": {"limit": 4}}}
-    assert said("3", data=files) == " on sums, orders"
+    assert said("3", data=files) == " on orders, sums"
 
 
 def test_difference_of_few_tasks_is_not_called_significant(tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ def test_evaluations_without_a_task_in_common_are_not_compared(tmp_path: Path) -
 
 def test_imitation_reports_its_held_out_loss(tmp_path: Path) -> None:
     metrics = [{"step": n, "sft/held_out_loss": 1 / (n + 1)} for n in range(4)]
-    config = {"model": {"path": "m"}, "sft": {"files": ["chats.jsonl"]}}
+    config = {"model": {"path": "m"}, "sft": {"sessions": ["runs/teacher"]}}
     folder = write_run(tmp_path / "run", metrics=metrics, summary={"steps": 3}, config=config)
     text = report_text(folder)
     assert "<h1>Held-out loss went from 1 to 0.25</h1>" in text
-    assert "m was trained by imitation of answers recorded in chats.jsonl, in 3 steps" in text
+    assert "m was trained by imitation of answers recorded in runs/teacher, in 3 steps" in text
 
 
 def test_run_that_was_killed_says_so(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report.series import MAX_METRICS, MAX_STRETCHES, Metrics, Series
+from trainer.report.series import MAX_METRICS, MAX_STRETCHES, SeenMetrics, Series
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=1200))
@@ -41,7 +41,7 @@ def test_values_that_are_no_numbers_are_skipped_and_names_are_bounded(tmp_path: 
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + 'not json\n{"step": 9')
-    metrics = Metrics(file)
+    metrics = SeenMetrics(file)
     assert list(metrics.series["loss"].points()) == [(1, 1.5)]
     assert metrics.last_step == 4
     assert len(metrics.series) == MAX_METRICS
