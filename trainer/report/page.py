@@ -29,10 +29,11 @@ from proxy.view.run_folder import RecordedRun
 from trainer.report.headline import Facts, Headline, headline
 from trainer.report.pairs import pairs_json
 from trainer.report.series import SeenMetrics, is_number
-from trainer.report.transcripts import Transcripts
+from trainer.report.transcripts import Transcripts, as_text
 from trainer.report.trials import SeenTrials
 from trainer.report.troubles import troubles
 from trainer.run.folder import RunFolder, replace_file
+from trainer.run.metrics import Transcript
 
 EVALUATIONS = 100
 """Evaluations that are shown: the first ones and the last ones."""

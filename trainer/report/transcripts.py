@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from proxy.view.run_folder import RecordedRun
 from proxy.view.session_turns import SessionTurns
 from proxy.view.turn_tokens import TurnTokens, turn_tokens
 from trainer.report.trials import Trial
+from trainer.run.metrics import Transcript
 
 MAX_TURNS = 24
 """The first ones and the last ones of a conversation: about ten pages of paper."""
@@ -115,6 +116,36 @@ class Transcripts:
 
 def _length(head: TurnHead) -> tuple[int, int]:
     return head.shared_tokens + head.new_tokens + head.sampled_tokens, head.index
+
+
+def as_text(side: Mapping[str, Any]) -> Transcript:
+    """What a side shows, for services that keep text."""
+    trial = side["trial"]
+    facts = (
+        f"{trial['task_id']} · {trial['kind']} at step {trial['step']} · reward "
+        f"{trial['reward']} · {trial['turns']} turns · {trial['sampled_tokens']} tokens sampled · "
+        f"{trial['status']}"
+    )
+    parts = [part for turn in side["turns"] for part in _turn_text(turn)]
+    parts += [f"[{each['name']}]\n{each['text']}" for each in side["verifier"]]
+    text = "\n\n".join([*parts, side["left_out"]]).strip()
+    # A lone surrogate, which JSON can hold, would end whatever writes the text.
+    plain = (each.encode(errors="replace").decode() for each in (trial["trial_id"], facts, text))
+    return Transcript(*plain)
+
+
+def _turn_text(turn: Mapping[str, Any]) -> Iterator[str]:
+    for message in (*turn["messages"], *([turn["answer"]] if turn["answer"] else ())):
+        calls = [
+            f"{call['name']} {_beginning(call['arguments'])}" for call in message["tool_calls"]
+        ]
+        yield "\n".join([f"[{message['role']}]", _beginning(message["text"]), *calls])
+    if turn["tokens"]:
+        yield "[assistant, sampled]\n" + "".join(turn["tokens"]["texts"])
+
+
+def _beginning(text: str | Mapping[str, Any]) -> str:
+    return text if isinstance(text, str) else f"{text['text']} …"
 
 
 def verifier_output(folder: Path, trial_id: str) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class Transcript:
     facts: str
     """One line about the trial."""
     text: str
-    """Exactly what the engine saw and sampled."""
+    """Its messages, what was sampled, and what its verifier wrote."""
 
 
 class Sink(Protocol):

@@ -21,7 +21,7 @@ SURROGATE = "\ud800"
 
 
 def test_policy_allows_the_reports_own_script_and_style_alone(tmp_path: Path) -> None:
-    text = write_report(write_run(tmp_path / "run")).read_text()
+    text = write_report(write_run(tmp_path / "run")).page.read_text()
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
     parts = dict(part.split(maxsplit=1) for part in policy[1].split("; "))
@@ -61,7 +61,7 @@ def hostile(tmp_path: Path) -> RunFolder:
 
 
 def test_hostile_content_stays_text_and_the_report_small(hostile: RunFolder) -> None:
-    text = write_report(hostile).read_text()
+    text = write_report(hostile).page.read_text()
     assert len(text) < 500_000
     assert text.count("<script") == text.count("</script>") == 2
     assert not any(char in text for char in ("\x1b", "\u202e", "\x00", SURROGATE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,18 @@ from tests.proxy.view.recording import HOSTILE
 from tests.proxy.view.test_page import AXE, NO_OVERFLOW, violations
 from tests.trainer.view.recorded_run import RecordedTraining, begin, training, whole
 from trainer.report import write_report
+from trainer.run.metrics import Transcript
 
 pytestmark = [needs(MISSING), pytest.mark.programs]
 COMPLETE = "document.querySelector('.configuration')"
 
 
-async def show_report(tab: Tab, run: RecordedTraining) -> None:
-    """Writes the report and opens it as a file, without a server."""
+async def show_report(tab: Tab, run: RecordedTraining) -> Sequence[Transcript]:
+    """Writes the report and opens it as a file, without a server. Returns its transcripts."""
     report = await asyncio.to_thread(write_report, run.folder)
-    await tab.open(report.as_uri())
+    await tab.open(report.page.as_uri())
     await tab.until(COMPLETE)
+    return report.transcripts
 
 
 @pytest.fixture
@@ -72,7 +75,10 @@ async def test_curves_have_titles_units_ticks_and_intervals(
 async def test_pairs_show_probabilities_and_advantages_by_mouse_and_keyboard(
     run: RecordedTraining, tab: Tab
 ) -> None:
-    await show_report(tab, run)
+    transcripts = await show_report(tab, run)
+    assert len(transcripts) == 6
+    assert all("[assistant, sampled]\nLet me multiply" in each.text for each in transcripts)
+    assert any("4 + 7 = 11.<|im_end|>" in each.text for each in transcripts)
     titles = await tab.evaluate(
         "[...document.querySelectorAll('.pair h3')].map(each => each.textContent)"
     )

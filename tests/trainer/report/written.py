@@ -44,7 +44,7 @@ def evaluation(step: int, success: float, low: float, high: float) -> dict[str, 
 
 def report_data(folder: RunFolder) -> dict[str, Any]:
     """What the report's script draws."""
-    text = write_report(folder).read_text()
+    text = write_report(folder).page.read_text()
     found = re.search(r'<script type="application/json" id="report-data">([^<]*)</script>', text)
     assert found is not None
     data: dict[str, Any] = json.loads(found[1])
@@ -53,4 +53,9 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
 
 def report_text(folder: RunFolder) -> str:
     """The report's HTML before its data."""
-    return write_report(folder).read_text().partition('<div id="report">')[0].partition("<body>")[2]
+    return (
+        write_report(folder)
+        .page.read_text()
+        .partition('<div id="report">')[0]
+        .partition("<body>")[2]
+    )

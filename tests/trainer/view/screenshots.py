@@ -23,7 +23,7 @@ from proxy.view.access import new_link
 from proxy.view.run_folder import RecordedRun, RecordedRuns
 from tests.proxy.view.chromium import Tab, chromium
 from tests.proxy.view.screenshots import show
-from trainer.report import write_report
+from trainer.report import Report, write_report
 from trainer.run.folder import RunFolder
 
 ALIGNED = "document.querySelector('.aligned .cell')"
@@ -96,9 +96,9 @@ async def _take_all(tab: Tab, shown: dict[str, tuple[str, str]], folder: Path) -
         sys.exit("\n".join(tab.complaints))
 
 
-async def _take_report(tab: Tab, report: Path, folder: Path) -> None:
+async def _take_report(tab: Tab, report: Report, folder: Path) -> None:
     """The report on a screen down to its first pair, and its beginning on a phone."""
-    await tab.open(report.as_uri())
+    await tab.open(report.page.as_uri())
     await tab.until("document.querySelector('.configuration')")
     await tab.size(1280, REPORT_HEIGHT)
     await tab.picture(folder / "report.png")
