@@ -42,6 +42,7 @@ from proxy.serving.sessions import Sessions
 from proxy.siblings import Siblings
 from proxy.store import open_store
 from proxy.store.protocol import Store
+from proxy.telemetry import ObservedMetrics, Telemetry
 from proxy.view.access import Access
 from proxy.view.api import PAGE, ViewApi, add_routes
 from proxy.view.run_folder import RecordedRuns
@@ -121,7 +122,7 @@ def _parts(
         app[STORE] = store
         make = partial(make_engine, rendering=rendering)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
-        profiles, metrics = Profiles(config.profiles), Metrics()
+        profiles, metrics = Profiles(config.profiles), _metrics(config, replicas)
         router = _make_router(config, rendering, replicas, metrics)
         await router.start()
         sessions = Sessions(store, config.sessions, profiles, on_end=router.forget)
@@ -161,8 +162,21 @@ def _parts(
         await router.close()
         if given_store is None:
             await store.close()
+        if isinstance(metrics, ObservedMetrics):
+            await asyncio.to_thread(metrics.close)
 
     return run
+
+
+def _metrics(config: ProxyConfig, replicas: Sequence[Engine]) -> Metrics:
+    """Raises ConfigurationError if OpenTelemetry is configured and not installed."""
+    if config.telemetry.endpoint is None:
+        return Metrics()
+    telemetry = Telemetry(config.telemetry.endpoint, "agentic-proxy", {})
+    model = config.served_model_name or (config.model.name if config.model else "model")
+    names = [replica.info.name for replica in replicas]
+    providers = dict(zip(names, (engine.kind for engine in config.engines), strict=False))
+    return ObservedMetrics(telemetry, model, providers, in_trial=config.run is not None)
 
 
 def _make_router(

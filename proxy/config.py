@@ -133,6 +133,16 @@ class SchedulingConfig(Section):
     others call the same engines."""
 
 
+class TelemetryConfig(Section):
+    """OpenTelemetry: a span per model call and tool call, and metrics; in a run also per trial,
+    verifier and step (docs/observe.md)."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """The URL of a collector that accepts OTLP over HTTP, such as `http://127.0.0.1:4318`, without
+    `/v1/traces`. Needs the extra `telemetry`. Its keys are in the environment variable
+    OTEL_EXPORTER_OTLP_HEADERS. Default: nothing is sent."""
+
+
 class RetentionConfig(Section):
     """How long recorded sessions are kept; in a run, the folders of its trials, too."""
 
@@ -256,6 +266,8 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """Which sessions sample when the engines' KV caches are too small for all of them."""
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
     """How long recorded sessions are kept."""
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    """Where OpenTelemetry's spans and metrics are sent."""
     relay: RelayConfig = Field(default_factory=RelayConfig)
     """Engines behind a firewall, which connect to the proxy."""
 

@@ -88,7 +88,8 @@ class Metrics:
         """A call was admitted to an engine whose cache is scheduled."""
         self._waited.labels("overdue" if overdue else "admitted").observe(waited_s)
 
-    def recorded(self, turn: Turn) -> None:
+    def recorded(self, turn: Turn, model: str) -> None:
+        """A turn is recorded, whose agent requested this model name."""
         self._turns_of[turn.status].inc()
         if turn.fork_cause is not None:
             self._forks.labels(turn.fork_cause.value).inc()

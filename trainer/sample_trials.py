@@ -206,6 +206,7 @@ async def _proxy(
         "model": str(config.model.path),
         "store": f"sqlite:///{folder.sessions.absolute()}",
         "max_context_tokens": config.engine.max_context_tokens,
+        "telemetry": config.telemetry.model_dump(),
         "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
     }
     proxy = cluster.proxy(settings)

@@ -159,6 +159,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         saved_step=saved.step if saved else 0,
         success_at=config.eval.success_at,
         machine=_machine(config.cluster.backend, config.trainer.device),
+        telemetry=config.telemetry,
     )
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"

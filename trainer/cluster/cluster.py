@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from proxy.config import RetentionConfig
+from proxy.config import RetentionConfig, TelemetryConfig
 from proxy.section import Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
@@ -57,6 +57,8 @@ class ProcessesConfig(RanksConfig):
     retention: RetentionConfig = RetentionConfig()
     """How long sessions are kept in the run's own store. The same limits apply to the folders in
     its `trials/`. Samples that wait to be trained are stored elsewhere."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """OpenTelemetry of the trainer and of the proxy that it starts."""
 
 
 class Replica(Protocol):

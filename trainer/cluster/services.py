@@ -121,6 +121,7 @@ class RunServices:
             "store": f"sqlite:///{self.folder.sessions.absolute()}",
             "max_context_tokens": config.engine.max_context_tokens,
             "retention": config.retention.model_dump(),
+            "telemetry": config.telemetry.model_dump(),
             "run": str(self.folder.path.absolute()),
             "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
         }

@@ -17,9 +17,11 @@ from pydantic import Field
 
 from agent_loop.evaluator import EvalReport
 from agent_loop.records import Group, Rollout
+from proxy.config import TelemetryConfig
 from proxy.logs import LogLevel
 from proxy.section import Section
 from proxy.shown_config import without_secrets
+from proxy.telemetry import Telemetry
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import (
     JsonlSink,
@@ -33,6 +35,7 @@ from trainer.run.metrics import (
 from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.phases import PhaseLog
 from trainer.run.progress import Progress
+from trainer.run.telemetry import RunTelemetry, run_attributes
 from trainer.run.token_log import TokenColumns, TokenLog, remove_steps_after
 
 
@@ -87,11 +90,13 @@ class RunLog:
         saved_step: int = 0,
         success_at: float = 1.0,
         machine: str = "",
+        telemetry: TelemetryConfig | None = None,
     ) -> None:
         """`steps` is the number of steps of the run. `resolved` is its whole configuration, for the
         services that it is logged to. `saved_step` is the step of the checkpoint that the run
         continues. A trial whose reward is at least `success_at` is a success. `machine` says for
-        readers what the run uses."""
+        readers what the run uses. `telemetry`: where OpenTelemetry's spans and metrics are sent;
+        None: nowhere."""
         self.folder = folder
         self.saved_step = saved_step
         self._success_at = success_at
@@ -101,7 +106,13 @@ class RunLog:
         self.summary.setdefault("warnings", {})
         self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked, dict(resolved)))
         self._trials = folder.trials_log.open("a", buffering=1)
-        self._phases = PhaseLog(folder.phases)
+        self._telemetry: RunTelemetry | None = None
+        if telemetry is not None and telemetry.endpoint is not None:
+            about = run_attributes(folder.path.name, resolved)
+            sends = Telemetry(telemetry.endpoint, "agentic-train", about)
+            self._telemetry = RunTelemetry(sends)
+        ended = (lambda _: None) if self._telemetry is None else self._telemetry.phase
+        self._phases = PhaseLog(folder.phases, ended)
         self._started = time.monotonic()
         self.progress = Progress(config.progress, steps, self._warned)
         self._tokens: TokenLog | None = None
@@ -149,11 +160,15 @@ class RunLog:
         if tokens is not None and self._tokens is not None:
             self._tokens.write(step, tokens)
         self._metrics.log(step, metrics)
+        if self._telemetry is not None:
+            self._telemetry.step(step, metrics, groups)
         self.progress.step(step, metrics)
         self._summarise(steps=step)
 
     def trial_ended(self, rollout: Rollout) -> None:
         """Shows in the progress line that a trial has ended."""
+        if self._telemetry is not None:
+            self._telemetry.trial_ended(rollout)
         success = rollout.reward is not None and rollout.reward >= self._success_at
         self.progress.trial(success=success, tokens=int(rollout.metrics.get("sampled_tokens", 0)))
 
@@ -173,6 +188,8 @@ class RunLog:
         own = own_metrics(self._own, report.rollouts, taken)
         own_scores = {f"eval/{name}": value for name, value in own.items()}
         self._metrics.log(step, scores | own_scores)
+        if self._telemetry is not None:
+            self._telemetry.metrics(scores)
         self._log_trials(step, "eval", report.rollouts, evaluation=name)
         low, high = overall.interval
         self.progress.say(
@@ -200,6 +217,8 @@ class RunLog:
         self._metrics.close()
         self._trials.close()
         self._phases.close()
+        if self._telemetry is not None:
+            self._telemetry.close()
 
     def _warned(self, text: str) -> None:
         """Counts a warning; the next line of the summary has it. Any thread may warn."""

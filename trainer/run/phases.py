@@ -9,14 +9,29 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase that has ended. Example: Phase(3, "training", 1.78e9, 2.5)"""
+
+    step: int
+    name: str
+    started_at: float
+    """Unix seconds."""
+    seconds: float
 
 
 class PhaseLog:
     """Example: phases.begin(3, "training"), and at its end phases.end() or the next begin."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ended: Callable[[Phase], None] = lambda _: None) -> None:
+        """`ended` is called with each phase that has ended."""
         self._file = path.open("a", buffering=1)
+        self._ended = ended
         self._running: tuple[int, str, float, float] | None = None
         """Step, name, and start by `time.time` and by `time.monotonic`."""
 
@@ -31,13 +46,15 @@ class PhaseLog:
             return
         step, name, started_at, started = self._running
         self._running = None
+        phase = Phase(step, name, round(started_at, 6), round(time.monotonic() - started, 6))
         line = {
             "step": step,
             "phase": name,
-            "started_at": round(started_at, 6),
-            "seconds": round(time.monotonic() - started, 6),
+            "started_at": phase.started_at,
+            "seconds": phase.seconds,
         }
         self._file.write(json.dumps(line) + "\n")
+        self._ended(phase)
 
     def close(self) -> None:
         self.end()

@@ -15,6 +15,7 @@ import yaml
 from agent_loop.evaluator import EvalConfig, Evaluator
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, RolloutStatus, Task
 from agent_loop.trial_outcome import Attempt, build_rollout
+from proxy.config import TelemetryConfig
 from proxy.records import Origin, Reward, SessionKind
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.view.recording import SYSTEM, call, user
@@ -117,6 +118,8 @@ class RecordedTraining:
         made = [
             await self.agent.run(task, kind=kind, seed=seed, version=self.made) for seed in range(3)
         ]
+        for rollout in made:
+            self.log.trial_ended(rollout)
         failed = replace(made[0], trial_id=f"{made[0].trial_id}-failed", error=self.error)
         return [*made, replace(failed, status=RolloutStatus.FAILED, reward=None)]
 
@@ -130,13 +133,17 @@ def begin(path: Path, model: Path, **sections: Any) -> RunFolder:
 
 
 async def training(
-    start_proxy: StartProxy, folder: RunFolder, *task_ids: str, token_bytes: int = 2**20
+    start_proxy: StartProxy,
+    folder: RunFolder,
+    *task_ids: str,
+    token_bytes: int = 2**20,
+    collector: str | None = None,
 ) -> tuple[RunningProxy, RecordedTraining]:
-    """A proxy that shows the run, and the run."""
-    store = f"sqlite:///{folder.sessions}"
-    proxy = await start_proxy(store=store, run=folder.path)
+    """A proxy that shows the run, and the run. `collector`: where both send telemetry."""
+    store, telemetry = f"sqlite:///{folder.sessions}", TelemetryConfig(endpoint=collector)
+    proxy = await start_proxy(store=store, run=folder.path, telemetry=telemetry.model_dump())
     config = LoggingConfig(tensorboard=False, progress="none", token_bytes=token_bytes)
-    log = RunLog(config, folder, steps=STEPS)
+    log = RunLog(config, folder, steps=STEPS, telemetry=telemetry)
     tasks = [Task(name, {}, source="shop") for name in task_ids or ("lamps", "chairs")]
     return proxy, RecordedTraining(folder, log, ScriptedAgent(proxy), tasks)
 

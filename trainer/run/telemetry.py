@@ -1,0 +1,152 @@
+"""A run as OpenTelemetry's spans and metrics, with the names that are proposed for `rl.*`.
+
+    invoke_agent solver       a trial; its calls and tools, which the proxy sends, are parts of it
+      rl.reward               the verifier
+    rl.loop                   a step, with links to its trials
+      rl.sample, rl.train, rl.sync
+    evaluation before, saving, …   the other phases of the trainer
+
+Invariant: as `proxy.telemetry`: nothing here waits for the collector.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agent_loop.records import Group, Rollout, RolloutStatus
+from proxy.telemetry import SECONDS, Telemetry, TimedSpan, plain_text, trial_context
+from trainer.run.phases import Phase
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Link
+
+PHASES = {"sampling": "rl.sample", "training": "rl.train", "sending weights": "rl.sync"}
+"""The phases of a step, by their names in `phases.jsonl`."""
+GAUGES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "actor/policy_loss": ("rl.train.loss", {"rl.loss.type": "policy"}),
+    "critic/loss": ("rl.train.loss", {"rl.loss.type": "value"}),
+    "kl/reference": ("rl.train.loss", {"rl.loss.type": "kl_divergence"}),
+    "eval/reward": ("rl.environment.reward.mean", {}),
+    "rollout/turns": ("rl.environment.episode.length.mean", {}),
+}
+"""Metrics of the run that have a proposed name, with their attributes."""
+MAX_LINKS = 128
+"""Links that a span keeps (OpenTelemetry's own default)."""
+
+
+class RunTelemetry:
+    """Sends what a `RunLog` gets.
+
+    Example: RunTelemetry(Telemetry(endpoint, "agentic-train", run_attributes("a", config)))
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._phases: list[Phase] = []
+        """Those of the step in progress."""
+        meter = telemetry.meter
+        self._durations = {
+            name: telemetry.histogram(f"{name}.duration", "s", f"Duration of {name}", SECONDS)
+            for name in ("rl.loop", "rl.reward", *PHASES.values())
+        }
+        self._counters = {
+            name: meter.create_counter(name)
+            for name in ("rl.sample.episodes", "rl.train.steps", "rl.train.tokens")
+        }
+        self._gauges = {name: meter.create_gauge(name) for name, _ in GAUGES.values()}
+
+    def trial_ended(self, rollout: Rollout) -> None:
+        """Sends the trial and its verifier."""
+        times, trial = rollout.times_s, trial_context(rollout.trial_id)
+        start = rollout.started_at or time.time() - times.get("total", 0.0)
+        end = start + times.get("total", 0.0)
+        agent = plain_text(rollout.task.agent or "agent")
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.agent.name": agent,
+            "gen_ai.conversation.id": plain_text(rollout.trial_id),
+            "rl.environment.name": plain_text(rollout.task.source),
+            "agentic.task": plain_text(rollout.task.task_id),
+            "agentic.trial.status": rollout.status.value,
+            "agentic.trial.reward": rollout.reward,
+            "agentic.trial.turns": rollout.num_turns,
+            "gen_ai.usage.output_tokens": int(rollout.metrics.get("sampled_tokens", 0)),
+        }
+        failed = rollout.status in (RolloutStatus.FAILED, RolloutStatus.ABORTED)
+        error = plain_text(rollout.error or rollout.status.value) if failed else None
+        span = TimedSpan(f"invoke_agent {agent}", start, end, attributes, error)
+        self._telemetry.send(span, context=trial)
+        self._counters["rl.sample.episodes"].add(1)
+        if "verifier" in times:
+            judged = {
+                "gen_ai.evaluation.name": "reward",
+                "gen_ai.evaluation.score.value": rollout.reward,
+            }
+            reward = TimedSpan("rl.reward", end - times["verifier"], end, judged)
+            self._telemetry.send(reward, parent=trial)
+            self._durations["rl.reward"](times["verifier"], {})
+
+    def phase(self, phase: Phase) -> None:
+        """A phase of the trainer has ended: those of a step are sent with it, others at once."""
+        if phase.name in PHASES:
+            self._phases.append(phase)
+            return
+        attributes = {"rl.loop.iteration": phase.step}
+        end = phase.started_at + phase.seconds
+        self._telemetry.send(TimedSpan(phase.name, phase.started_at, end, attributes))
+
+    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """Sends the step with its phases, which have ended."""
+        phases = [phase for phase in self._phases if phase.step == step]
+        self._phases = []
+        if not phases:
+            return
+        trials = [rollout.trial_id for group in groups for rollout in group.rollouts]
+        start, end = phases[0].started_at, max(p.started_at + p.seconds for p in phases)
+        attributes: dict[str, Any] = {
+            "rl.loop.iteration": step,
+            "rl.train.batch_size": len(trials),
+            **{f"agentic.{name.replace('/', '.')}": value for name, value in metrics.items()},
+        }
+        loop = self._telemetry.send(
+            TimedSpan("rl.loop", start, end, attributes), links=_links(trials)
+        )
+        self._durations["rl.loop"](end - start, {})
+        for phase in phases:
+            name = PHASES[phase.name]
+            part: dict[str, Any] = {"rl.loop.iteration": step}
+            if name == "rl.sync" and "sync/bytes" in metrics:
+                part["rl.sync.bytes"] = int(metrics["sync/bytes"])
+            span = TimedSpan(name, phase.started_at, phase.started_at + phase.seconds, part)
+            self._telemetry.send(span, parent=loop)
+            self._durations[name](phase.seconds, {})
+        self._counters["rl.train.steps"].add(1)
+        self._counters["rl.train.tokens"].add(int(metrics.get("rollout/sampled_tokens", 0)))
+        self.metrics(metrics)
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics that have a proposed name."""
+        for metric, (name, attributes) in GAUGES.items():
+            if metric in metrics:
+                self._gauges[name].set(metrics[metric], attributes)
+
+    def close(self) -> None:
+        """Sends what is left, for a bounded time."""
+        self._telemetry.close()
+
+
+def run_attributes(name: str, resolved: Mapping[str, Any]) -> dict[str, str]:
+    """The attributes of a run's process, from its name and its configuration."""
+    algorithm = resolved.get("algorithm", {}).get("preset")
+    model = resolved.get("model", {}).get("path")
+    named = {"rl.algorithm": algorithm, "rl.model.name": model}
+    known = {key: str(value) for key, value in named.items() if value}
+    return {"rl.system": "agentic-rl", "rl.run.id": name, **known}
+
+
+def _links(trials: Sequence[str]) -> list[Link]:
+    from opentelemetry.trace import Link
+
+    return [Link(trial_context(trial)) for trial in trials[:MAX_LINKS]]
