@@ -229,7 +229,7 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 
 LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
 locks: setup ## write docker/*.lock again from pyproject.toml
-	$(LOCK) pyproject.toml --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
+	$(LOCK) pyproject.toml --extra telemetry --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
 	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra ray $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
 	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra ray --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock

@@ -180,7 +180,7 @@ class _ChosenIds:
 
         outer = self
 
-        class Generator(RandomIdGenerator):
+        class _Generator(RandomIdGenerator):
             def generate_trace_id(self) -> int:
                 chosen = outer.chosen
                 return super().generate_trace_id() if chosen is None else chosen.trace_id
@@ -189,7 +189,7 @@ class _ChosenIds:
                 chosen, outer.chosen = outer.chosen, None
                 return super().generate_span_id() if chosen is None else chosen.span_id
 
-        return Generator()
+        return _Generator()
 
 
 def trial_context(session_id: str) -> SpanContext:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """A phase that has ended. Example: Phase(3, "training", 1.78e9, 2.5)"""
+class EndedPhase:
+    """A phase that has ended. Example: EndedPhase(3, "training", 1.78e9, 2.5)"""
 
     step: int
     name: str
@@ -28,7 +28,7 @@ class Phase:
 class PhaseLog:
     """Example: phases.begin(3, "training"), and at its end phases.end() or the next begin."""
 
-    def __init__(self, path: Path, ended: Callable[[Phase], None] = lambda _: None) -> None:
+    def __init__(self, path: Path, ended: Callable[[EndedPhase], None] = lambda _: None) -> None:
         """`ended` is called with each phase that has ended."""
         self._file = path.open("a", buffering=1)
         self._ended = ended
@@ -46,7 +46,7 @@ class PhaseLog:
             return
         step, name, started_at, started = self._running
         self._running = None
-        phase = Phase(step, name, round(started_at, 6), round(time.monotonic() - started, 6))
+        phase = EndedPhase(step, name, round(started_at, 6), round(time.monotonic() - started, 6))
         line = {
             "step": step,
             "phase": name,

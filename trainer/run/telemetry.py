@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_loop.records import Group, Rollout, RolloutStatus
 from proxy.telemetry import SECONDS, Telemetry, TimedSpan, plain_text, trial_context
-from trainer.run.phases import Phase
+from trainer.run.phases import EndedPhase
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Link
@@ -44,7 +44,7 @@ class RunTelemetry:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._phases: list[Phase] = []
+        self._phases: list[EndedPhase] = []
         """Those of the step in progress."""
         meter = telemetry.meter
         self._durations = {
@@ -88,7 +88,7 @@ class RunTelemetry:
             self._telemetry.send(reward, parent=trial)
             self._durations["rl.reward"](times["verifier"], {})
 
-    def phase(self, phase: Phase) -> None:
+    def phase(self, phase: EndedPhase) -> None:
         """A phase of the trainer has ended: those of a step are sent with it, others at once."""
         if phase.name in PHASES:
             self._phases.append(phase)
