@@ -99,7 +99,7 @@ async def test_two_runs_on_one_engine_train_what_was_sampled_from_their_own_adap
     assert versions == {policy: set(range(STEPS)) for policy in POLICIES}
     adapters = set()
     for run in [task.result() for task in tasks]:
-        steps = read_jsonl(run.metrics)
+        steps = [line for line in read_jsonl(run.metrics) if "mismatch/logp_abs_mean" in line]
         assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
         assert max(line["mismatch/logp_abs_mean"] for line in steps) < TOLERANCE
         assert max(line["staleness/max"] for line in steps) == 0

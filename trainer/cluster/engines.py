@@ -137,24 +137,62 @@ class RunEngines:
 
     async def _keep(self, number: int, proxy: ProxyService, client: ProxyClient) -> None:
         replica, name = self._replicas[number], engine_name(number)
-        for restart in range(self._restarts + 1):
-            how = await replica.wait()
-            if restart == self._restarts:
-                break
-            self._say(f"warning: {name} ended with {how}; starting another")
-            await self._note(lambda: self._running.discard(number))
-            await proxy.set_engines(self.named)
-            await self._change(lambda: client.remove_engine(name), HTTPStatus.NOT_FOUND)
-            await replica.start()
-            async with self._sending:
-                await self._rank_zero.ask(Connect([*self.urls, replica.url], self._adapters))
-                await self._send()
-                await self._note(lambda: self._running.add(number))
-            await proxy.set_engines(self.named)
-            await self._change(
-                lambda: client.add_engine(replica.url, name=name), HTTPStatus.CONFLICT
-            )
+        ended = asyncio.create_task(replica.wait())
+        try:
+            for restart in range(self._restarts + 1):
+                how = await ended
+                if restart == self._restarts:
+                    break
+                self._say(f"warning: {name} ended with {how}; starting another")
+                await self._note(lambda: self._running.discard(number))
+                await proxy.set_engines(self.named)
+                await self._change(lambda: client.remove_engine(name), HTTPStatus.NOT_FOUND)
+                await replica.start()
+                ended = asyncio.create_task(replica.wait())
+                if not await self._join(number, ended):
+                    continue
+                await proxy.set_engines(self.named)
+                await self._change(
+                    lambda: client.add_engine(replica.url, name=name), HTTPStatus.CONFLICT
+                )
+        finally:
+            ended.cancel()
         raise TrainerError(f"{name} ended {self._restarts + 1} times (engine.restarts): {how}")
+
+    async def _join(self, number: int, ended: asyncio.Task[str]) -> bool:
+        """Connects a replacement and sends it the weights; again without the engines that end
+        meanwhile. Returns whether the replacement itself still runs.
+
+        Raises:
+            WeightSyncError: an engine that has not ended refused the weights.
+        """
+        while True:
+            running = set(self._running)
+            try:
+                async with self._sending:
+                    urls = [*self.urls, self._replicas[number].url]
+                    await self._rank_zero.ask(Connect(urls, self._adapters))
+                    await self._send()
+                    await self._note(lambda: self._running.add(number))
+                return True
+            except WeightSyncError:
+                fewer = asyncio.create_task(self._other_than(running))
+                try:
+                    first = asyncio.FIRST_COMPLETED
+                    await asyncio.wait(
+                        {ended, fewer}, timeout=ENGINE_END_KNOWN_S, return_when=first
+                    )
+                    if ended.done():
+                        return False
+                    if not fewer.done():
+                        raise
+                finally:
+                    fewer.cancel()
+
+    async def _other_than(self, running: set[int]) -> None:
+        """Returns when other engines run than those."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._running != running)
 
     async def _change(self, call: Callable[[], Awaitable[None]], made: HTTPStatus) -> None:
         """Changes the proxy's engines. A proxy that was started again with the new list has made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from proxy.records import ServedPolicy
 from trainer.cluster.cluster import ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import Connect, RankRequest, RankZero, SentWeights, SyncWeights
+from trainer.errors import WeightSyncError
 
 
 class AdapterTrainer:
@@ -25,32 +26,38 @@ class AdapterTrainer:
         self.log: list[str] = []
         """The requests and the published versions, in their order."""
         self.rank_zero = RankZero(self._serve)
+        self.dead = ""
+        """The URL of an engine that does not answer."""
+        self.failed = asyncio.Event()
+        """Set when an update has failed for it."""
+        self._urls: Sequence[str] = ()
 
     async def _serve(self, request: RankRequest[Any]) -> Any:
         self.log.append(type(request).__name__)
         if isinstance(request, Connect):
+            self._urls = request.engine_urls
             return None
         assert isinstance(request, SyncWeights)
+        if self.dead in self._urls:
+            self.failed.set()
+            raise WeightSyncError(f"{self.dead} does not answer")
         return SentWeights({}, self.served)
 
 
 class DyingReplica:
-    url = "http://127.0.0.1:1"
-
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.url = f"http://127.0.0.1:{number + 1}"
+        self.starts = 0
         self.lost = asyncio.Event()
         self.may_start = asyncio.Event()
         self.started = asyncio.Event()
-        self.kept_again = asyncio.Event()
-        """Set when the replacement is in use and its end is awaited."""
 
     async def start(self) -> None:
         await self.may_start.wait()
+        self.starts += 1
         self.started.set()
 
     async def wait(self) -> str:
-        if self.started.is_set():
-            self.kept_again.set()
         await self.lost.wait()
         self.lost.clear()
         return "exit code 1"
@@ -67,7 +74,10 @@ class ScriptedProxy:
         self.failures: dict[str, list[int]] = {}
         """Name of a call → the status of each of its failures; 0: no answer."""
         self.calls = Counter[str]()
+        self.engines: set[str] = set()
         self.removed = asyncio.Event()
+        self.added = asyncio.Event()
+        """Set when a replacement has the weights."""
         self.publishing = asyncio.Event()
         self.answering = asyncio.Event()
         """`publish_policy` waits until this is set."""
@@ -81,7 +91,9 @@ class ScriptedProxy:
         self.removed.set()
 
     async def add_engine(self, url: str, *, name: str) -> None:
+        self.added.set()
         self._answer("add_engine")
+        self.engines.add(name)
 
     async def publish_policy(self, name: str, version: int, adapter: str) -> None:
         self.publishing.set()
@@ -97,14 +109,15 @@ class ScriptedProxy:
 
 
 class Run:
-    """A run with one engine, whose processes are scripted."""
+    """A run whose processes are scripted."""
 
-    def __init__(self, patience_s: float = 20.0) -> None:
+    def __init__(self, patience_s: float = 20.0, replicas: int = 1) -> None:
         self.trainer = AdapterTrainer()
         self.proxy = ScriptedProxy(self.trainer.log)
-        self.replica = DyingReplica()
+        self.replicas = [DyingReplica(number) for number in range(replicas)]
+        self.replica = self.replicas[0]
         self.engines = RunEngines(
-            self.trainer.rank_zero, [self.replica], restarts=3, proxy_patience_s=patience_s
+            self.trainer.rank_zero, self.replicas, restarts=3, proxy_patience_s=patience_s
         )
 
     @asynccontextmanager
@@ -135,7 +148,7 @@ async def test_version_is_published_before_another_engine_is_connected() -> None
         await run.replica.started.wait()
         run.proxy.answering.set()
         await sending
-        await run.replica.kept_again.wait()
+        await run.proxy.added.wait()
     name = run.trainer.served.adapter
     assert run.trainer.log == ["SyncWeights", name, "Connect", "SyncWeights", name]
 
@@ -146,7 +159,7 @@ async def test_replacement_that_gets_a_new_version_publishes_it() -> None:
     async with run.keeping():
         run.replica.may_start.set()
         run.replica.lost.set()
-        await run.replica.kept_again.wait()
+        await run.proxy.added.wait()
     assert run.trainer.log == ["Connect", "SyncWeights", run.trainer.served.adapter]
 
 
@@ -179,7 +192,7 @@ async def test_engine_is_replaced_while_the_proxy_is_restarted_with_the_new_engi
     async with run.keeping() as kept:
         run.replica.may_start.set()
         run.replica.lost.set()
-        again = asyncio.create_task(run.replica.kept_again.wait())
+        again = asyncio.create_task(run.proxy.added.wait())
         await asyncio.wait({kept, again}, return_when=asyncio.FIRST_COMPLETED)
         assert not kept.done()
     assert run.proxy.calls["remove_engine"] == 2
@@ -192,4 +205,52 @@ async def test_engine_that_the_proxy_refuses_ends_the_run() -> None:
         run.replica.may_start.set()
         run.replica.lost.set()
         with pytest.raises(ProxyClientError, match="status 400"):
+            await kept
+
+
+async def test_engine_that_ends_while_another_is_replaced_is_replaced_too() -> None:
+    """It does not answer any more, but its end is not known yet."""
+    run = Run(replicas=2)
+    one, two = run.replicas
+    async with run.keeping() as kept:
+        run.trainer.dead = two.url
+        one.may_start.set()
+        one.lost.set()
+        await run.trainer.failed.wait()
+        two.lost.set()
+        await run.proxy.added.wait()
+        assert run.proxy.engines == {"engine-0"}
+        assert run.trainer.log[-3:] == ["Connect", "SyncWeights", run.trainer.served.adapter]
+        run.trainer.dead = ""
+        run.proxy.added.clear()
+        two.may_start.set()
+        await run.proxy.added.wait()
+        assert not kept.done()
+    assert run.proxy.engines == {"engine-0", "engine-1"}
+
+
+async def test_replacement_that_ends_before_it_has_the_weights_is_replaced() -> None:
+    run = Run()
+    async with run.keeping() as kept:
+        run.trainer.dead = run.replica.url
+        run.replica.may_start.set()
+        run.replica.lost.set()
+        await run.trainer.failed.wait()
+        run.trainer.dead = ""
+        run.replica.lost.set()
+        await run.proxy.added.wait()
+        assert not kept.done()
+    assert run.replica.starts == 2
+
+
+async def test_replacement_that_refuses_the_weights_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.cluster.engines.ENGINE_END_KNOWN_S", 0.0)
+    run = Run()
+    async with run.keeping() as kept:
+        run.trainer.dead = run.replica.url
+        run.replica.may_start.set()
+        run.replica.lost.set()
+        with pytest.raises(WeightSyncError, match="does not answer"):
             await kept
