@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -65,12 +65,14 @@ $(EXPORTS)/.ready: $(VENV)/.ready
 	touch $@
 
 verifiers: .cache/verifiers/.ready ## install verifiers, whose environments a run can use, in .cache/verifiers/
+phoenix: .cache/phoenix/.ready ## install Phoenix, which receives telemetry in a test, in .cache/phoenix/
 openenv: .cache/openenv/.ready ## install OpenEnv, with whose servers tests run, in .cache/openenv/
 
 # Each has dependencies that conflict with ours. verifiers' harnesses run scripts with uv.
 .cache/verifiers/.ready: PACKAGES := verifiers==0.4.0 uv
 .cache/openenv/.ready: PACKAGES := openenv==0.10.0
-.cache/verifiers/.ready .cache/openenv/.ready: $(VENV)/.ready
+.cache/phoenix/.ready: PACKAGES := arize-phoenix==20.26.1
+.cache/verifiers/.ready .cache/openenv/.ready .cache/phoenix/.ready: $(VENV)/.ready
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(BIN)/uv pip install -q --compile-bytecode --python $(@D)/bin/python $(PACKAGES)
 	touch $@
@@ -160,7 +162,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v
 test-fast: setup ## tests that start no other programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not programs and not slow" $(ARGS)
 
-test-long: setup reference export-packages verifiers openenv sbom $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
+test-long: setup reference export-packages verifiers openenv phoenix sbom $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) fuzz SECONDS=600
 	$(MAKE) test-python PYTHON=python3.12

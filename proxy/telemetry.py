@@ -107,11 +107,12 @@ class Telemetry:
                 OTLPSpanExporter(f"{url}/v1/traces", timeout=SEND_S), max_queue_size=QUEUE_SPANS
             )
         )
+        # Some collectors, such as Phoenix, accept traces alone.
+        wanted = os.environ.get("OTEL_METRICS_EXPORTER") != "none"
         every_ms = None if "OTEL_METRIC_EXPORT_INTERVAL" in os.environ else METRICS_EVERY_MS
-        reader = PeriodicExportingMetricReader(
-            OTLPMetricExporter(f"{url}/v1/metrics", timeout=SEND_S), every_ms
-        )
-        self._metering = MeterProvider([reader], resource, shutdown_on_exit=False)
+        exporter = OTLPMetricExporter(f"{url}/v1/metrics", timeout=SEND_S)
+        readers = [PeriodicExportingMetricReader(exporter, every_ms)] if wanted else []
+        self._metering = MeterProvider(readers, resource, shutdown_on_exit=False)
         release = version("agentic-rl")
         self._tracer = self._tracing.get_tracer("agentic_rl", release)
         self.meter: Meter = self._metering.get_meter("agentic_rl", release)

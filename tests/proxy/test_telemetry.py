@@ -104,6 +104,19 @@ async def test_metrics_count_calls_and_tokens(collector: Receiver, start_proxy: 
     assert attributes_of(by_type["input"])["gen_ai.request.model"] == "policy"
 
 
+@pytest.mark.parametrize("exporter", ["otlp", "none"])
+async def test_metrics_are_not_sent_to_a_collector_of_traces(
+    exporter: str, collector: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", exporter)
+    telemetry = Telemetry(collector.url, "test", {})
+    telemetry.meter.create_counter("calls").add(1)
+    telemetry.send(TimedSpan("call", 1.78e9, 1.78e9 + 1, {}))
+    await asyncio.to_thread(telemetry.close)
+    assert [span.name for span in collector.spans] == ["call"]
+    assert ("calls" in collector.metrics) == (exporter == "otlp")
+
+
 async def test_call_that_was_cut_is_an_error(collector: Receiver, start_proxy: StartProxy) -> None:
     limits = {"engine_patience_s": 0.0}
     proxy = await start_proxy(telemetry={"endpoint": collector.url}, limits=limits)
