@@ -51,7 +51,7 @@ from agent_loop.trial_retention import FinishedTrials
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.config import RetentionConfig
 from proxy.record_format import RecordFormatError
-from proxy.records import BranchMode, Origin, Session, SessionKind, Turn, TurnStatus
+from proxy.records import BranchMode, Origin, RuleAction, Session, SessionKind, Turn, TurnStatus
 from proxy.wall import Wall
 
 Result = TypeVar("Result")
@@ -290,7 +290,8 @@ class _TrialRun:
         proxy = self._loop.proxy
         await self._loop.patiently(lambda: proxy.complete(trial.trial_id))
         session, self._turns = await self._loop.patiently(lambda: proxy.get_turns(trial.trial_id))
-        await self._check_replay(trial, agent)
+        if session.marked(RuleAction.END) is None:
+            await self._check_replay(trial, agent)
         return FinishedTrial(trial, agent, session, self._turns, proxy)
 
     async def _check_replay(self, trial: Trial, agent: AgentResult) -> None:

@@ -7,6 +7,7 @@ determines the rollout's status:
     the agent ran out of time, or crashed         → truncated; a verifier's reward counts
     it crashed without a reward, or because a     → failed
       call was cut on the proxy's side
+    a search rule ended its session               → truncated
     it never got an answer from the model         → failed
     launcher, verifier or proxy failed            → failed (`failed_rollout`)
 """
@@ -31,7 +32,16 @@ from agent_loop.records import (
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.salvage import EarlierTrials
 from agent_loop.trajectory import build_segments
-from proxy.records import FinishReason, Origin, Reward, SessionKind, Turn, TurnStatus
+from proxy.records import (
+    FinishReason,
+    Mark,
+    Origin,
+    Reward,
+    RuleAction,
+    SessionKind,
+    Turn,
+    TurnStatus,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,7 @@ async def grade_trial(
         finished.turns,
         graded,
         posted=finished.session.rewards,
+        marks=finished.session.marks,
         credit=credit,
         times_s={**(times_s or {}), "verifier": ended - began, "total": ended - started},
     )
@@ -100,20 +111,28 @@ def build_rollout(
     graded: Graded,
     *,
     posted: Sequence[Reward] = (),
+    marks: Sequence[Mark] = (),
     credit: CreditConfig | None = None,
     times_s: Mapping[str, float] | None = None,
 ) -> Rollout:
     """The rollout of a trial that ran to its end.
 
     `posted` holds all rewards that were posted for the session; rewards for the whole trial are
-    already part of `graded`. `times_s` is added to the recorded times (`agent`, `generate`).
+    already part of `graded`. `marks` are those of the session: a search rule with the action
+    `zero_reward` makes the reward 0, with its name in `reward_parts`, and one that has ended the
+    session makes the trial truncated.
+
+    `times_s` is added to the recorded times (`agent`, `generate`).
 
     Raises:
         TrajectoryError: the turns are not a tree of sampled tokens.
     """
+    zeroed = [mark.rule for mark in marks if mark.action is RuleAction.ZERO_REWARD]
+    if zeroed:
+        graded, posted = _zero(graded, zeroed), ()
     credited = assign_credit(turns, graded.value, posted, credit or CreditConfig())
     reward = _with_turn_rewards(graded, posted)
-    ending = _ending(attempt, agent, turns, reward)
+    ending = _ending(attempt, agent, turns, reward, _ended_by(marks))
     others = {turn.index for turn in turns if turn.policy != attempt.policy}
     is_eval = attempt.kind is SessionKind.EVAL
     untrained = range(len(turns)) if is_eval else credited.untrained | others
@@ -175,7 +194,25 @@ class _Ending:
     error: str | None = None
 
 
-def _ending(attempt: Attempt, agent: AgentResult, turns: Sequence[Turn], graded: Graded) -> _Ending:
+def _ended_by(marks: Sequence[Mark]) -> str | None:
+    """Why a search rule has ended the session; None: none has."""
+    mark = next((mark for mark in marks if mark.action is RuleAction.END), None)
+    return None if mark is None else f"search rule {mark.rule} ended the trial at turn {mark.turn}"
+
+
+def _zero(graded: Graded, rules: Sequence[str]) -> Graded:
+    """The reward 0, with the rules that are the cause and the reward that the trial had."""
+    before = {} if graded.value is None else {"before_rules": graded.value}
+    return Graded(0.0, {**graded.parts, **before, **{f"rule/{name}": 1.0 for name in rules}})
+
+
+def _ending(
+    attempt: Attempt,
+    agent: AgentResult,
+    turns: Sequence[Turn],
+    graded: Graded,
+    ended_by: str | None,
+) -> _Ending:
     """Status and error, by the table above."""
     crashed = agent.end is AgentEnd.CRASHED
     cut = bool(turns) and turns[-1].status in (TurnStatus.CUT, TurnStatus.OPEN)
@@ -187,6 +224,8 @@ def _ending(attempt: Attempt, agent: AgentResult, turns: Sequence[Turn], graded:
         return _Ending(
             RolloutStatus.FAILED, f"the agent never had an answer from the model{after}{reason}"
         )
+    if ended_by is not None:
+        return _Ending(RolloutStatus.TRUNCATED, ended_by)
     if crashed and (cut or graded.value is None):
         return _Ending(RolloutStatus.FAILED, f"the agent crashed: {agent.error}{log}")
     if agent.end is not AgentEnd.EXITED:

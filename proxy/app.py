@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -19,11 +19,12 @@ from proxy.config import ListenConfig, ProxyConfig, RetentionConfig
 from proxy.control.plane import ROUTES, ControlPlane
 from proxy.engines.protocol import Engine
 from proxy.engines.registry import make_engine
-from proxy.errors import ConfigurationError
+from proxy.errors import ConfigurationError, SessionError
 from proxy.http_request import answer_expect, forget_body
 from proxy.memory import Trimmer
 from proxy.metrics import Metrics
 from proxy.profiles import Profiles
+from proxy.records import Mark
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import PATH as RELAY_PATH
@@ -32,6 +33,7 @@ from proxy.rendering.tokenizer import load_tokenizer
 from proxy.retention import keep_removing
 from proxy.routing import Router
 from proxy.scheduling.admission import CacheAdmission
+from proxy.search.watch import RuleWatch
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.backend import Backend
 from proxy.serving.calls import Calls
@@ -126,6 +128,7 @@ def _parts(
         router = _make_router(config, rendering, replicas, metrics)
         await router.start()
         sessions = Sessions(store, config.sessions, profiles, on_end=router.forget)
+        watch = _open_watch(config, store, metrics, sessions)
         ownership, deliveries = Ownership(store), Deliveries(store)
         backend = Backend(
             store,
@@ -136,6 +139,7 @@ def _parts(
             deliveries,
             context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
             call_timeout_s=config.limits.call_timeout_s,
+            on_recorded=watch.recorded,
         )
         app[CALLS] = calls = Calls(backend, sessions, config.sessions)
         if config.relay.token is not None:
@@ -149,7 +153,8 @@ def _parts(
             model_name=config.served_model_name or (config.model.name if config.model else "model"),
         )
         app[CONTROL_PLANE] = ControlPlane(
-            config, config.limits, sessions, store, router, metrics, make, siblings, deliveries
+            *(config, config.limits, sessions, store, router, metrics, make, siblings, deliveries),
+            marked=watch.settled,
         )
         await app[CONTROL_PLANE].restore_policies()
         app[VIEW] = _open_view(config, store, router, rendering)
@@ -157,6 +162,7 @@ def _parts(
         async with _removing(store, config.retention):
             yield
         trimmer.stop()
+        await watch.close()
         await deliveries.close()
         await ownership.stop()
         await router.close()
@@ -218,6 +224,18 @@ def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
     return RelayHub(config.relay, model, joined=router.add, left=router.remove)
 
 
+def _open_watch(
+    config: ProxyConfig, store: Store, metrics: Metrics, sessions: Sessions
+) -> RuleWatch:
+    async def act(session_id: str, mark: Mark) -> None:
+        with suppress(SessionError):  # the session was deleted meanwhile
+            await sessions.end_by(mark, session_id)
+
+    watch = RuleWatch(store, config.rules, metrics, act)
+    watch.start()
+    return watch
+
+
 def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Rendering) -> ViewApi:
     access = Access(
         lambda: store.browser,
@@ -234,6 +252,7 @@ def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Ren
         },
         lambda: rendering.tokenizer,
         RecordedRuns([] if config.run is None else [config.run]),
+        rules=config.rules,
     )
 
 

@@ -26,6 +26,7 @@ from proxy.errors import ConfigurationError
 from proxy.hub import hub_name, model_folder
 from proxy.logs import LogKind, LogLevel
 from proxy.profiles import AgentProfile
+from proxy.search.rules import Rules
 from proxy.secret_files import read_secret, with_secret
 from proxy.section import Section
 from proxy.shown_config import shown_value, yaml_fault
@@ -270,6 +271,9 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """Where OpenTelemetry's spans and metrics are sent."""
     relay: RelayConfig = Field(default_factory=RelayConfig)
     """Engines behind a firewall, which connect to the proxy."""
+    rules: Rules = Field(default_factory=list)
+    """Searches that are made in every recorded turn. They mark its session, and may end it or set
+    its reward to 0 (docs/view.md)."""
 
     @model_validator(mode="after")
     def _guard_the_network(self) -> Self:

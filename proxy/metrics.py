@@ -20,47 +20,39 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._turns = Counter(
-            "agentic_proxy_turns", "Turns recorded", ["status"], registry=self._registry
+        self._turns = self._counter("turns", "Turns recorded", "status")
+        self._forks = self._counter("forks", "Turns that forked, by cause", "cause")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens", "part")
+        self._sampled = self._counter("sampled_tokens", "Sampled tokens")
+        self._refused = self._counter(
+            "refused_calls", "Calls answered with an error", "dialect", "status"
         )
-        self._forks = Counter(
-            "agentic_proxy_forks", "Turns that forked, by cause", ["cause"], registry=self._registry
-        )
-        self._prompt = Counter(
-            "agentic_proxy_prompt_tokens", "Prompt tokens", ["part"], registry=self._registry
-        )
-        self._sampled = Counter(
-            "agentic_proxy_sampled_tokens", "Sampled tokens", registry=self._registry
-        )
-        self._refused = Counter(
-            "agentic_proxy_refused_calls",
-            "Calls answered with an error",
-            ["dialect", "status"],
-            registry=self._registry,
-        )
-        self._engine_failures = Counter(
-            "agentic_proxy_engine_failures",
+        self._engine_failures = self._counter(
+            "engine_failures",
             "Calls that failed at an engine: status 502 is an unusable answer, 503 no answer",
-            ["engine", "status"],
-            registry=self._registry,
+            "engine",
+            "status",
         )
-        self._resumed = Counter(
-            "agentic_proxy_resumed_generations",
+        self._resumed = self._counter(
+            "resumed_generations",
             "Answers that another call of an engine continued, by what had happened to the first",
-            ["cause"],
-            registry=self._registry,
+            "cause",
         )
-        self._replayed = Counter(
-            "agentic_proxy_replayed_turns",
+        self._replayed = self._counter(
+            "replayed_turns",
             "Recorded turns that answered a call of a branch: exact, or with tolerated differences",
-            ["match"],
-            registry=self._registry,
+            "match",
         )
-        self._diverged = Counter(
-            "agentic_proxy_diverged_calls",
-            "Calls of a branch that were not the recorded ones",
-            ["mode"],
-            registry=self._registry,
+        self._diverged = self._counter(
+            "diverged_calls", "Calls of a branch that were not the recorded ones", "mode"
+        )
+        self._rule_hits = self._counter(
+            "rule_hits", "Sessions that a search rule has marked", "rule"
+        )
+        self._rules_given_up = self._counter(
+            "rules_given_up",
+            "Turns for which matching a search rule took too long, so that it was given up",
+            "rule",
         )
         self._waited = Histogram(
             "agentic_proxy_admission_wait_seconds",
@@ -74,6 +66,9 @@ class Metrics:
         self.in_flight = Gauge(
             "agentic_proxy_in_flight_calls", "Calls being answered", registry=self._registry
         )
+
+    def _counter(self, name: str, words: str, *labels: str) -> Counter:
+        return Counter(f"agentic_proxy_{name}", words, labels, registry=self._registry)
 
     def watch(self, schedule: SessionSchedule) -> None:
         """Adds the state of the schedule."""
@@ -111,6 +106,12 @@ class Metrics:
 
     def diverged(self, mode: BranchMode) -> None:
         self._diverged.labels(mode.value).inc()
+
+    def rule_hit(self, rule: str) -> None:
+        self._rule_hits.labels(rule).inc()
+
+    def rule_given_up(self, rule: str) -> None:
+        self._rules_given_up.labels(rule).inc()
 
     def exposition(self, others: Sequence[bytes] = ()) -> bytes:
         """The metrics in Prometheus' text format, added to those of the expositions in `others`."""

@@ -17,8 +17,10 @@ from proxy.records import (
     BranchMode,
     FinishReason,
     ForkCause,
+    Mark,
     Origin,
     Reward,
+    RuleAction,
     Session,
     SessionKind,
     SessionStatus,
@@ -69,6 +71,17 @@ def reward_fields(reward: Reward) -> dict[str, Any]:
     }
 
 
+def mark_fields(mark: Mark) -> dict[str, Any]:
+    """One entry of the field `marks`, as JSON."""
+    return {
+        "rule": mark.rule,
+        "action": mark.action,
+        "turn": mark.turn,
+        "at": mark.at,
+        "found": mark.found,
+    }
+
+
 def origin_fields(origin: Origin) -> dict[str, Any]:
     """The field `from` of a branch, as `POST /sessions` takes it."""
     return {
@@ -94,6 +107,7 @@ class _SessionFields(msgspec.Struct, array_like=True):
     rewards: list[tuple[str, float, dict[str, float], int | None, bool]]
     completed_at: float | None
     origin: tuple[str, int, str, bool, str | None, str | None] | None = None
+    marks: list[tuple[str, str, int, float, str]] = []
 
 
 class _TurnFields(msgspec.Struct, array_like=True):
@@ -146,6 +160,7 @@ def _encode_session(session: Session) -> _SessionFields:
         [(r.key, r.value, dict(r.parts), r.turn, r.branch) for r in session.rewards],
         session.completed_at,
         None if (o := session.origin) is None else _encode_origin(o),
+        [(m.rule, m.action.value, m.turn, m.at, m.found) for m in session.marks],
     )
 
 
@@ -171,6 +186,10 @@ def _decode_session(fields: _SessionFields) -> Session:
         ],
         completed_at=fields.completed_at,
         origin=None if fields.origin is None else _decode_origin(*fields.origin),
+        marks=[
+            Mark(rule, RuleAction(action), turn, at, found)
+            for rule, action, turn, at, found in fields.marks
+        ],
     )
 
 

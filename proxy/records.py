@@ -257,6 +257,34 @@ class Reward:
     """With `turn`: for every turn on that turn's path instead of that turn alone."""
 
 
+class RuleAction(StrEnum):
+    """What happens to a session when a turn of it matches a search rule."""
+
+    MARK = "mark"
+    """It is marked, and nothing else."""
+    END = "end"
+    """It is also completed: later calls get 409."""
+    ZERO_REWARD = "zero_reward"
+    """Its reward is also 0, whatever was reported for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A search rule that a turn of a session matches; at most one per rule.
+
+    Example: Mark("edits-tests", RuleAction.ZERO_REWARD, turn=3, at=1.78e9, found="sed -i …")
+    """
+
+    rule: str
+    action: RuleAction
+    turn: int
+    """The first turn that was found to match."""
+    at: float
+    """Unix seconds."""
+    found: str = ""
+    """The beginning of the text that matched; empty if the rule asks for no text."""
+
+
 @dataclass(slots=True)
 class Session:
     """The recorded traffic of one trial.
@@ -283,6 +311,7 @@ class Session:
     """`max_turns`, `max_tokens`, `max_concurrent_calls`; an absent one has the proxy's default."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rewards: list[Reward] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     completed_at: float | None = None
     origin: Origin | None = None
     """None, except for a branch."""
@@ -291,6 +320,10 @@ class Session:
     def recorded_turns(self) -> int:
         """Number of turns that a branch refers to; 0 for any other session."""
         return 0 if self.origin is None else self.origin.turn
+
+    def marked(self, action: RuleAction) -> Mark | None:
+        """The first mark of a rule with this action."""
+        return next((mark for mark in self.marks if mark.action is action), None)
 
     def policy_of(self, model: str) -> str:
         """The policy of calls that request this model name; empty: the engines' own weights."""

@@ -127,6 +127,7 @@ class SwarmProducer:
             turns,
             Graded(episode.reward, episode.reward_parts),
             posted=[*session.rewards, *of_turns],
+            marks=session.marks,
             credit=self._credit,
             times_s={"total": total_s},
         )

@@ -354,3 +354,8 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix", default="", metavar="TEXT", help="only sessions whose id begins with TEXT"
     )
+    parser.add_argument(
+        "--marked",
+        metavar="RULE",
+        help="only sessions that match this search rule; '*': any of them",
+    )

@@ -9,12 +9,13 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from proxy.commands.terminal import visible
+from proxy.commands.terminal import one_line, visible
 from proxy.config import ProxyConfig, load_config
 from proxy.conversation.messages import load_answer
 from proxy.errors import ConfigurationError
@@ -30,7 +31,7 @@ _INDENT = "  "
 
 async def list_sessions(arguments: Namespace) -> int:
     """Prints one line per session."""
-    columns = ("trial", "kind", "status", "turns", "forks", "sampled", "rewards")
+    columns = ("trial", "kind", "status", "turns", "forks", "sampled", "rewards", "marks")
     table = Table(*columns, box=None, pad_edge=False)
     async with named_store(arguments) as (store, _):
         async for session, turns in _records(store, where(arguments)):
@@ -43,6 +44,7 @@ async def list_sessions(arguments: Namespace) -> int:
                 " ".join(f"{cause}:{count}" for cause, count in causes.items()),
                 str(sum(len(turn.sampled_ids) for turn in turns)),
                 " ".join(f"{reward.key}={reward.value:g}" for reward in session.rewards),
+                " ".join(f"{mark.rule}:{mark.action}" for mark in session.marks),
             )
     Console(soft_wrap=True).print(table)
     return 0
@@ -62,6 +64,9 @@ async def show_session(arguments: Namespace) -> int:
     console.print(f"{session.session_id} {session.kind} {session.status} {len(turns)} turns")
     for reward in session.rewards:
         console.print(f"reward {reward.key} = {reward.value:g} {dict(reward.parts) or ''}")
+    for mark in session.marks:
+        found = f": {one_line(mark.found)}" if mark.found else ""
+        console.print(f"turn {mark.turn} matches rule {mark.rule} ({mark.action}){found}")
     if tokenizer is None:
         console.print(
             "Prompts are recorded as token ids. To print them as text, add --model FOLDER (the"
@@ -112,9 +117,7 @@ async def _records(
 ) -> AsyncIterator[tuple[Session, list[Turn]]]:
     after: str | None = None
     while True:
-        page = await store.list_sessions(
-            SessionFilter(wanted.status, wanted.kind, wanted.id_prefix, after, PAGE)
-        )
+        page = await store.list_sessions(replace(wanted, after=after, limit=PAGE))
         for session in page:
             yield session, await store.get_turns(session.session_id)
         if len(page) < PAGE:
@@ -150,6 +153,7 @@ def where(arguments: Namespace) -> SessionFilter:
         status=SessionStatus(arguments.status) if arguments.status else None,
         kind=SessionKind(arguments.kind) if arguments.kind else None,
         id_prefix=arguments.prefix,
+        marked=arguments.marked,
     )
 
 

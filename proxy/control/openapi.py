@@ -32,7 +32,14 @@ class Operation:
 
 
 _TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
-_FILTER = {"status": _TEXT, "kind": _TEXT, "id_prefix": _TEXT, "after": _TEXT, "limit": _COUNT}
+_FILTER = {
+    "status": _TEXT,
+    "kind": _TEXT,
+    "id_prefix": _TEXT,
+    "marked": _TEXT,
+    "after": _TEXT,
+    "limit": _COUNT,
+}
 _FOLLOW = {"wait": {"const": "completed"}, "timeout_s": _NUMBER, "since": _COUNT}
 OPERATIONS = {
     "health": Operation("Whether the process lives", schema.ProcessStatus, open_to_all=True),

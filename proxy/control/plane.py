@@ -66,7 +66,9 @@ class ControlPlane:
         make_engine: Callable[[EngineConfig], Engine],
         siblings: Siblings,
         deliveries: Deliveries,
+        marked: Callable[[str], Awaitable[None]],
     ) -> None:
+        """`marked` returns when all search rules are matched with the session's turns."""
         self._listen = listen
         self._admin_keys = AdminKeys(listen)
         scrape = listen.metrics_key_file
@@ -79,6 +81,7 @@ class ControlPlane:
         self._make_engine = make_engine
         self._siblings = siblings
         self._deliveries = deliveries
+        self._marked = marked
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "health": self._health,
@@ -172,6 +175,7 @@ class ControlPlane:
             status=_choice(query.get("status"), SessionStatus, "status"),
             kind=_choice(query.get("kind"), SessionKind, "kind"),
             id_prefix=query.get("id_prefix", ""),
+            marked=query.get("marked"),
             after=query.get("after"),
             limit=int(_number(query.get("limit", "100"), "limit", 1, 1000)),
         )
@@ -213,7 +217,10 @@ class ControlPlane:
         return _json({"added": added})
 
     async def _complete(self, request: web.Request) -> web.Response:
-        return await self._end(request, "completed", self._sessions.complete)
+        response = await self._end(request, "completed", self._sessions.complete)
+        if not (is_from_sibling(request) or was_forwarded(request)):
+            await self._marked(_trial_id(request))
+        return response
 
     async def _delete(self, request: web.Request) -> web.Response:
         return await self._end(request, "deleted", self._sessions.delete)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.record_format import origin_fields, reward_fields
+from proxy.record_format import mark_fields, origin_fields, reward_fields
 from proxy.records import Session, Turn
 from proxy.token_tree.sampled_paths import sampled_paths
 
@@ -23,6 +23,7 @@ def session_view(session: Session) -> dict[str, Any]:
         "metadata": dict(session.metadata),
         "from": None if session.origin is None else origin_fields(session.origin),
         "rewards": [reward_fields(reward) for reward in session.rewards],
+        "marks": [mark_fields(mark) for mark in session.marks],
     }
 
 

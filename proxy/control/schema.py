@@ -27,6 +27,7 @@ from proxy.records import (
     FinishReason,
     ForkCause,
     Origin,
+    RuleAction,
     SessionKind,
     SessionStatus,
     TurnStatus,
@@ -194,6 +195,17 @@ class SessionCreated(Schema):
     expires_at: float
 
 
+class MarkView(Schema):
+    """A search rule that a turn of the session matches. With the action `zero_reward`, the reward
+    of the session is 0, whatever `rewards` has."""
+
+    rule: str
+    action: RuleAction
+    turn: int
+    at: float
+    found: str
+
+
 class SessionView(Schema):
     """A session without its turns. Times are in Unix seconds."""
 
@@ -210,6 +222,7 @@ class SessionView(Schema):
     limits: SessionLimits
     metadata: dict[str, Any]
     rewards: list[NewReward]
+    marks: list[MarkView]
 
 
 class SessionList(Schema):

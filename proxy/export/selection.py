@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from proxy.export.protocol import Sample, TakesSessions
-from proxy.records import Session, SessionKind, Turn, TurnStatus
+from proxy.records import RuleAction, Session, SessionKind, Turn, TurnStatus
 from proxy.store.protocol import SessionFilter
 
 PAGE = 100
@@ -54,7 +54,9 @@ class Filters:
         return self.min_reward > -math.inf or self.max_reward < math.inf
 
     def reward(self, session: Session) -> float | None:
-        """The session's reward; None if it has none."""
+        """The session's reward; None if it has none. It is 0 if a search rule says so."""
+        if session.marked(RuleAction.ZERO_REWARD) is not None:
+            return 0.0
         found = [
             reward.value
             for reward in session.rewards
@@ -139,9 +141,7 @@ class ExportSelection:
         where, tags = self._filters.where, self._filters.tags
         after: str | None = None
         while True:
-            page = await self._store.list_sessions(
-                SessionFilter(where.status, where.kind, where.id_prefix, after, PAGE)
-            )
+            page = await self._store.list_sessions(replace(where, after=after, limit=PAGE))
             for session in page:
                 chosen = not self._filters.ids or session.session_id in self._filters.ids
                 if chosen and all(str(session.metadata.get(k)) == v for k, v in tags.items()):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from proxy.metrics import Metrics
+from proxy.records import Turn
 from proxy.rendering.rendering import Rendering
 from proxy.routing import Router
 from proxy.serving.arrived_answers import Deliveries
@@ -25,6 +27,13 @@ class Backend:
     context_tokens: int | None
     """The configured limit on prompt and answer together, besides the engines' own."""
     call_timeout_s: float
+    on_recorded: Callable[[str, Turn], None] = lambda session_id, turn: None
+    """Gets each recorded turn with the session that made the call; returns at once."""
+
+    def recorded(self, session_id: str, turn: Turn, model: str) -> None:
+        """Counts a turn whose answer is recorded, and hands it on."""
+        self.metrics.recorded(turn, model)
+        self.on_recorded(session_id, turn)
 
     @property
     def room(self) -> int | None:

@@ -348,7 +348,7 @@ class LiveCall:
             self._answered.append(turn.index)
         else:
             live.own.discard(turn.index)
-        self.backend.metrics.recorded(turn, self.asked.request.model)
+        self.backend.recorded(live.session.session_id, turn, self.asked.request.model)
         live.publish("turn", index=turn.index, status=turn.status, finish_reason=turn.finish_reason)
 
     @contextmanager

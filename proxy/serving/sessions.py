@@ -26,7 +26,16 @@ from proxy.config import SessionsConfig
 from proxy.conversation.message_keys import KnownKeys
 from proxy.errors import RequestError, SessionError, StoreError
 from proxy.profiles import AgentProfile, Profiles
-from proxy.records import Origin, Session, SessionKind, SessionStatus, Turn, TurnStatus
+from proxy.records import (
+    Mark,
+    Origin,
+    RuleAction,
+    Session,
+    SessionKind,
+    SessionStatus,
+    Turn,
+    TurnStatus,
+)
 from proxy.serving.branch import LiveBranch, open_branch
 from proxy.serving.retries import RetryBook
 from proxy.store.protocol import Store, Undelivered
@@ -241,6 +250,13 @@ class Sessions:
         live.session.completed_at = now
         await self.record_event(live, "completed")
         self._close(live, "completed")
+
+    async def end_by(self, mark: Mark, session_id: str) -> None:
+        """Completes an open session, if the rule of the mark says so."""
+        if mark.action is RuleAction.END:
+            live = await self.get(session_id)
+            if live.session.status is SessionStatus.OPEN:
+                await self.complete(session_id)
 
     async def delete(self, session_id: str) -> None:
         live = await self.get(session_id)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from proxy.records import (
     FinishReason,
     ForkCause,
+    Mark,
     Session,
     SessionKind,
     SessionStatus,
@@ -31,6 +32,8 @@ class SessionPage:
     status: SessionStatus | None = None
     kind: SessionKind | None = None
     id_prefix: str = ""
+    marked: str | None = None
+    """As in `SessionFilter`."""
     before: tuple[float, str] | None = None
     """`created_at` and id of the last session of the previous page."""
     limit: int = 50
@@ -149,8 +152,37 @@ class Grant:
     expires_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRule:
+    """A search rule that was saved from the page."""
+
+    name: str
+    query: bytes
+    """JSON, as `proxy/search/rules.py` writes it."""
+    created_at: float
+
+
 class Browser(Protocol):
     """Every method raises StoreError when the store fails."""
+
+    async def add_mark(self, session_id: str, mark: Mark) -> bool:
+        """Returns False if the session has a mark of this rule, which is kept, or does not
+        exist."""
+        ...
+
+    async def marks(self, session_ids: Sequence[str]) -> dict[str, list[Mark]]:
+        """The marks of those of the sessions that have any."""
+        ...
+
+    async def saved_rules(self) -> list[SavedRule]: ...
+
+    async def save_rule(self, rule: SavedRule) -> bool:
+        """Returns False if there is a rule of this name, which is kept."""
+        ...
+
+    async def remove_rule(self, name: str) -> bool:
+        """Returns False if there is no rule of this name. Marks are kept."""
+        ...
 
     async def sessions(self, page: SessionPage) -> list[SessionSummary]: ...
 

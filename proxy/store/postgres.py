@@ -102,7 +102,11 @@ _CUT = (
     " answer) SELECT $1::text, $2::int, 'cut', '', '', '', '', '' FROM turns"
     " WHERE session_id = $1 AND idx = $2 AND owner = $3 ON CONFLICT DO NOTHING"
 )
-_TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events")
+_MARKS = (
+    f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks WHERE session_id = ANY($1::text[])"
+    " ORDER BY at"
+)
+_TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events", "marks")
 _UNREFERRED = "NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"
 # SKIP LOCKED: proxies that remove sessions at the same time remove different ones.
 _ENDED = (
@@ -187,12 +191,14 @@ class PostgresStore:
         return await self._sessions(
             "session_id > $1 AND starts_with(session_id, $2)"
             " AND ($3::text IS NULL OR status = $3) AND ($4::text IS NULL OR kind = $4)"
-            " ORDER BY session_id LIMIT $5",
+            " AND ($6::text IS NULL OR session_id IN (SELECT session_id FROM marks"
+            " WHERE $6 = '*' OR rule = $6)) ORDER BY session_id LIMIT $5",
             where.after or "",
             where.id_prefix,
             where.status.value if where.status else None,
             where.kind.value if where.kind else None,
             where.limit,
+            where.marked,
         )
 
     async def set_status(self, session_id: str, status: SessionStatus, at: float) -> bool:
@@ -329,6 +335,8 @@ class PostgresStore:
             )
             for row in rewards:
                 by_id[row[0]].rewards.append(rows.reward_from_row(tuple(row)[1:]))
+            for row in await self._fetch(_MARKS, list(by_id)):
+                by_id[row[0]].marks.append(rows.mark_from_row(tuple(row)[1:]))
         return list(by_id.values())
 
     async def _alive(self) -> set[int]:

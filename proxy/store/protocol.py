@@ -36,6 +36,8 @@ class SessionFilter:
     after: str | None = None
     """The last session id of the previous page; None for the first page."""
     limit: int = 100
+    marked: str | None = None
+    """Only sessions that match this search rule; `*` for any rule."""
 
 
 @dataclass(frozen=True, slots=True)

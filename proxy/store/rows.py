@@ -21,8 +21,10 @@ from proxy.records import (
     ForkCause,
     Ids,
     Logprobs,
+    Mark,
     Origin,
     Reward,
+    RuleAction,
     Session,
     SessionKind,
     SessionStatus,
@@ -48,6 +50,9 @@ MAY_COMMIT = "answers.status <> 'cut' OR excluded.status = 'cut'"
 """A turn that another process has closed as CUT does not become DONE any more: that process has
 let the agent's retry be sampled."""
 REWARD_COLUMNS = "reward_key, value, parts, turn, branch"
+OF_RULE = "? = '*' OR rule = ?"
+"""The marks of the rule that both parameters name; of any rule for `*`."""
+MARK_COLUMNS = "rule, action, turn, at, found"
 TURN_COLUMNS = ", ".join(
     [f"t.{name.strip()}" for name in INTENT_COLUMNS.split(",")]
     + [f"a.{name.strip()}" for name in ANSWER_COLUMNS.split(",")]
@@ -252,6 +257,11 @@ def reward_from_row(row: Sequence[Any]) -> Reward:
         turn=row[3],
         branch=bool(row[4]),
     )
+
+
+def mark_from_row(row: Sequence[Any]) -> Mark:
+    rule, action, turn, at, found = row
+    return Mark(rule, RuleAction(action), turn, at, found)
 
 
 def undelivered(

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import orjson
 
-from proxy.records import FinishReason, ForkCause, Turn, TurnStatus, VersionSpan
+from proxy.records import FinishReason, ForkCause, Mark, Turn, TurnStatus, VersionSpan
 from proxy.store import rows
 from proxy.store.browser import (
     Grant,
     GrantKind,
     Position,
     Recent,
+    SavedRule,
     SessionPage,
     SessionSummary,
     TurnHead,
@@ -64,6 +65,9 @@ class SqlBrowser:
         if page.id_prefix:
             clauses.append("session_id >= ? AND session_id < ?")
             values += [page.id_prefix, page.id_prefix + "\U0010ffff"]
+        if page.marked is not None:
+            clauses.append(f"session_id IN (SELECT session_id FROM marks WHERE {rows.OF_RULE})")
+            values += [page.marked, page.marked]
         for column, value in (("status", page.status), ("kind", page.kind)):
             if value is not None:
                 clauses.append(f"{column} = ?")
@@ -89,6 +93,8 @@ class SqlBrowser:
             *found,
         ):
             found[session_id].session.rewards.append(rows.reward_from_row(reward))
+        for session_id, of_session in (await self.marks(list(found))).items():
+            found[session_id].session.marks.extend(of_session)
         for session_id, cause, *numbers in await self._fetch(
             "SELECT t.session_id, t.fork_cause, count(*), count(*) - count(a.idx),"
             " count(CASE WHEN a.status = 'cut' THEN 1 END),"
@@ -207,6 +213,47 @@ class SqlBrowser:
             for table, name in (("turns", seq), ("answers", seq), ("events", "seq"))
         ]
         return Position(*(max(0, end - count) for end in ends))
+
+    async def add_mark(self, session_id: str, mark: Mark) -> bool:
+        added = await self._change(
+            f"INSERT INTO marks (session_id, {rows.MARK_COLUMNS}) SELECT session_id,"
+            " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS INTEGER), CAST(? AS DOUBLE PRECISION),"
+            " CAST(? AS TEXT) FROM sessions WHERE session_id = ?"
+            " ON CONFLICT DO NOTHING RETURNING rule",
+            mark.rule,
+            mark.action.value,
+            mark.turn,
+            mark.at,
+            mark.found,
+            session_id,
+        )
+        return bool(added)
+
+    async def marks(self, session_ids: Sequence[str]) -> dict[str, list[Mark]]:
+        found: dict[str, list[Mark]] = {}
+        if session_ids:
+            sql = (
+                f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks"
+                f" WHERE session_id IN ({_marks(session_ids)}) ORDER BY at"
+            )
+            for session_id, *mark in await self._fetch(sql, *session_ids):
+                found.setdefault(session_id, []).append(rows.mark_from_row(mark))
+        return found
+
+    async def saved_rules(self) -> list[SavedRule]:
+        found = await self._fetch("SELECT name, query, created_at FROM search_rules ORDER BY name")
+        return [SavedRule(name, bytes(query), at) for name, query, at in found]
+
+    async def save_rule(self, rule: SavedRule) -> bool:
+        sql = (
+            "INSERT INTO search_rules (name, query, created_at) VALUES (?, ?, ?)"
+            " ON CONFLICT DO NOTHING RETURNING name"
+        )
+        return bool(await self._change(sql, rule.name, rule.query, rule.created_at))
+
+    async def remove_rule(self, name: str) -> bool:
+        sql = "DELETE FROM search_rules WHERE name = ? RETURNING name"
+        return bool(await self._change(sql, name))
 
     async def add_grant(self, grant: Grant) -> None:
         await self._change(

@@ -121,6 +121,9 @@ class SqliteStore:
         if where.kind is not None:
             clauses.append("kind = ?")
             values.append(where.kind.value)
+        if where.marked is not None:
+            clauses.append(f"session_id IN (SELECT session_id FROM marks WHERE {rows.OF_RULE})")
+            values += [where.marked, where.marked]
         clause = " AND ".join(clauses) + " ORDER BY session_id LIMIT ?"
         return await self._read(lambda c: _sessions(c, clause, (*values, where.limit)))
 
@@ -331,6 +334,9 @@ def _sessions(c: sqlite3.Connection, clause: str, values: Iterable[Any]) -> list
         rewards = f"SELECT session_id, {rows.REWARD_COLUMNS} FROM rewards WHERE session_id IN"
         for row in c.execute(f"{rewards} ({marks}) ORDER BY rowid", batch):
             by_id[row[0]].rewards.append(rows.reward_from_row(row[1:]))
+        found = f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks WHERE session_id IN ({marks})"
+        for row in c.execute(f"{found} ORDER BY at", batch):
+            by_id[row[0]].marks.append(rows.mark_from_row(row[1:]))
     return list(by_id.values())
 
 
@@ -360,7 +366,7 @@ def _shrink(c: sqlite3.Connection) -> bool:
 def _delete(c: sqlite3.Connection, session_ids: list[str]) -> int:
     """Returns the number of deleted sessions."""
     marks = ", ".join("?" * len(session_ids))
-    for table in ("turns", "answers", "deliveries", "rewards", "events"):
+    for table in ("turns", "answers", "deliveries", "rewards", "events", "marks"):
         c.execute(f"DELETE FROM {table} WHERE session_id IN ({marks})", session_ids)
     gone = c.execute(f"DELETE FROM sessions WHERE session_id IN ({marks})", session_ids)
     return gone.rowcount

@@ -53,13 +53,21 @@ class Access:
 
     async def allows(self, request: web.Request) -> bool:
         """Whether the request has a valid cookie, or a key in its headers (for programs)."""
+        return await self._reader(request) is not None
+
+    async def may_save(self, request: web.Request) -> bool:
+        """Whether it is the administrator's: by the admin key, or the link that `serve` printed."""
+        return await self._reader(request) in (ADMIN_NAME, LINK_NAME)
+
+    async def _reader(self, request: web.Request) -> str | None:
+        """The name of the grant by which the request may read; None: it may not."""
         cookie = request.cookies.get(_cookie_name(request))
-        if cookie is not None and await self._is_valid(cookie, GrantKind.COOKIE):
-            return True
+        if cookie is not None and (name := await self._valid(cookie, GrantKind.COOKIE)):
+            return name
         key = api_key(request.headers)
         if key is None:
-            return False
-        return self._is_admin_key(key) or await self._is_valid(key, GrantKind.KEY)
+            return None
+        return ADMIN_NAME if self._is_admin_key(key) else await self._valid(key, GrantKind.KEY)
 
     def set_cookie(self, request: web.Request, response: web.Response, value: str) -> None:
         options: dict[str, Any] = {"path": COOKIE_PATH, "httponly": True, "samesite": "Strict"}
@@ -79,9 +87,11 @@ class Access:
             return None
         return found.name
 
-    async def _is_valid(self, secret: str, kind: GrantKind) -> bool:
+    async def _valid(self, secret: str, kind: GrantKind) -> str | None:
         found = await self._browser().find_grant(_digest(secret))
-        return found is not None and found.kind is kind and not _is_over(found)
+        if found is None or found.kind is not kind or _is_over(found):
+            return None
+        return found.name
 
 
 async def new_link(browser: Browser) -> str:

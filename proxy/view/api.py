@@ -1,8 +1,8 @@
 """The requests of the page: one handler per entry of `ROUTES`.
 
 Invariant: all of them but `log_in` need a cookie or a key (`access`) and change nothing in the
-record; all but `run/trace`, which is sent while it is made, answer with a bounded number of rows
-and characters.
+record but saved search rules; all but `run/trace`, which is sent while it is made, answer with a
+bounded number of rows and characters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -18,8 +18,11 @@ from aiohttp import web
 
 from proxy.errors import ProxyError, RequestError, SessionError, StoreError
 from proxy.http_request import answer_expect, read_body
+from proxy.record_format import mark_fields
 from proxy.records import ForkCause, SessionKind, SessionStatus, TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.search.rules import RuleConfig, rule_json, save_rule, saved_rules
+from proxy.search.terms import SearchTerms
 from proxy.store.browser import Browser, SessionPage
 from proxy.view import pages
 from proxy.view.access import Access
@@ -28,7 +31,6 @@ from proxy.view.fork import fork_json
 from proxy.view.live import LiveFeed
 from proxy.view.query import choice, count, number, session_id, trial_filter, turn_index
 from proxy.view.run_folder import RecordedRun, RecordedRuns
-from proxy.view.search import READ_BYTES, TURNS, SearchTerms
 from proxy.view.session_turns import SessionTurns
 from proxy.view.summaries import head_json, summary_json
 from proxy.view.trace import trace_pieces
@@ -37,6 +39,11 @@ from proxy.view.turn_tokens import TurnTokens, turn_tokens
 HEADS = 500
 """Turns of a session in one answer."""
 CONVERSATION_TURNS = 20
+TURNS = 500
+"""Turns that one request of a search reads."""
+READ_BYTES = 8 * 2**20
+"""Bytes of requests and answers that one request reads, or one turn if that is longer."""
+MAX_RULE_BYTES = 16_384
 LAST_PLACE = 2**62
 """A place after all turns of a store."""
 CACHED_PATHS = 4
@@ -61,13 +68,15 @@ class ViewApi:
         state: State,
         tokenizer: Callable[[], Tokenizer | None],
         runs: RecordedRuns | None = None,
+        rules: Sequence[RuleConfig] = (),
     ) -> None:
         """`state`: what is shown besides the record, such as the engines. `runs`: training runs,
-        of which the first one's sessions are in the store."""
+        of which the first one's sessions are in the store. `rules`: the configured ones."""
         self._browser = browser
         self._access = access
         self._tokenizer = tokenizer
         self._runs = runs or RecordedRuns()
+        self._rules = rules
         self._record_state = state
         self._feed = LiveFeed(browser, self._whole_state)
         self._paths: OrderedDict[tuple[str, int], TurnTokens] = OrderedDict()
@@ -85,6 +94,9 @@ class ViewApi:
             "forks": self._forks,
             "tokens": self._tokens,
             "search": self._search,
+            "rules": self._show_rules,
+            "rules/save": self._save_rule,
+            "rules/remove": self._remove_rule,
             "run": self._run,
             "run/metrics": self._run_metrics,
             "run/trials": self._run_trials,
@@ -147,6 +159,7 @@ class ViewApi:
             status=choice(query.get("status"), SessionStatus),
             kind=choice(query.get("kind"), SessionKind),
             id_prefix=query.get("prefix", ""),
+            marked=query.get("marked") or None,
             before=before,
             limit=count(request, "limit", 50, most=200),
         )
@@ -223,12 +236,45 @@ class ViewApi:
             query.get("regex", ""),
             query.get("tool", ""),
             choice(query.get("cause"), ForkCause),
+            edits_tests=bool(query.get("edits_tests")),
+            answers_only=bool(query.get("answers_only")),
         )
         before = count(request, "before", LAST_PLACE, most=LAST_PLACE)
         turns = await self._browser().written(before, TURNS, READ_BYTES)
         hits = await asyncio.to_thread(terms.hits, turns)
         older = turns[-1].place if turns and turns[-1].place > 1 else None
         return _json({"hits": hits, "read": len(turns), "next": older})
+
+    async def _show_rules(self, request: web.Request) -> web.Response:
+        configured = [rule_json(rule, configured=True) for rule in self._rules]
+        saved = [rule_json(rule) for rule in await saved_rules(self._browser())]
+        may_save = await self._access.may_save(request)
+        return _json({"rules": [*configured, *saved], "may_save": may_save})
+
+    async def _save_rule(self, request: web.Request) -> web.Response:
+        await save_rule(self._browser(), await self._given(request))
+        return _json({})
+
+    async def _remove_rule(self, request: web.Request) -> web.Response:
+        name = (await self._given(request)).get("name")
+        if not isinstance(name, str) or not await self._browser().remove_rule(name):
+            raise RequestError("name: no saved rule has this name", status=404)
+        return _json({})
+
+    async def _given(self, request: web.Request) -> dict[str, Any]:
+        """The body of a request that only the administrator may make."""
+        if not await self._access.may_save(request):
+            raise SessionError(
+                "a key for reading cannot save rules; log in with the admin key", status=403
+            )
+        body = await read_body(request)
+        try:
+            given = orjson.loads(body[:MAX_RULE_BYTES])
+        except orjson.JSONDecodeError:
+            raise RequestError("send a JSON object with a rule's name and query") from None
+        if not isinstance(given, dict):
+            raise RequestError("send a JSON object with a rule's name and query")
+        return given
 
     async def _path(self, request: web.Request) -> TurnTokens:
         index = turn_index(request)
@@ -255,7 +301,11 @@ class ViewApi:
         run, where = self._run_of(request), trial_filter(request)
         before = count(request, "before", 0, most=2**50, least=0) or None
         limit = count(request, "limit", 50, most=200)
-        return _json(await asyncio.to_thread(run.trials, where, before, limit))
+        found = await asyncio.to_thread(run.trials, where, before, limit)
+        marks = await self._browser().marks([line["trial_id"] for line in found["trials"]])
+        for line in found["trials"]:
+            line["marks"] = [mark_fields(mark) for mark in marks.get(line["trial_id"], ())]
+        return _json(found)
 
     async def _run_step(self, request: web.Request) -> web.Response:
         step = count(request, "step", 0, most=2**31 - 1, least=0)
@@ -304,6 +354,9 @@ ROUTES = (
     ("GET", "/view/forks", "forks"),
     ("GET", "/view/tokens", "tokens"),
     ("GET", "/view/search", "search"),
+    ("GET", "/view/rules", "rules"),
+    ("POST", "/view/rules", "rules/save"),
+    ("POST", "/view/rules/remove", "rules/remove"),
     ("GET", "/view/run", "run"),
     ("GET", "/view/run/metrics", "run/metrics"),
     ("GET", "/view/run/trials", "run/trials"),

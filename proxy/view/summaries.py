@@ -6,7 +6,8 @@ from typing import Any
 
 import orjson
 
-from proxy.record_format import reward_fields
+from proxy.record_format import mark_fields, reward_fields
+from proxy.records import RuleAction
 from proxy.store.browser import Recent, SessionSummary, TurnHead
 
 MAX_METADATA_BYTES = 2_000
@@ -17,6 +18,7 @@ def summary_json(summary: SessionSummary) -> dict[str, Any]:
     metadata = dict(session.metadata)
     if len(orjson.dumps(metadata)) > MAX_METADATA_BYTES:
         metadata = {"…": f"{len(metadata)} entries; `GET /sessions/ID` has them"}
+    zeroed = session.marked(RuleAction.ZERO_REWARD)
     whole = [reward.value for reward in session.rewards if reward.turn is None]
     return {
         "id": session.session_id,
@@ -28,7 +30,8 @@ def summary_json(summary: SessionSummary) -> dict[str, Any]:
         "metadata": metadata,
         "origin": session.origin
         and {"session": session.origin.session_id, "turn": session.origin.turn},
-        "reward": sum(whole) if whole else None,
+        "reward": 0.0 if zeroed else sum(whole) if whole else None,
+        "marks": [mark_fields(mark) for mark in session.marks[:100]],
         "rewards": [reward_fields(reward) for reward in session.rewards[:100]],
         "turns": summary.turns + session.recorded_turns,
         "running": summary.running,

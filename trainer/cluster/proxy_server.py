@@ -24,6 +24,7 @@ from proxy.client import ProxyClient
 from proxy.config import ENVIRONMENT_PREFIX
 from proxy.engines import guard
 from proxy.port import free_port, usable_port
+from proxy.search.rules import Rules
 from proxy.secrecy import pipe_with
 from trainer.errors import TrainerError
 
@@ -54,6 +55,9 @@ class ProxyServerConfig(RecordingConfig):
     """How messages become tokens: the name of a renderer, `template`, or `auto`."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking`."""
+    rules: Rules = Field(default_factory=list)
+    """Searches that the started proxy makes in every recorded turn. They mark its session, and may
+    end the trial or set its reward to 0 (docs/view.md)."""
     start_timeout_s: float = Field(60.0, gt=0)
     """Seconds that the proxy may take to answer after its start."""
 

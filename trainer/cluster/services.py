@@ -123,6 +123,7 @@ class RunServices:
             "retention": config.retention.model_dump(),
             "telemetry": config.telemetry.model_dump(),
             "run": str(self.folder.path.absolute()),
+            "rules": [rule.model_dump(mode="json") for rule in server.rules],
             "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
         }
         proxy = self.cluster.proxy(settings)

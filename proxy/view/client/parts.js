@@ -1,11 +1,23 @@
 // Small pieces that several views are made of.
-import { CAUSES, number, visible, words } from "./format.js";
+import { CAUSES, number, oneLine, visible, words } from "./format.js";
 import { html } from "./page.js";
 import { link } from "./router.js";
 
 /** @param {{cause: string}} given */
 export const Cause = ({ cause }) =>
   html`<span class="tag fork" title=${CAUSES[cause] ?? ""}>${words(cause)}</span>`;
+
+/** What search rules say of a session. @param {{session: string, marks: import("./types.d.ts").Mark[] | undefined}} given */
+export const Marks = ({ session, marks }) => (marks ?? []).map((mark) =>
+  html` <a class="tag mark" href=${link("trial", session, { turn: mark.turn })}
+    title=${`${ACTIONS[mark.action] ?? mark.action}${mark.found && `: ${visible(mark.found)}`}`}>${oneLine(mark.rule)}${
+    mark.action === "mark" ? "" : ` (${words(mark.action)})`}</a>`);
+
+/** @type {Record<string, string>} */
+const ACTIONS = {
+  mark: "Matches this search rule", end: "This search rule has ended the trial",
+  zero_reward: "This search rule makes the reward 0",
+};
 
 /** @param {{value: string}} given */
 export const Status = ({ value }) => html`<span class=${`tag status-${value}`}>${value}</span>`;

@@ -3,7 +3,7 @@ import { live } from "./api.js";
 import { ago, CAUSES, count, oneLine, short, visible, when, words } from "./format.js";
 import { usePages } from "./hooks.js";
 import { html, useEffect, useState } from "./page.js";
-import { Cause, Choice, Note, Reward, Status, TrialLink } from "./parts.js";
+import { Cause, Choice, Marks, Note, Reward, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
 
 /** @typedef {import("./types.d.ts").Session} Session */
@@ -13,13 +13,13 @@ import { link } from "./router.js";
 /** @param {{place: Place}} given */
 export function Sessions({ place }) {
   const query = Object.fromEntries(
-    ["status", "kind", "prefix"].map((name) => [name, place.query.get(name)]),
+    ["status", "kind", "prefix", "marked"].map((name) => [name, place.query.get(name)]),
   );
   const { rows, error, more, again } = usePages("sessions", "sessions", query);
   const [fresh, setFresh] = useState(false);
   useEffect(() => {
     /** @param {import("./types.d.ts").News | null} news */
-    const heard = (news) => news && news.begun.length > 0 && setFresh(true);
+    const heard = (news) => news && (news.begun.length > 0 || news.events.some(({ kind }) => kind === "marked")) && setFresh(true);
     live.listeners.add(heard);
     return () => void live.listeners.delete(heard);
   }, []);
@@ -28,7 +28,8 @@ export function Sessions({ place }) {
       <label>id begins with <input name="prefix" value=${query["prefix"] ?? ""} placeholder="task/" /></label>
       <${Choice} name="status" values=${["open", "completed", "expired"]} chosen=${query["status"]} />
       <${Choice} name="kind" values=${["train", "eval"]} chosen=${query["kind"]} />
-      ${fresh && html`<button type="button" onClick=${() => { setFresh(false); again(); }}>There are new calls: read again</button>`}
+      <label>marked by <input name="marked" value=${query["marked"] ?? ""} placeholder="rule, or * for any" /></label>
+      ${fresh && html`<button type="button" onClick=${() => { setFresh(false); again(); }}>There is something new: read again</button>`}
     </form>
     ${rows === null ? html`<${Note} error=${error} />` : rows.length === 0
       ? html`<p class="quiet">No session matches.</p>`
@@ -49,7 +50,7 @@ const SessionTable = ({ rows }) => html`<div class="scroll" tabindex="0" role="r
   <tbody>${rows.map((each) => html`<tr key=${each.id}>
     <td><${TrialLink} id=${each.id} />${" "}${each.kind === "eval" && html`<span class="tag">eval</span>`}
       ${each.origin && html`<span class="tag" title=${`begins with ${each.origin.turn} turns of ${visible(each.origin.session)}`}>branch</span>`}
-      <${Tags} metadata=${each.metadata} /></td>
+      <${Marks} session=${each.id} marks=${each.marks} /> <${Tags} metadata=${each.metadata} /></td>
     <td><${Status} value=${each.status} />${" "}${each.cut > 0 && html`<span class="tag status-cut">${each.cut} cut</span>`}</td>
     <td class="n"><${Reward} value=${each.reward} /></td>
     <td class="n">${count(each.turns)}</td>

@@ -5,7 +5,7 @@ import { ForkView } from "./forks.js";
 import { useGet, useLast } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
-import { Cause, Note, Reward, Status } from "./parts.js";
+import { Cause, Marks, Note, Reward, Status } from "./parts.js";
 import { link } from "./router.js";
 import { Tags } from "./sessions.js";
 import { Tree } from "./tree.js";
@@ -105,7 +105,7 @@ const Top = ({ session }) => html`<div class="top">
     <span>longest path ${count(session.longest_path)}</span> <span>last call ${ago(session.last_at)}</span>
     ${session.origin && html`<a href=${link("trial", session.origin.session, { turn: session.origin.turn - 1 })}>branch of
       <bdi>${visible(session.origin.session)}</bdi> at turn ${session.origin.turn}</a>`}
-    <${Tags} metadata=${session.metadata} /></p></div>`;
+    <${Marks} session=${session.id} marks=${session.marks} /> <${Tags} metadata=${session.metadata} /></p></div>`;
 
 /**
  * @param {{session: string, heads: Head[], blocks: Block[], selected: number, asked: boolean}} given

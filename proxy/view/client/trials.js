@@ -2,7 +2,7 @@
 import { duration, oneLine, short } from "./format.js";
 import { usePages } from "./hooks.js";
 import { html } from "./page.js";
-import { Choice, Note, Reward, Status, TrialLink } from "./parts.js";
+import { Choice, Marks, Note, Reward, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
 
 /** @typedef {import("./types.d.ts").RunTrial} RunTrial */
@@ -44,7 +44,7 @@ function TrialTable({ run, trials }) {
     <thead><tr><th>trial</th><th>task</th><th class="n">step</th><th>status</th><th class="n">reward</th><th class="n">turns</th>
       <th class="n">tokens</th><th class="n">took</th><th>error</th></tr></thead>
     <tbody>${trials.map((trial) => html`<tr key=${trial.trial_id}>
-      <td><${TrialLink} id=${trial.trial_id} />${trial.kind === "eval" && html` <span class="tag">eval</span>`}</td>
+      <td><${TrialLink} id=${trial.trial_id} /><${Marks} session=${trial.trial_id} marks=${trial.marks} />${trial.kind === "eval" && html` <span class="tag">eval</span>`}</td>
       <td><bdi>${oneLine(trial.task_id)}</bdi>${trial.source && html` <span class="meta"><bdi>${oneLine(trial.source)}</bdi></span>`}</td>
       <td class="n"><a href=${link("run", run, { step: trial.step })}>${trial.step}</a></td><td><${Status} value=${trial.status} /></td>
       <td class="n"><${Reward} value=${trial.reward} /></td><td class="n">${trial.turns}</td><td class="n">${short(trial.sampled_tokens ?? 0)}</td>

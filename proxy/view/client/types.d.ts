@@ -6,7 +6,12 @@ export interface Session {
   reward: number | null;
   rewards: { key: string; value: number; parts: Record<string, number>; turn: number | null }[];
   turns: number; running: number; cut: number; sampled_tokens: number; longest_path: number;
-  last_at: number | null; forks: Record<string, number>;
+  last_at: number | null; forks: Record<string, number>; marks: Mark[];
+}
+/** A search rule that a turn of a session matches. */
+export interface Mark { rule: string; action: string; turn: number; at: number; found: string; }
+export interface Rule {
+  name: string; query: Record<string, string | boolean>; action: string; configured: boolean;
 }
 export interface Head {
   session: string; index: number; parent: number | null; after: number | null;
@@ -68,7 +73,7 @@ export interface RunTrial {
   step: number; kind: string; group: string | null; evaluation: string | null; trial_id: string;
   task_id: string; source: string | null; agent: string | null; status: string;
   reward: number | null; turns: number; sampled_tokens: number | null; seconds: number | null;
-  error: string | null;
+  error: string | null; marks?: Mark[];
 }
 export interface StoredEvent {
   session_id: string; seq: number; at: number; kind: string; [more: string]: unknown;

@@ -10,7 +10,8 @@ import pytest
 
 from proxy.cli import main
 from proxy.client import SessionHandle
-from proxy.records import Reward, SessionKind
+from proxy.records import Mark, Reward, RuleAction, SessionKind
+from proxy.store import open_store
 from tests.proxy.conftest import RunningProxy
 
 CHAT = "chat/completions"
@@ -42,9 +43,27 @@ async def test_list_shows_turns_forks_and_rewards(
 ) -> None:
     assert await run(tmp_path, "sessions", "list") == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header.split() == ["trial", "kind", "status", "turns", "forks", "sampled", "rewards"]
+    assert header.split() == [
+        "trial",
+        "kind",
+        "status",
+        "turns",
+        "forks",
+        "sampled",
+        "rewards",
+        "marks",
+    ]
     assert line.split()[:5] == ["team/run-1", "train", "open", "3", "edited:1"]
     assert line.split()[-1] == "verifier=0.5"
+    assert await run(tmp_path, "sessions", "list", "--marked", "*") == 0
+    assert "team/run-1" not in capsys.readouterr().out
+    store = await open_store(f"sqlite:///{tmp_path}/proxy.db")
+    await store.browser.add_mark("team/run-1", Mark("odd", RuleAction.END, 1, 1.0, "\x1b[31m"))
+    await store.close()
+    assert await run(tmp_path, "sessions", "list", "--marked", "odd") == 0
+    assert capsys.readouterr().out.split()[-1] == "odd:end"
+    assert await run(tmp_path, "sessions", "show", "team/run-1") == 0
+    assert "turn 1 matches rule odd (end): ␛[31m" in capsys.readouterr().out
     assert await run(tmp_path, "sessions", "list", "--kind", "eval") == 0
     assert "team/run-1" not in capsys.readouterr().out
 

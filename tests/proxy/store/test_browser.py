@@ -7,9 +7,18 @@ from dataclasses import replace
 import numpy as np
 import orjson
 
-from proxy.records import ForkCause, Origin, Reward, SessionKind, SessionStatus, TurnStatus
-from proxy.store.browser import Grant, GrantKind, Position, SessionPage
-from proxy.store.protocol import Store
+from proxy.records import (
+    ForkCause,
+    Mark,
+    Origin,
+    Reward,
+    RuleAction,
+    SessionKind,
+    SessionStatus,
+    TurnStatus,
+)
+from proxy.store.browser import Grant, GrantKind, Position, SavedRule, SessionPage
+from proxy.store.protocol import SessionFilter, Store
 from tests.proxy.store.conftest import Opener
 from tests.proxy.store.test_conformance import a_session, an_intent, answered, assert_same
 
@@ -163,3 +172,40 @@ async def test_token_arrays_are_not_read_for_pages(store: Store) -> None:
     (head,) = await store.browser.heads("task/7-a", 0, 1)
     assert head.new_tokens == 200_000
     assert not any(isinstance(getattr(head, name), np.ndarray) for name in head.__slots__)
+
+
+async def test_marks_are_read_with_their_sessions_and_select_them(store: Store) -> None:
+    for name in ("a", "b", "c"):
+        await store.create_session(a_session(name))
+    first = Mark("cheats", RuleAction.ZERO_REWARD, 2, 5.0, "rm tests/a.py")
+    second = Mark("greets", RuleAction.MARK, 0, 4.0)
+    assert await store.browser.add_mark("a", first)
+    assert not await store.browser.add_mark("a", replace(first, turn=7))
+    assert not await store.browser.add_mark("missing", first)
+    assert await store.browser.add_mark("a", second)
+    assert await store.browser.add_mark("c", second)
+    session = await store.get_session("a")
+    assert session is not None
+    assert session.marks == [second, first]
+    assert session.marked(RuleAction.ZERO_REWARD) == first
+    summary = await store.browser.session("a")
+    assert summary is not None
+    assert summary.session.marks == [second, first]
+    assert await store.browser.marks(["b", "c"]) == {"c": [second]}
+    for rule, names in (("cheats", ["a"]), ("greets", ["a", "c"]), ("*", ["a", "c"]), ("x", [])):
+        found = await store.browser.sessions(SessionPage(marked=rule))
+        assert sorted(each.session.session_id for each in found) == names
+        listed = await store.list_sessions(SessionFilter(marked=rule))
+        assert [each.session_id for each in listed] == names
+    await store.delete_session("a")
+    assert await store.browser.marks(["a"]) == {}
+
+
+async def test_rules_are_saved_once_per_name(store: Store) -> None:
+    rule = SavedRule("cheats", b'{"edits_tests": true}', 1.0)
+    assert await store.browser.save_rule(rule)
+    assert not await store.browser.save_rule(replace(rule, created_at=2.0))
+    assert await store.browser.saved_rules() == [rule]
+    assert await store.browser.remove_rule("cheats")
+    assert not await store.browser.remove_rule("cheats")
+    assert await store.browser.saved_rules() == []

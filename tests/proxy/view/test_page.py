@@ -168,3 +168,33 @@ async def test_link_opens_the_page_once_and_a_revoked_key_closes_it(
     await one.click("header button")
     await one.until("document.querySelector('#secret')")
     await store.close()
+
+
+async def test_search_is_saved_as_a_rule_that_marks_sessions_live(
+    proxy: RunningProxy, tab: Tab
+) -> None:
+    await enter(tab, proxy)
+    await show(tab, "/search?edits_tests=yes", "document.querySelector('.rules form')")
+    await tab.evaluate("document.querySelector('.rules input[name=name]').value = 'cheats'")
+    await tab.click(".rules form button")
+    await tab.until("document.querySelector('.rules li')?.innerText.includes('cheats')")
+    await show(tab, "/sessions?marked=cheats", "document.body.innerText.includes('No session')")
+    await work(proxy, await proxy.session(trial_id="honest"), "Hello.", turns=2)
+    command = "echo pass > tests/test_a.py # " + HOSTILE
+    asked = json.dumps({"name": "shell", "arguments": {"command": command}})
+    proxy.answers(f"<tool_call>\n{asked}\n</tool_call>")
+    await call(proxy, await proxy.session(trial_id="cheater"), [user("Make the tests pass.")])
+    await tab.until("document.querySelector('.filters button')")
+    await tab.until(
+        "document.querySelector('.filters button')?.click()"
+        " || document.querySelectorAll('.sessions tbody tr').length === 1"
+    )
+    assert "cheater" in await tab.text(".sessions tbody")
+    assert await tab.text(".sessions .tag.mark") == "cheats"
+    await show(tab, "/trial/cheater", "document.querySelector('.tag.mark')")
+    await show(tab, "/search?edits_tests=yes", "document.querySelector('.hits li')")
+    assert await tab.text(".hits mark") == "tests/test_a.py"
+    await tab.click(".rules li button")
+    await tab.until("!document.querySelector('.rules li')")
+    assert await tab.evaluate("window.hacked") is None
+    assert tab.complaints == []

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from proxy.search import terms as search
 from proxy.store import open_store
 from proxy.store.browser import WrittenTurn
-from proxy.view import search
 from tests.proxy.conftest import RunningProxy
 from tests.proxy.store.test_conformance import a_session, an_intent, answered
 from tests.proxy.view.recording import call, record, user, work
@@ -125,7 +125,7 @@ def test_what_is_shown_of_a_match_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ({}, "give text, regex, tool or cause"),
+        ({}, "give text, regex, tool, cause or edits_tests"),
         ({"text": "a", "regex": "b"}, "not both"),
         ({"regex": "("}, "regex: "),
         ({"text": "a" * 501}, "500 characters"),

@@ -1,8 +1,7 @@
-"""Searches what agents and models wrote: text, a regular expression, tools, causes of forks.
+"""Searches what agents and models wrote: text, a regular expression, tools, causes of forks, edits
+of tests.
 
-Turns are read from the newest to the oldest, a bounded number of them and of bytes per request; the
-reader asks for older ones. Invariant: a request takes at most `REGEX_S` of matching, whatever the
-expression and the text are.
+Invariant: a search takes at most `REGEX_S` of matching, whatever the expression and the text are.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import load_message
 from proxy.errors import RequestError
 from proxy.records import ForkCause
+from proxy.search.edited_tests import edited_test
 from proxy.store.browser import WrittenTurn
 
-TURNS = 500
-"""Turns that one request reads."""
-READ_BYTES = 8 * 2**20
-"""Bytes of requests and answers that one request reads, or one turn if that is longer."""
 REGEX_S = 1.0
 CONTEXT_CHARS = 80
 MATCH_CHARS = 200
 MATCHES = 3
 """Matches of one turn that are sent."""
 MAX_EXPRESSION = 500
+EDIT_CHARS = 200_000
+"""Characters of the tool calls of one turn that are examined for edits of tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,25 @@ class SearchTerms:
     tool: str = ""
     """The name of a tool that the turn's answer or request calls."""
     cause: ForkCause | None = None
+    edits_tests: bool = False
+    """A tool call changes a file of tests (`proxy.search.edited_tests.py`)."""
+    answers_only: bool = False
+    """Only the answer counts, not what the agent sent."""
 
     @classmethod
-    def of(cls, text: str, expression: str, tool: str, cause: ForkCause | None) -> SearchTerms:
+    def of(
+        cls,
+        text: str = "",
+        expression: str = "",
+        tool: str = "",
+        cause: ForkCause | None = None,
+        *,
+        edits_tests: bool = False,
+        answers_only: bool = False,
+    ) -> SearchTerms:
         """Raises RequestError if there is nothing to search for, or the expression is wrong."""
-        if not (text or expression or tool or cause):
-            raise RequestError("give text, regex, tool or cause to search for")
+        if not (text or expression or tool or cause or edits_tests):
+            raise RequestError("give text, regex, tool, cause or edits_tests to search for")
         if max(len(text), len(expression), len(tool)) > MAX_EXPRESSION:
             raise RequestError(f"what is searched for may have {MAX_EXPRESSION} characters")
         if text and expression:
@@ -57,7 +68,7 @@ class SearchTerms:
             compiled = regex.compile(pattern, flags) if pattern else None
         except regex.error as error:
             raise RequestError(f"regex: {error}") from None
-        return cls(compiled, tool, cause)
+        return cls(compiled, tool, cause, edits_tests, answers_only)
 
     def hits(self, turns: Sequence[WrittenTurn]) -> list[dict[str, Any]]:
         """The turns that have all of it, as JSON.
@@ -65,7 +76,7 @@ class SearchTerms:
         Raises:
             RequestError: the expression took longer than `REGEX_S`.
         """
-        time_left = _MatchingTime(REGEX_S)
+        time_left = MatchingTime(REGEX_S)
         return [
             {
                 "session": turn.session_id,
@@ -76,24 +87,31 @@ class SearchTerms:
                 "matches": matches,
             }
             for turn in turns
-            if (matches := self._matches(turn, time_left)) is not None
+            if (matches := self.matches(turn, time_left)) is not None
         ]
 
-    def _matches(self, turn: WrittenTurn, time_left: _MatchingTime) -> list[dict[str, str]] | None:
-        """The places that match; None if the turn does not."""
+    def matches(self, turn: WrittenTurn, time_left: MatchingTime) -> list[dict[str, str]] | None:
+        """The places that match; None if the turn does not.
+
+        Raises:
+            RequestError: the time is used up.
+        """
         if self.cause is not None and turn.fork_cause is not self.cause:
             return None
-        messages = list(_messages(turn))
+        messages = list(_messages(turn, answers_only=self.answers_only))
         if self.tool and not any(
             call.name == self.tool for message in messages for call in message.tool_calls
         ):
             return None
+        edits = list(_edits(messages)) if self.edits_tests else []
+        if self.edits_tests and not edits:
+            return None
         if self.expression is None:
-            return []
+            return edits
         return list(self._found(messages, self.expression, time_left)) or None
 
     def _found(
-        self, messages: Sequence[Message], expression: regex.Pattern[str], time_left: _MatchingTime
+        self, messages: Sequence[Message], expression: regex.Pattern[str], time_left: MatchingTime
     ) -> Iterator[dict[str, str]]:
         count = 0
         for message in messages:
@@ -107,8 +125,8 @@ class SearchTerms:
 
 
 @dataclass(slots=True)
-class _MatchingTime:
-    """The matching that a request may still do."""
+class MatchingTime:
+    """The matching that a search may still do."""
 
     left_s: float
 
@@ -127,9 +145,26 @@ class _MatchingTime:
         return found
 
 
-def _messages(turn: WrittenTurn) -> Iterator[Message]:
+def _edits(messages: Sequence[Message]) -> Iterator[dict[str, str]]:
+    """The first tool calls that change files of tests."""
+    calls = [(message.role, call) for message in messages for call in message.tool_calls]
+    left = EDIT_CHARS
+    count = 0
+    for role, call in calls:
+        path = edited_test(call.name, call.arguments[: max(0, left)])
+        left -= len(call.arguments)
+        if path is not None:
+            text = f"{call.name}({call.arguments})"
+            start = max(0, text.find(path))
+            yield _shown(role, text, start, start + len(path))
+            count += 1
+        if left <= 0 or count == MATCHES:
+            return
+
+
+def _messages(turn: WrittenTurn, *, answers_only: bool) -> Iterator[Message]:
     """What the turn added to its conversation: the request's new messages, and the answer."""
-    if turn.request:
+    if turn.request and not answers_only:
         for fields in orjson.loads(turn.request).get("messages", []):
             yield load_message(fields)
     if turn.answer:

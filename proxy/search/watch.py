@@ -1,0 +1,202 @@
+"""Matches search rules with each recorded turn, and marks its session.
+
+A call hands over its turn (`recorded`) and goes on; one task matches the waiting turns in a thread.
+`settled` returns when all turns of a session are matched, also those that another process or an
+earlier one recorded; `complete` waits for it, so that the marks of a completed session are all
+there. Invariant: no call waits for a rule or fails by one; matching a rule with a turn takes at
+most `RULE_S`. A rule that takes longer is given up for this turn, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from proxy.errors import RequestError, StoreError
+from proxy.records import Mark, RuleAction, Turn, TurnStatus
+from proxy.search.rules import ActiveRule, RuleConfig, saved_rules
+from proxy.search.terms import MatchingTime
+from proxy.store.browser import WrittenTurn
+from proxy.store.protocol import Store
+
+RULE_S = 0.5
+"""Seconds of matching a rule with a turn."""
+READ_S = 2.0
+"""Seconds after which the saved rules are read again, if there is a turn to match."""
+WAITING_BYTES = 64 * 2**20
+"""Text of turns that wait to be matched. Beyond it only their indexes are kept, and the turns are
+read from the store again."""
+KNOWN_SESSIONS = 1000
+RETRY_S = 1.0
+_log = logging.getLogger(__name__)
+Act = Callable[[str, Mark], Awaitable[None]]
+
+
+class RuleCounters(Protocol):
+    """Counts for the metrics."""
+
+    def rule_hit(self, rule: str) -> None: ...
+
+    def rule_given_up(self, rule: str) -> None: ...
+
+
+class RuleWatch:
+    """The rules of one proxy process. `start` begins to match, `close` ends it."""
+
+    def __init__(
+        self, store: Store, configured: Sequence[RuleConfig], metrics: RuleCounters, act: Act
+    ) -> None:
+        """`act` is called with each match of a rule that does more than mark. It may be called
+        again for the same match, and returns if there is nothing to do."""
+        self._store = store
+        self._configured = [ActiveRule.of(rule) for rule in configured]
+        self._metrics = metrics
+        self._act = act
+        self._rules = self._configured
+        self._read_at = -READ_S
+        self._waiting: OrderedDict[str, dict[int, Turn | None]] = OrderedDict()
+        """By session and index; None: to be read from the store."""
+        self._bytes = 0
+        self._matched: OrderedDict[str, set[int]] = OrderedDict()
+        """Turns of open sessions that are matched already."""
+        self._arrived = asyncio.Event()
+        self._matching = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def recorded(self, session_id: str, turn: Turn) -> None:
+        """Takes a turn that is recorded; `session_id` is the session that made the call."""
+        size = len(turn.request) + len(turn.answer)
+        fits = self._bytes + size <= WAITING_BYTES
+        self._bytes += size if fits else 0
+        self._waiting.setdefault(session_id, {})[turn.index] = turn if fits else None
+        self._arrived.set()
+
+    async def settled(self, session_id: str) -> None:
+        """Returns when all recorded turns of the session are matched.
+
+        Raises:
+            StoreError: the store failed, so that a mark may be missing.
+        """
+        async with self._matching:
+            await self._read_rules()
+            if self._rules:
+                known = self._matched.get(session_id, set())
+                waiting = self._waiting.setdefault(session_id, {})
+                for turn in await self._store.get_turns(session_id):
+                    if turn.index not in known and turn.status is not TurnStatus.OPEN:
+                        waiting.setdefault(turn.index, turn)
+            await self._match(session_id)
+            self._matched.pop(session_id, None)
+
+    async def _run(self) -> None:
+        while True:
+            await self._arrived.wait()
+            while self._waiting:
+                try:
+                    async with self._matching:
+                        await self._read_rules()
+                        if self._waiting:
+                            await self._match(next(iter(self._waiting)))
+                except StoreError as error:
+                    _log.warning("search rules: %s; trying again", error.message)
+                    await asyncio.sleep(RETRY_S)
+            self._arrived.clear()
+
+    async def _read_rules(self) -> None:
+        if time.monotonic() - self._read_at < READ_S:
+            return
+        configured = {rule.name for rule in self._configured}
+        saved = await saved_rules(self._store.browser)
+        self._rules = self._configured + [
+            ActiveRule.of(rule) for rule in saved if rule.name not in configured
+        ]
+        self._read_at = time.monotonic()
+
+    async def _match(self, session_id: str) -> None:
+        """Matches the waiting turns of a session. If it fails, they wait again."""
+        given = self._waiting.pop(session_id, {})
+        try:
+            for index in sorted(given) if self._rules else ():
+                turn = given[index]
+                if turn is None:
+                    turns = await self._store.get_turns(session_id, index, index + 1)
+                    turn = next(iter(turns), None)
+                if turn is not None:
+                    await self._mark(session_id, turn)
+        except BaseException:
+            later = self._waiting.setdefault(session_id, {})
+            self._waiting[session_id] = given | later
+            self._arrived.set()
+            raise
+        if self._rules:
+            self._remember(session_id, set(given))
+        if not self._waiting:
+            self._bytes = 0
+
+    async def _mark(self, session_id: str, turn: Turn) -> None:
+        found, given_up = await asyncio.to_thread(_found, self._rules, turn)
+        for rule in given_up:
+            _log.warning(
+                "search rule %s took longer than %g s for turn %d of session %s and was given up",
+                *(rule.name, RULE_S, turn.index, session_id),
+            )
+            self._metrics.rule_given_up(rule.name)
+        for rule, text in found:
+            mark = Mark(rule.name, rule.action, turn.index, time.time(), text)
+            if await self._store.browser.add_mark(session_id, mark):
+                self._metrics.rule_hit(rule.name)
+                event = {"rule": mark.rule, "action": mark.action, "turn": mark.turn}
+                await self._store.add_event(session_id, "marked", event | {"found": mark.found})
+            if rule.action is not RuleAction.MARK:
+                await self._act(session_id, mark)
+
+    def _remember(self, session_id: str, indexes: set[int]) -> None:
+        self._matched.setdefault(session_id, set()).update(indexes)
+        self._matched.move_to_end(session_id)
+        while len(self._matched) > KNOWN_SESSIONS:
+            self._matched.popitem(last=False)
+
+
+def _found(
+    rules: Sequence[ActiveRule], turn: Turn
+) -> tuple[list[tuple[ActiveRule, str]], list[ActiveRule]]:
+    """The rules that a turn matches, each with the text; and those that took too long."""
+    written = WrittenTurn(
+        place=0,
+        session_id=turn.session_id,
+        index=turn.index,
+        fork_cause=turn.fork_cause,
+        agent_id=turn.agent_id,
+        started_at=turn.started_at,
+        request=turn.request,
+        answer=turn.answer,
+    )
+    found, given_up = [], []
+    for rule in rules:
+        try:
+            matches = rule.terms.matches(written, MatchingTime(RULE_S))
+        except RequestError:
+            given_up.append(rule)
+            continue
+        if matches is not None:
+            found.append((rule, _storable(matches[0]["match"]) if matches else ""))
+    return found, given_up
+
+
+def _storable(text: str) -> str:
+    """PostgreSQL stores neither NUL nor lone surrogates."""
+    return text.replace("\0", "\ufffd").encode(errors="replace").decode()
