@@ -145,12 +145,7 @@ def _parts(
         if config.relay.token is not None:
             app[RELAY] = _open_relay(config, router)
         app[ENDPOINTS] = AgentEndpoints(
-            sessions,
-            calls,
-            dialects,
-            metrics,
-            config.limits,
-            model_name=config.served_model_name or (config.model.name if config.model else "model"),
+            sessions, calls, dialects, metrics, config.limits, model_name=_model_name(config)
         )
         app[CONTROL_PLANE] = ControlPlane(
             *(config, config.limits, sessions, store, router, metrics, make, siblings, deliveries),
@@ -174,12 +169,16 @@ def _parts(
     return run
 
 
+def _model_name(config: ProxyConfig) -> str:
+    return config.served_model_name or (config.model.name if config.model else "model")
+
+
 def _metrics(config: ProxyConfig, replicas: Sequence[Engine]) -> Metrics:
     """Raises ConfigurationError if OpenTelemetry is configured and not installed."""
     if config.telemetry.endpoint is None:
         return Metrics()
     telemetry = Telemetry(config.telemetry.endpoint, "agentic-proxy", {})
-    model = config.served_model_name or (config.model.name if config.model else "model")
+    model = _model_name(config)
     names = [replica.info.name for replica in replicas]
     providers = dict(zip(names, (engine.kind for engine in config.engines), strict=False))
     return ObservedMetrics(telemetry, model, providers, in_trial=config.run is not None)
