@@ -266,10 +266,10 @@ class ProxyClient:
         return True
 
     async def close(self) -> None:
-        for http in (self._http, self._streams):
-            if http is not None:
-                await http.close()
-        self._http = self._streams = None
+        opened = [http for http in (self._http, self._streams) if http is not None]
+        self._http = self._streams = None  # a call during the close opens its own
+        for http in opened:
+            await http.close()
 
     async def __aenter__(self) -> Self:
         return self
