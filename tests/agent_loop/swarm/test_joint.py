@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from agent_loop.swarm import AsyncJointClient, Claimed, EpisodeState, SwarmError
+from agent_loop.swarm import AsyncJointClient, Claimed, EpisodeState, JointClient, SwarmError
 from agent_loop.swarm.client_texts import ending
 from agent_loop.swarm.joint_client import Episodes
 from agent_loop.swarm.wire import Decider
-from tests.agent_loop.swarm.conftest import RunningSwarm, StartSwarm
+from tests.agent_loop.swarm.conftest import TOKEN, RunningSwarm, StartSwarm
 
 REWARDS = {"a": 1.0, "b": 0.5}
 
@@ -67,6 +67,30 @@ async def _until_not(swarm: RunningSwarm, episode: Claimed, state: EpisodeState)
 
 async def _state(swarm: RunningSwarm, episode: Claimed) -> EpisodeState:
     return await swarm.swarm.episodes.outcome(episode.episode_id, episode.key)
+
+
+async def test_client_for_threads_ends_both_episodes(start_swarm: StartSwarm) -> None:
+    """The lines of docs/swarm.md."""
+    one, two = [await start_swarm(name=name, groups=4) for name in ("planner", "coder")]
+    joint = JointClient({"planner": one.url, "coder": two.url}, TOKEN)
+
+    main = asyncio.get_running_loop()
+
+    def my_agent(planner: Claimed, coder: Claimed) -> float:
+        for swarm, episode in ((one, planner), (two, coder)):
+            called = asyncio.run_coroutine_threadsafe(swarm.call(episode), main)
+            assert called.result(60) == 200
+        return 1.0
+
+    def work() -> None:
+        with joint.episode(task_id="issue-7") as episodes:
+            reward = my_agent(episodes["planner"], episodes["coder"])
+            joint.end_episode(episodes, rewards={"planner": reward, "coder": reward})
+        joint.close()
+
+    await asyncio.to_thread(work)
+    for swarm in (one, two):
+        assert (await swarm.client.status()).counts["ended"] == 1
 
 
 async def test_both_episodes_count_with_their_own_rewards(pair: Pair) -> None:
