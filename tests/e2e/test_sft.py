@@ -102,7 +102,9 @@ def test_killed_run_continues_with_the_same_batches_to_the_same_weights(
 
     summary = RunFolder.open(tmp_path / "killed").read_summary()
     assert (summary["status"], summary["steps"]) == ("done", STEPS)
-    assert "Loss of imitation" in (tmp_path / "killed" / "report.html").read_text()
+    report = (tmp_path / "killed" / "report.html").read_text()
+    assert "was trained by imitation of answers recorded in" in report
+    assert '"sft/loss":[[1,' in report
     Policy(ModelConfig(path=tmp_path / "whole" / "checkpoints" / "step-000008" / "model"))
 
 

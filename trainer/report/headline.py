@@ -38,6 +38,7 @@ class Tile:
 class Headline:
     """The first lines of a report."""
 
+    kind: str
     title: str
     sentences: Sequence[str]
     tiles: Sequence[Tile]
@@ -51,6 +52,12 @@ class Facts:
     """As `RecordedRun.summary` returns it."""
     seen: SeenTrials
     metrics: SeenMetrics
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the folder is that of `agentic-train eval`, where nothing is trained."""
+        ran = self.summary["status"] is not None or self.seen.trained_tasks
+        return not ran and self.seen.last is not None
 
     @property
     def machine(self) -> str:
@@ -88,6 +95,7 @@ class Facts:
 def headline(facts: Facts) -> Headline:
     title, ending = _title(facts), _ending(facts)
     return Headline(
+        "Evaluation" if facts.is_evaluation else "Training run",
         title,
         [each for each in (_what(facts), _result(facts), ending) if each and each != title],
         _tiles(facts),
@@ -100,6 +108,8 @@ def _title(facts: Facts) -> str:
         before, after = (percent(each["success"]) for each in (shown[0], shown[-1]))
         if difference is None or not is_significant(difference):
             return f"Held-out success: {before} before, {after} after; no significant difference"
+        if (difference.mean > 0) != (shown[-1]["success"] > shown[0]["success"]):
+            return f"Held-out success: {before} before, {after} after, partly of other tasks"
         rose = "rose" if difference.mean > 0 else "fell"
         return f"Held-out success {rose} from {before} to {after}"
     if shown:
@@ -122,6 +132,8 @@ def _what(facts: Facts) -> str:
         return f"{model} was trained by imitation of answers{source}, in {steps or 0} steps.{took}"
     agent = facts.named(AGENT_KEYS, "agents")
     of_agent = f" as the policy of the agent {agent}" if agent else ""
+    if facts.is_evaluation:
+        return f"{model} was evaluated{of_agent}."
     number = len(facts.seen.trained_tasks)
     of_tasks = f" on {number} different tasks" if number else ""
     source = f" of {tasks}" if tasks and number else f" on {tasks}" if tasks else ""
@@ -195,8 +207,11 @@ def _tiles(facts: Facts) -> list[Tile]:
         low, high = difference.interval
         note = f"points; 95 %: {points(low)} to {points(high)}"
         tiles.append(Tile("Difference", points(difference.mean), note))
-    steps, trials = facts.summary["steps"], facts.seen.count
-    tiles.append(Tile("Steps", str(steps or 0), f"{trials:,} trials" if trials else ""))
+    trials = facts.seen.count
+    if facts.is_evaluation:
+        return [*tiles, Tile("Trials", f"{trials:,}")]
+    steps = str(facts.summary["steps"] or 0)
+    tiles.append(Tile("Steps", steps, f"{trials:,} trials" if trials else ""))
     tiles.append(Tile("Time", duration(facts.summary["wall_s"]), facts.machine))
     return tiles
 

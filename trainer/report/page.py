@@ -61,6 +61,8 @@ def write_report(folder: RunFolder) -> Report:
     count = max(0, int(_number(settings, "logging.report_trials", PAIRS)))
     pairs, note = asyncio.run(_pairs(run, seen, count))
     max_staleness = _number(settings, "rollout.max_staleness", math.inf)
+    if not summary["evaluations"] and seen.last is not None:
+        summary["evaluations"] = [seen.last.score()]
     evaluations = summary["evaluations"]
     data = {
         "evaluations": _ends(evaluations),
@@ -129,7 +131,7 @@ def _html(name: str, status: str | None, head: Headline, data: dict[str, Any]) -
 </head>
 <body>
 <main class="view-report">
-<p class="of-run quiet">Training run <bdi>{_text(name)}</bdi>
+<p class="of-run quiet">{head.kind} <bdi>{_text(name)}</bdi>
 <span class="tag status-{shown}">{shown}</span></p>
 <h1>{_text(head.title)}</h1>
 <div class="sentences">{sentences}</div>

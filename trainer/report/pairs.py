@@ -84,7 +84,7 @@ def held_out_pairs(seen: SeenTrials) -> Changes:
         return changes
     if seen.first is seen.last:
         ordered = sorted(seen.last.tasks.items(), key=lambda item: (item[1].share, item[0]))
-        changes.same = [_single(seen.last.name, trials) for _, trials in ordered]
+        changes.same = [_single(trials) for _, trials in ordered]
         return changes
     names = [name for name in seen.first.tasks if name in seen.last.tasks]
     gains = {name: seen.last.tasks[name].share - seen.first.tasks[name].share for name in names}
@@ -131,10 +131,10 @@ def trained_pair(run: RecordedRun, seen: SeenTrials) -> Pair | None:
     return None
 
 
-def _single(name: str, trials: TaskTrials) -> Pair:
+def _single(trials: TaskTrials) -> Pair:
     kind = "solved" if trials.share == 1 else "failed" if trials.share == 0 else "solved sometimes"
     title = f"{trials.worst['task_id']}: {kind}"
-    return Pair(title, f"Held out, evaluation {name}.", [(name, trials.worst)])
+    return Pair(title, "A held-out task, which is not trained on.", [("trial", trials.worst)])
 
 
 def _label(name: str, step: int) -> str:

@@ -5,6 +5,7 @@ Invariant: memory grows with the number of different tasks, not with the number 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.comparison import Difference, paired_difference
+from agent_loop.evaluator import wilson_interval
 from agent_loop.records import RolloutStatus
 from proxy.view.json_lines import every_line
 from proxy.view.run_folder import trial_fields
@@ -54,6 +56,19 @@ class Evaluated:
     name: str
     step: int
     tasks: dict[str, TaskTrials] = field(default_factory=dict)
+
+    def score(self) -> dict[str, Any]:
+        """Success with its interval, as in the summary of a run."""
+        shares = [trials.share for trials in self.tasks.values()]
+        success = sum(shares) / len(shares) if shares else math.nan
+        interval = list(wilson_interval(success, len(shares)))
+        trials = sum(each.judged for each in self.tasks.values())
+        counts = {"tasks": len(shares), "trials": trials}
+        return (
+            {"name": self.name, "step": self.step, "success": success}
+            | counts
+            | {"interval": interval}
+        )
 
 
 @dataclass(slots=True)
@@ -104,11 +119,11 @@ class SeenTrials:
         if trial["status"] == RolloutStatus.TRUNCATED and self.truncated is None:
             self.truncated = trial
         task = "/".join((trial["agent"], trial["source"], trial["task_id"]))
-        if trial["kind"] != "eval":
+        if trial["kind"] not in ("eval", ""):  # `agentic-train eval` writes no kind
             self.trained_tasks.add(hash(task))
             self.last_trained_step = trial["step"]
             return
-        name = trial["evaluation"] or str(trial["step"])
+        name = trial["evaluation"] or f"step {trial['step']}"
         if self.first is None:
             self.first = self.last = Evaluated(name, trial["step"])
         elif self.last is None or (self.last.name, self.last.step) != (name, trial["step"]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
+from agent_loop.trial_list import TrialLine
 from tests.trainer.report.written import evaluation, report_text, trial, write_run
 
 CONFIG = {
@@ -95,3 +97,16 @@ def test_nothing_but_a_configuration_is_enough(tmp_path: Path) -> None:
     text = report_text(folder)
     assert "<h1>Run run</h1>" in text
     assert "There was no evaluation on held-out tasks." in text
+
+
+def test_evaluation_without_training_is_not_called_training(tmp_path: Path) -> None:
+    lines = [
+        asdict(TrialLine(f"t{n}", "s", 0, f"t{n}-x", "done", float(n < 6), 2)) for n in range(8)
+    ]
+    folder = write_run(tmp_path / "run", trials=lines, config=CONFIG)
+    folder.summary.unlink()
+    text = report_text(folder)
+    assert "<h1>Held-out success: 75 %</h1>" in text
+    assert "models/small was evaluated as the policy of the agent agent.py:run.</p>" in text
+    assert "On 8 held-out tasks the policy succeeds in 75 % (95 % interval 41 % to 93 %)." in text
+    assert "trained" not in text
