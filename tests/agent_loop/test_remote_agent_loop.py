@@ -66,7 +66,11 @@ async def run(
     try:
         return await loop.run(Task("greet/1", data, "greetings"), kind=kind, seed=11, version=3)
     finally:
-        await loop.close()
+        if client is None:
+            await loop.close()
+        else:  # other loops may use it
+            await loop.launcher.close()
+            await loop.rewards.close()
 
 
 async def test_trial_of_three_turns_is_one_trained_path_with_its_reward(
