@@ -37,9 +37,13 @@ class AdminKeys:
 
     def accepts(self, given: str) -> bool:
         """Whether `given` is a valid admin key."""
+        return is_one_of(given, self.current())
+
+    def current(self) -> list[bytes]:
+        """The admin keys that are valid now."""
         if self._file is not None:
-            return self._file.accepts(given)
-        return is_one_of(given, [self._key.encode()])
+            return self._file.current()
+        return [self._key.encode()] if self._key else []
 
     def check(self, given: str) -> None:
         """
@@ -70,6 +74,10 @@ def with_admin_key(config: ProxyConfig) -> ProxyConfig:
         raise ConfigurationError(
             f"admin_key_file: {path} cannot be used: {error.strerror}; set {VARIABLE}, or choose "
             "another file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"admin_key_file: {path} is not a text in UTF-8; remove it, or write a key"
         ) from error
     if not key:
         raise ConfigurationError(f"admin_key_file: {path} is empty; remove it, or write a key")

@@ -238,7 +238,7 @@ def _open_watch(
 def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Rendering) -> ViewApi:
     access = Access(
         lambda: store.browser,
-        AdminKeys(config).accepts,
+        AdminKeys(config),
         secure=(config.public_url or "").startswith("https:"),
     )
     return ViewApi(

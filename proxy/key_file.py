@@ -2,7 +2,7 @@
 
 A changed file is read again at the next use, so keys are replaced without a restart: write the new
 key above the old one, give the new one to all callers, and remove the old one. Invariant: while the
-file cannot be read or has no key, the keys that were read last stay valid.
+file cannot be read, is not a text or has no key, the keys that were read last stay valid.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ class KeyFile:
 
     def accepts(self, given: str) -> bool:
         """Whether `given` is one of the keys."""
-        with contextlib.suppress(OSError):
+        return is_one_of(given, self.current())
+
+    def current(self) -> list[bytes]:
+        """The keys that are valid now."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             self._read_again()
-        return is_one_of(given, self._keys)
+        return self._keys
 
     def _read_again(self) -> None:
         found = os.stat(self._path)
@@ -42,6 +46,7 @@ def lines(path: Path) -> list[str]:
 
     Raises:
         OSError: the file cannot be read.
+        UnicodeDecodeError: the file is not a text in UTF-8.
     """
     return [line.strip() for line in path.read_text().splitlines() if line.strip()]
 

@@ -98,7 +98,7 @@ def build_view(
     """The page as an application of its own."""
     guard = web_guard(Hosts(config.host, config.allowed_hosts), pages=(PAGE,))
     app = web.Application(middlewares=[guard])
-    access = Access(lambda: store.browser, AdminKeys(config).accepts, secure=False)
+    access = Access(lambda: store.browser, AdminKeys(config), secure=False)
     api = ViewApi(
         lambda: store.browser,
         access,

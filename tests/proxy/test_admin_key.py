@@ -35,6 +35,12 @@ def key_of(config: ProxyConfig) -> str:
     return key.get_secret_value()
 
 
+def test_key_file_that_is_not_a_text_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigurationError, match=r"admin_key_file: .*/key is not a text in UTF-8"):
+        with_admin_key(load_config(admin_key_file=tmp_path / "key"))
+
+
 def test_key_is_created_in_a_private_file_next_to_the_store_and_reused(tmp_path: Path) -> None:
     config = load_config(store=f"sqlite:///{tmp_path}/s.db")
     first = key_of(config)

@@ -29,6 +29,8 @@ def test_changed_file_is_read_again_and_an_unusable_one_is_not(tmp_path: Path) -
     assert not keys.accepts("at start")
     path.write_text("\n")
     assert keys.accepts("first")
+    path.write_bytes(b"\xff\xfe\n")
+    assert keys.accepts("first")
     path.unlink()
     assert keys.accepts("first")
     # Kubernetes replaces a mounted secret by renaming a link.

@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from pydantic import SecretStr
 
+from proxy.admin_key import AdminKeys
 from proxy.config import ListenConfig
 from proxy.conversation.messages import Message, dump_answer
 from proxy.errors import ConfigurationError
@@ -19,7 +24,7 @@ from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.store import open_store
 from proxy.store.browser import Grant, GrantKind
-from proxy.view.access import LINK_S, _digest, new_key, new_link
+from proxy.view.access import ADMIN_NAME, LINK_S, Access, _digest, new_key, new_link
 from proxy.view.api import ROUTES
 from proxy.view.bounded import PIECE_CHARS, SHOWN_CHARS, text_of, turn_json
 from proxy.view.fork import difference
@@ -136,6 +141,49 @@ async def test_link_opens_once_and_a_revoked_key_closes_its_browsers(
         assert await store.browser.revoke_grants("ana") == 3
         assert [await reads(each) for each in (one, two, three)] == [True, False, False]
         assert await log_in(two, key) == 401
+    await store.close()
+
+
+async def test_removed_admin_key_closes_the_browsers_that_it_opened_the_page_in(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    keys = tmp_path / "admin-key"
+    keys.write_text(f"the-next-key\n{ADMIN_KEY}\n")
+    proxy = await start_proxy(admin_key_file=keys)
+    jars = [aiohttp.CookieJar(unsafe=True) for _ in range(2)]
+    async with (
+        aiohttp.ClientSession(proxy.url, cookie_jar=jars[0]) as old,
+        aiohttp.ClientSession(proxy.url, cookie_jar=jars[1]) as new,
+    ):
+        assert await log_in(old, ADMIN_KEY) == 200
+        assert await log_in(new, "the-next-key") == 200
+        assert [await reads(each) for each in (old, new)] == [True, True]
+        keys.write_text("the-next-key\n")
+        assert [await reads(each) for each in (old, new)] == [False, True]
+        async with new.post("/view/log_out", json={}) as response:
+            assert response.status == 200
+        jars[1].update_cookies({f"agentic_view_{proxy.url.rpartition(':')[2]}": "gone"})
+        assert not await reads(new)
+
+
+async def test_cookie_of_an_admin_key_ends_when_it_is_logged_out_or_revoked(tmp_path: Path) -> None:
+    store = await open_store(f"sqlite:///{tmp_path}/grants.db")
+    keys = AdminKeys(ListenConfig(admin_key=SecretStr(ADMIN_KEY)))
+    access = Access(lambda: store.browser, keys, secure=False)
+    left, revoked, kept = [await access.log_in(ADMIN_KEY) for _ in range(3)]
+
+    def request(cookie: str | None) -> web.Request:
+        headers = {"Host": "proxy:8000", "Cookie": f"agentic_view_8000={cookie}"}
+        return make_mocked_request("GET", "/view/sessions", headers=headers)
+
+    assert [await access.allows(request(each)) for each in (left, revoked)] == [True, True]
+    await access.log_out(request(left))
+    assert [await access.allows(request(each)) for each in (left, revoked)] == [False, True]
+    await store.browser.revoke_grants(ADMIN_NAME)
+    assert [await access.allows(request(each)) for each in (revoked, kept)] == [False, False]
+    earlier = Grant(_digest("c"), GrantKind.COOKIE, ADMIN_NAME, 1.0)  # without the admin key's part
+    await store.browser.add_grant(earlier)
+    assert not await access.allows(request("c"))
     await store.close()
 
 
