@@ -73,7 +73,12 @@ class CreditConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        others = sorted(self.model_fields_set - {"function"})
+        fields = type(self).model_fields
+        others = [
+            name
+            for name in ("policy", "summaries", "turn_discount")
+            if getattr(self, name) != fields[name].default
+        ]
         if self.function is not None and others:
             raise ValueError(
                 f"credit.function={self.function.target} takes the place of "

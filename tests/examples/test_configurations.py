@@ -8,7 +8,7 @@ import yaml
 
 from proxy.agents import AgentProgram
 from trainer.config import TrainerConfig
-from trainer.config_sources import load
+from trainer.config_sources import dump, load
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [
@@ -32,6 +32,18 @@ def test_configuration_loads_and_its_files_exist(
     config = load([path])
     assert (config.model.path / "model.safetensors").is_file()
     assert all(file.is_file() for file in (*config.data.train_files, *config.data.val_files))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_configuration_in_a_run_folder_is_read_back_equal(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the run can be resumed."""
+    monkeypatch.chdir(ROOT)
+    config = load([path])
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump(config))
+    assert load([saved]) == config
 
 
 @pytest.mark.parametrize("path", LAYERS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -32,8 +32,8 @@ POLL_S = 0.1  # seconds between two checks whether a starting proxy is ready
 LOG_TAIL_BYTES = 2000
 PORT_SETTING = "proxy_server.port"
 
-SECRET_FILES = ("admin_key_file", "store_password_file")
-"""Settings that take the place of those that a run decides."""
+ALSO_DECIDED = ("admin_key_file", "store_password_file", "public_url", "peer_url", "workers")
+"""Settings that take the place of those that a run decides, or are right for another proxy only."""
 STOP_GRACE_S = 10.0
 """Seconds for the proxy to end the calls in flight and to store their turns."""
 
@@ -105,7 +105,7 @@ class ProxyProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=_environment({*settings, *SECRET_FILES}),
+                env=_environment({*settings, *ALSO_DECIDED}),
                 pass_fds=(config_fd,),
                 start_new_session=True,  # the run handles Ctrl-C: the agents end first
             )

@@ -112,14 +112,15 @@ addEventListener("pagehide", pause);
 addEventListener("pageshow", resume);
 
 function pause() {
-  if (source === null) return;
+  hiddenSince ||= Date.now();
   disconnect();
-  hiddenSince = Date.now();
 }
 
 function resume() {
+  const away = hiddenSince && Date.now() - hiddenSince;
+  hiddenSince = 0;
   if (!following || source !== null) return;
-  if (hiddenSince && Date.now() - hiddenSince > LONG_AWAY_MS) {
+  if (away > LONG_AWAY_MS) {
     position = "";
     Object.assign(live, { answered: [], events: [], running: new Map() });
     for (const listener of onReturn) listener();

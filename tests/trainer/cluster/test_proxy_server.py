@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from proxy.client import ProxyClient
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 async def test_environment_changes_nothing_that_the_run_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variables are those of another proxy; PUBLIC_URL, which is not decided, holds."""
+    """The variables are those of another proxy; what the run does not decide holds."""
     for name, value in {
         "PORT": str(free_port("127.0.0.1")),
         "HOST": "0.0.0.0",
@@ -31,6 +32,8 @@ async def test_environment_changes_nothing_that_the_run_decides(
         "ADMIN_KEY_FILE": str(tmp_path / "missing"),
         "RENDERING__RENDERER": "none",
         "PUBLIC_URL": "http://outside:80",
+        "WORKERS": "3",
+        "LIMITS__BODY_BYTES": "2048",
     }.items():
         monkeypatch.setenv(f"AGENTIC_PROXY_{name}", value)
     monkeypatch.setenv("agentic_proxy_port", "1")
@@ -48,8 +51,15 @@ async def test_environment_changes_nothing_that_the_run_decides(
             await server.start()
             async with ProxyClient(server.url, server.admin_key) as control:
                 session = await control.create_session("one", kind=SessionKind.TRAIN)
+            headers = {"Authorization": f"Bearer {session.api_key}"}
+            url = f"{session.base_url}/chat/completions"
+            async with (
+                aiohttp.ClientSession(headers=headers) as http,
+                http.post(url, data=b" " * 3000) as response,
+            ):
+                assert response.status == 413
         finally:
             await server.stop()
     assert (run / "sessions.db").is_file()
     assert not (tmp_path / "another.db").exists()
-    assert session.base_url.startswith("http://outside:80/")
+    assert session.base_url.startswith(server.url)
