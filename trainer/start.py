@@ -1,7 +1,7 @@
 """Starts, continues and ends a run, from its configuration to its exit code.
 
-Invariant: whichever way a run ends, its summary has the status, its report is written, and its
-processes have ended.
+Invariant: whichever way a run ends, its summary has the status, its processes have ended, its log
+is closed and its folder unlocked. Its report is written then; what fails there is a warning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from trainer.report import write_report
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder, replace_file, truncate_jsonl
 from trainer.run.log import RunLog
+from trainer.run.warned_errors import errors_as_warnings
 
 Parts = SwarmParts | TaskParts | SftParts
 
@@ -172,16 +174,25 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     if saved is not None:
         log.progress.say(f"continuing from {saved.path}")
     status: Ended | Literal["failed"] = "failed"
-    try:
-        status = asyncio.run(_under_signals(parts, log, control))
-    finally:
-        log.finish(status, **_failure(status, sys.exception()))
-        report = write_report(folder)
-        log.report(report.page, report.transcripts)
-        log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}, {report.page}")
-        log.close()
-        folder.unlock()
+    with ExitStack() as last_first:
+        last_first.callback(folder.unlock)
+        last_first.callback(log.close)
+        try:
+            status = asyncio.run(_under_signals(parts, log, control))
+        finally:
+            log.finish(status, **_failure(status, sys.exception()))
+            _report(log, status)
     return 0 if control.signal_number is None else 128 + control.signal_number
+
+
+def _report(log: RunLog, status: str) -> None:
+    """Writes and sends the report of a run that has ended; what fails there is a warning."""
+    folder, written = log.folder, ""
+    with errors_as_warnings(f"{log.folder.report.name} could not be written", log.progress.say):
+        report = write_report(folder)
+        written = f", {report.page}"
+        log.report(report.page, report.transcripts)
+    log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}{written}")
 
 
 def _machine(backend: str, device: str) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 import yaml
 
 from trainer import start
 from trainer.checkpoint import FORMAT, Saved
 from trainer.cli import main
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.run.folder import RunFolder
 
 
@@ -129,3 +131,102 @@ def test_log_level_of_the_command_line_is_that_of_the_run(
     monkeypatch.setattr(start.logs, "set_up", lambda _, least: levels.append(least))
     assert main(["--config", str(config), *arguments]) == 0
     assert levels == [level]
+
+
+class ExpiredToken(Exception):
+    """As the clients of artifact stores raise it: not an OSError, nor one of MLflow's."""
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Makes a function of a module fail, with a secret and two lines in its error. Runs log to
+    MLflow and do not train."""
+
+    async def nothing(*_: object) -> str:
+        return "done"
+
+    monkeypatch.setattr(start, "_under_signals", nothing)
+    monkeypatch.setattr(start, "hide_memory", lambda: None)  # of the test's own process
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+
+    def fail(module: object, name: str) -> None:
+        def fail_now(*_: object) -> None:
+            raise ExpiredToken("PutObject\nhttp://me:hunter2@store/b?token=hunter2 is refused")
+
+        monkeypatch.setattr(module, name, fail_now)
+
+    end_run = mlflow.end_run
+    yield fail
+    end_run()
+
+
+@pytest.fixture
+def closings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened to the log of a run."""
+    noted: list[str] = []
+    close = start.RunLog.close
+
+    def noting(log: start.RunLog) -> None:
+        noted.append("begun")
+        close(log)
+        noted.append("ended")
+
+    monkeypatch.setattr(start.RunLog, "close", noting)
+    return noted
+
+
+SHOWN_ERROR = "ExpiredToken: PutObject http://store/b?token=hidden is refused"
+LOGGED = ("logging.mlflow_experiment=e", "logging.progress=plain", "logging.tensorboard=false")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "warning"),
+    [
+        (mlflow, "log_artifact", "report.html could not be sent to MLflow"),
+        (mlflow, "end_run", "MLflow could not be closed"),
+        (start, "write_report", "report.html could not be written"),
+    ],
+)
+def test_run_that_is_done_ends_so_whatever_its_report_or_a_service_raises(
+    config: Path,
+    tmp_path: Path,
+    fails: Any,
+    closings: list[str],
+    capsys: pytest.CaptureFixture[str],
+    module: object,
+    name: str,
+    warning: str,
+) -> None:
+    fails(module, name)
+    assert start.begin([config], LOGGED, {}) == 0
+    said = capsys.readouterr()
+    warnings = [line for line in said.out.splitlines() if line.startswith("warning: ")]
+    assert warnings == [f"warning: {warning}: {SHOWN_ERROR}"]
+    assert "hunter2" not in said.out + said.err
+    folder = RunFolder.open(tmp_path / "run")
+    assert folder.read_summary()["status"] == "done"
+    assert closings == ["begun", "ended"]
+    assert not folder.is_running
+
+
+def test_failed_run_ends_with_its_own_error_whatever_its_report_raises(
+    config: Path,
+    tmp_path: Path,
+    fails: Any,
+    closings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def failing(*_: object) -> str:
+        raise TrainerError("no engine is left")
+
+    monkeypatch.setattr(start, "_under_signals", failing)
+    for module, name in ((start, "write_report"), (mlflow, "end_run")):
+        fails(module, name)
+    with pytest.raises(TrainerError, match="no engine is left"):
+        start.begin([config], LOGGED, {})
+    folder = RunFolder.open(tmp_path / "run")
+    summary = folder.read_summary()
+    assert (summary["status"], summary["error"]) == ("failed", "TrainerError: no engine is left")
+    assert closings == ["begun", "ended"]
+    assert not folder.is_running

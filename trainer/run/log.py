@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -104,7 +105,7 @@ class RunLog:
         self.summary: dict[str, Any] = folder.read_summary()
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
         self.summary.setdefault("warnings", {})
-        self._metrics = MetricsLog(_sinks(config, folder, saved_step + 1, tracked, dict(resolved)))
+        sinks = _sinks(config, folder, saved_step + 1, tracked, dict(resolved))
         self._trials = folder.trials_log.open("a", buffering=1)
         self._telemetry: RunTelemetry | None = None
         if telemetry is not None and telemetry.endpoint is not None:
@@ -115,6 +116,7 @@ class RunLog:
         self._phases = PhaseLog(folder.phases, ended)
         self._started = time.monotonic()
         self.progress = Progress(config.progress, steps, self._warned)
+        self._metrics = MetricsLog(sinks, self.progress.say)
         self._tokens: TokenLog | None = None
         remove_steps_after(saved_step, folder.tokens)
         if config.token_bytes:
@@ -199,26 +201,25 @@ class RunLog:
         self._summarise(eval=self.evaluations | {name: {"step": step} | values})
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
-        """Gives the services the report of the run, which has ended. A service that cannot be
-        reached is a warning: the report is in the run's folder."""
-        try:
-            self._metrics.report(page, transcripts)
-        except OSError as error:
-            self.progress.say(f"warning: {page.name} could not be sent: {error}")
+        """Gives the services the report of the run, which has ended. A service that does not take
+        it is a warning: the report is in the run's folder."""
+        self._metrics.report(page, transcripts)
 
     def finish(self, status: str, **values: Any) -> None:
         """`status` is `done`, `stopped` or `failed`."""
         self._summarise(status=status, **values)
 
     def close(self) -> None:
-        if self._tokens is not None:
-            self._tokens.close()
-        self.progress.close()
-        self._metrics.close()
-        self._trials.close()
-        self._phases.close()
-        if self._telemetry is not None:
-            self._telemetry.close()
+        """Closes all parts, also if one of them fails; a service that fails is a warning."""
+        with ExitStack() as last_first:
+            if self._telemetry is not None:
+                last_first.callback(self._telemetry.close)
+            last_first.callback(self._phases.close)
+            last_first.callback(self._trials.close)
+            last_first.callback(self._metrics.close)
+            last_first.callback(self.progress.close)
+            if self._tokens is not None:
+                last_first.callback(self._tokens.close)
 
     def _warned(self, text: str) -> None:
         """Counts a warning; the next line of the summary has it. Any thread may warn."""

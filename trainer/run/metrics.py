@@ -2,7 +2,7 @@
 
 Invariant: the metrics of a step are one JSONL line, which is complete and flushed when `log`
 returns; the other sinks receive the same numbers. The services also get the report of a run that
-has ended, and the transcripts of its trials to read.
+has ended, and the transcripts of its trials to read. A service that fails at the end is a warning.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
+from trainer.run.warned_errors import errors_as_warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,13 @@ class Transcript:
 class Sink(Protocol):
     """One place where metrics are written."""
 
+    service: str
+    """Its name, for messages."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
-        """The report of the run, which has ended, and the transcripts of the trials in it.
-
-        Raises OSError if a service cannot be reached.
-        """
+        """The report of the run, which has ended, and the transcripts of the trials in it."""
         ...
 
     def close(self) -> None: ...
@@ -50,25 +51,33 @@ class Sink(Protocol):
 class MetricsLog:
     """Example: log.log(12, {"reward/mean": 0.62, "time/step_s": 3.1})"""
 
-    def __init__(self, sinks: list[Sink]) -> None:
+    def __init__(self, sinks: list[Sink], say: Callable[[str], None]) -> None:
+        """`say` shows a line, such as a warning."""
         self._sinks = sinks
+        self._say = say
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.log(step, values)
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
-        """Raises OSError if a service cannot be reached."""
+        """A sink that does not take the report is a warning; the others still get it."""
         for sink in self._sinks:
-            sink.report(page, transcripts)
+            what = f"{page.name} could not be sent to {sink.service}"
+            with errors_as_warnings(what, self._say):
+                sink.report(page, transcripts)
 
     def close(self) -> None:
+        """A sink that does not close is a warning; the others are still closed."""
         for sink in self._sinks:
-            sink.close()
+            with errors_as_warnings(f"{sink.service} could not be closed", self._say):
+                sink.close()
 
 
 class JsonlSink:
     """One line per step in `metrics.jsonl`."""
+
+    service = "metrics.jsonl"
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -87,6 +96,8 @@ class JsonlSink:
 
 class TensorBoardSink:
     """Writes for TensorBoard. Points of an interrupted run from `purge_step` on are hidden."""
+
+    service = "TensorBoard"
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -109,6 +120,8 @@ class TensorBoardSink:
 class WandbSink:
     """Logs to Weights & Biases, which keeps the first values that it receives for a step. `run_id`
     is the id of the run to continue; None: a new run."""
+
+    service = "Weights & Biases"
 
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], run_id: str | None = None
@@ -135,6 +148,8 @@ class WandbSink:
 class MlflowSink:
     """Logs to MLflow. `run_id` is the id of the run to continue; None: a new run."""
 
+    service = "MLflow"
+
     def __init__(
         self, experiment: str, name: str, config: Mapping[str, Any], run_id: str | None = None
     ) -> None:
@@ -158,14 +173,11 @@ class MlflowSink:
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
         """Artifacts of the run: `report.html`, and `transcripts/TRIAL.txt`."""
-        try:
-            self._mlflow.log_artifact(str(page))
-            for each in transcripts:
-                text = f"{each.facts}\n\n{each.text}\n"
-                name = re.sub("[^A-Za-z0-9._-]+", "_", each.trial_id)
-                self._mlflow.log_text(text, f"transcripts/{name}.txt")
-        except self._mlflow.MlflowException as error:
-            raise OSError(f"MLflow: {error}") from error
+        self._mlflow.log_artifact(str(page))
+        for each in transcripts:
+            text = f"{each.facts}\n\n{each.text}\n"
+            name = re.sub("[^A-Za-z0-9._-]+", "_", each.trial_id)
+            self._mlflow.log_text(text, f"transcripts/{name}.txt")
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -24,7 +24,7 @@ from trainer.run.metrics import (
 
 
 def test_metrics_of_a_step_are_one_line_of_valid_json(tmp_path: Path) -> None:
-    log = MetricsLog([JsonlSink(tmp_path / "m.jsonl")])
+    log = MetricsLog([JsonlSink(tmp_path / "m.jsonl")], print)
     log.log(1, {"reward/mean": 0.5, "advantage/max": float("nan")})
     line = json.loads((tmp_path / "m.jsonl").read_text())
     assert line["step"] == 1
@@ -36,7 +36,7 @@ def test_metrics_of_a_step_are_one_line_of_valid_json(tmp_path: Path) -> None:
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = MetricsLog([TensorBoardSink(tmp_path / "tb")])
+    log = MetricsLog([TensorBoardSink(tmp_path / "tb")], print)
     for step in (1, 2):
         log.log(step, {"reward/mean": step / 4})
     log.close()
@@ -60,7 +60,7 @@ def test_logger_that_is_not_installed_is_refused_with_its_key(
 def test_mlflow_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    log = MetricsLog([MlflowSink("experiment", "run", {"rollout": {"group_size": 3}})])
+    log = MetricsLog([MlflowSink("experiment", "run", {"rollout": {"group_size": 3}})], print)
     for step in (1, 2):
         log.log(step, {"reward/mean": step / 4})
     log.close()
@@ -130,7 +130,7 @@ def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offline_wandb(tmp_path, monkeypatch)
     sink = WandbSink("project", "run", {"rollout": {"group_size": 3}})
-    log = MetricsLog([sink])
+    log = MetricsLog([sink], print)
     log.log(7, {"reward/mean": 0.15625})
     log.close()
     wandb.teardown()  # wandb's service writes the end of the file when it ends
@@ -197,4 +197,4 @@ def test_service_that_cannot_be_reached_at_the_end_is_a_warning(
     log = RunLog(config, RunFolder.create(tmp_path / "run"), steps=1)
     log.report(tmp_path / "missing" / "report.html", TRANSCRIPTS)
     log.close()
-    assert "warning: report.html could not be sent" in capsys.readouterr().out
+    assert "warning: report.html could not be sent to MLflow: " in capsys.readouterr().out
