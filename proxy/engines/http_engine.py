@@ -159,6 +159,7 @@ class HttpEngine(ABC, Generic[A]):
         except EngineError:
             self._info.healthy = False
             self._info.cache_tokens = None  # it may come back with another size
+            self._info.details = {}
             raise
         self._info.healthy = True
 

@@ -19,6 +19,8 @@ from proxy.errors import ConfigurationError, EngineError, EngineRefusal
 
 MAX_ERROR_BYTES = 4096
 MAX_EVENT_BYTES = 16 * 2**20
+MAX_TEXT_BYTES = 4 * 2**20
+"""The metrics of a vLLM with 16 data-parallel ranks have 0.6 MB."""
 _REQUEST_FAULTS = (400, 413, 422)
 _MISSING = frozenset({404})
 NOT_OFFERED = frozenset({401, 403, 404, 405, 501})
@@ -67,9 +69,14 @@ class Upstream:
         return self.parse(body) if body else None
 
     async def text(self, path: str, *, timeout_s: float) -> str:
-        """The body at `path`. Raises EngineError, also if the path does not exist."""
+        """The body at `path`. Raises EngineError, also if the path does not exist or the body has
+        more than MAX_TEXT_BYTES."""
+        body = bytearray()
         async with self._request("GET", path, b"", timeout_s) as response:
-            body = await response.read()
+            while part := await response.part():
+                body += part
+                if len(body) > MAX_TEXT_BYTES:
+                    raise self.fault(f"sent more than {MAX_TEXT_BYTES} bytes at {path}")
         return body.decode(errors="replace")
 
     async def post(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:

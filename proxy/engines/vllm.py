@@ -74,6 +74,7 @@ class VllmEngine(HttpEngine[_Answer]):
         self._prompts = PromptJson()
         self._info.adapters = True
         self._metrics_read = False
+        self._sends_load = False
 
     async def abort(self, request_id: str) -> None:
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
@@ -89,16 +90,18 @@ class VllmEngine(HttpEngine[_Answer]):
         self._info.version = self._version(await self._weight_label("/weight_info"))
 
     async def _read_metrics(self) -> bool:
-        """Whether the engine has sent metrics that do not change: without its load. One that does
-        not send any samples as any other does, and the size of its cache stays unknown."""
-        self._info.details = {}
+        """Whether the engine has sent metrics that do not change: it has never sent its load. An
+        engine without metrics samples as any other does, and the size of its cache stays unknown.
+        A size that is known stays known if a page lacks it."""
         try:
             metrics = await self._upstream.text(METRICS, timeout_s=METRICS_TIMEOUT_S)
         except EngineError:
+            self._info.details = {}
             return False
-        self._info.cache_tokens = cache_tokens(metrics)
+        self._info.cache_tokens = cache_tokens(metrics) or self._info.cache_tokens
         self._info.details = load_details(metrics)
-        return not self._info.details
+        self._sends_load = self._sends_load or bool(self._info.details)
+        return not self._sends_load
 
     def _body(
         self,

@@ -17,7 +17,6 @@ from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
-from proxy.engines.vllm_metrics import cache_tokens, load_details
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, VersionSpan
 
@@ -256,57 +255,6 @@ async def test_scripted_engine_refuses_a_prompt_that_does_not_extend(
     assert len(server.violations) == 1
 
 
-async def test_vllm_reports_the_size_of_its_cache_until_it_fails_its_check(
-    server: ScriptedEngine,
-) -> None:
-    engine = VllmEngine(server.url)
-    await engine.check()
-    assert engine.info.cache_tokens is None
-    server.cache_tokens = 640
-    await engine.check()
-    assert engine.info.cache_tokens == 640
-    server.healthy = False
-    with pytest.raises(EngineError):
-        await engine.check()
-    assert engine.info.cache_tokens is None
-    await engine.close()
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 500, 501, 503])
-async def test_engine_that_does_not_send_its_metrics_is_healthy(
-    server: ScriptedEngine, status: int
-) -> None:
-    server.without_metrics = status
-    engine = VllmEngine(server.url)
-    await engine.check()
-    assert engine.info.healthy
-    assert engine.info.cache_tokens is None
-    await engine.close()
-
-
-async def test_metrics_without_the_size_of_the_cache_are_read_once_until_a_check_fails(
-    server: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[str] = []
-
-    async def text(_: Upstream, path: str, *, timeout_s: float) -> str:
-        reads.append(path)
-        return "other 1.0"
-
-    monkeypatch.setattr(Upstream, "text", text)
-    engine = VllmEngine(server.url)
-    for _ in range(2):
-        await engine.check()
-    assert len(reads) == 1
-    server.healthy = False
-    with pytest.raises(EngineError):
-        await engine.check()
-    server.healthy = True
-    await engine.check()
-    assert len(reads) == 2
-    await engine.close()
-
-
 @pytest.mark.parametrize("client", [VllmEngine, SglangEngine])
 @pytest.mark.parametrize("status", [401, 403, 405])
 async def test_engine_behind_a_gateway_that_hides_its_weight_version_is_healthy(
@@ -340,54 +288,3 @@ async def gateway(statuses: dict[str, int], other: int) -> AsyncIterator[str]:
     app.router.add_get("/{path:.*}", answer)
     async with TestServer(app) as server:
         yield str(server.make_url("/")).rstrip("/")
-
-
-@pytest.mark.parametrize(
-    ("metrics", "tokens"),
-    [
-        (
-            'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
-            'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="50"} 1.0\n',
-            2400,
-        ),
-        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n', None),
-        ("# HELP vllm:cache_config_info Information\nother 1.0\n", None),
-        ("", None),
-    ],
-    ids=["two-ranks", "unknown", "missing", "empty"],
-)
-def test_cache_size_in_vllm_metrics(metrics: str, tokens: int | None) -> None:
-    assert cache_tokens(metrics) == tokens
-
-
-async def test_load_of_a_vllm_is_read_with_each_check(
-    server: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queued = iter([2, 5])
-
-    async def text(_: Upstream, path: str, *, timeout_s: float) -> str:
-        return f"vllm:num_requests_waiting {next(queued)}"
-
-    monkeypatch.setattr(Upstream, "text", text)
-    engine = VllmEngine(server.url)
-    for expected in (2, 5):
-        await engine.check()
-        assert engine.info.details == {"queued": expected}
-    await engine.close()
-
-
-def test_load_in_vllm_metrics_is_that_of_all_ranks_and_lacks_what_is_not_reported() -> None:
-    metrics = (
-        "# TYPE vllm:num_requests_waiting gauge\n"
-        'vllm:num_requests_waiting{engine="0",model_name="m"} 2.0\n'
-        'vllm:num_requests_waiting{engine="1",model_name="m"} 1.0\n'
-        'vllm:num_requests_waiting_by_reason{engine="1",reason="capacity"} 9.0\n'
-        'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
-        'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'
-        'vllm:prefix_cache_queries_total{engine="0"} 3e+03\n'
-        'vllm:prefix_cache_queries_created{engine="0"} 1.7e+09\n'
-        'vllm:prefix_cache_hits_total{engine="0"} 1500.0\n'
-    )
-    assert load_details(metrics) == {"queued": 3, "cache_used": 0.375, "cache_hits": 0.5}
-    assert load_details("vllm:prefix_cache_queries_total 0.0\n") == {}
-    assert load_details("vllm:kv_cache_usage_perc 1e-02\n") == {"cache_used": 0.01}
