@@ -42,6 +42,9 @@ METRICS_EVERY_MS = 10_000.0
 """How often metrics are sent, unless OTEL_METRIC_EXPORT_INTERVAL says otherwise."""
 WAITING_TOOLS = 4096
 """Number of answers with tool calls whose results are awaited."""
+MAX_ATTRIBUTES = 1024
+"""Attributes that a span keeps, unless a variable of OpenTelemetry says otherwise; more than the
+metrics of a step. A span that gets more drops its first ones."""
 MAX_CHARS = 200
 """Characters of a text that agents or models chose."""
 SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -87,7 +90,7 @@ class Telemetry:
             from opentelemetry.sdk.metrics import MeterProvider
             from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
             from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace import SpanLimits, TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigurationError(
@@ -99,8 +102,12 @@ class Telemetry:
         named = os.environ.get("OTEL_SERVICE_NAME", service)
         resource = Resource.create({"service.name": named, **about})
         self._ids = _ChosenIds()
+        limited = {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_ATTRIBUTE_COUNT_LIMIT"} & {*os.environ}
         self._tracing = TracerProvider(
-            resource=resource, id_generator=self._ids.generator(), shutdown_on_exit=False
+            resource=resource,
+            id_generator=self._ids.generator(),
+            span_limits=SpanLimits(max_span_attributes=None if limited else MAX_ATTRIBUTES),
+            shutdown_on_exit=False,
         )
         self._tracing.add_span_processor(
             BatchSpanProcessor(

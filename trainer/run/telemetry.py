@@ -105,10 +105,10 @@ class RunTelemetry:
             return
         trials = [rollout.trial_id for group in groups for rollout in group.rollouts]
         start, end = phases[0].started_at, max(p.started_at + p.seconds for p in phases)
-        attributes: dict[str, Any] = {
+        attributes: dict[str, Any] = {  # a span with too many drops the first ones
+            **{f"agentic.{name.replace('/', '.')}": value for name, value in metrics.items()},
             "rl.loop.iteration": step,
             "rl.train.batch_size": len(trials),
-            **{f"agentic.{name.replace('/', '.')}": value for name, value in metrics.items()},
         }
         loop = self._telemetry.send(
             TimedSpan("rl.loop", start, end, attributes), links=_links(trials)

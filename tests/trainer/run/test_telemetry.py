@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from proxy.telemetry import trial_context
+from proxy.telemetry import Telemetry, trial_context
 from tests.proxy.conftest import StartProxy, checkpoint, rendering, start_proxy  # noqa: F401
 from tests.proxy.otlp_receiver import Receiver, attributes_of
 from tests.proxy.test_telemetry import collector  # noqa: F401
 from tests.trainer.view.recorded_run import begin, training
+from trainer.run.phases import EndedPhase
+from trainer.run.telemetry import RunTelemetry
 
 
 async def test_steps_trials_verifiers_and_calls_are_spans_that_refer_to_each_other(
@@ -76,3 +78,25 @@ async def test_steps_trials_verifiers_and_calls_are_spans_that_refer_to_each_oth
     assert episodes.as_int == 3
     for name in ("rl.loop", "rl.sample", "rl.train", "rl.sync", "rl.reward"):
         assert collector.metrics[f"{name}.duration"], name
+
+
+@pytest.mark.parametrize(("limit", "metrics"), [(None, 300), ("8", 6)])
+async def test_step_is_sent_with_its_number_and_all_its_metrics_within_a_limit_that_is_set(
+    collector: Receiver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str | None,
+    metrics: int,
+) -> None:
+    if limit is not None:
+        monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", limit)
+    telemetry = RunTelemetry(Telemetry(collector.url, "agentic-train", {}))
+    telemetry.phase(EndedPhase(3, "training", 1.78e9, 2.5))
+    telemetry.step(3, {f"own/{n}": n / 4 for n in range(300)}, [])
+    await asyncio.to_thread(telemetry.close)
+    await collector.until(lambda: collector.named("rl.loop"))
+    (loop,) = collector.named("rl.loop")
+    assert loop.attributes == {
+        "rl.loop.iteration": 3,
+        "rl.train.batch_size": 0,
+        **{f"agentic.own.{n}": n / 4 for n in range(300 - metrics, 300)},
+    }
