@@ -82,7 +82,7 @@ def _phase(line: Line) -> Event | None:
     start = _number(line.get("started_at"))
     if not start:
         return None
-    args = {"step": line.get("step")}
+    args = {"step": _value(line.get("step"))}
     return _span(TRAINER, 1, _text(line.get("phase")), start, _end(line, start), args)
 
 
@@ -116,18 +116,18 @@ class _Engines:
 
     async def updates(self, folder: Path) -> AsyncIterator[Event]:
         """The trainer's weight updates, on the lane of each engine, with the pause at their end."""
-        paused: dict[Any, float] = {}
+        paused: dict[float | str | None, float] = {}
         async for line in _lines(folder / "metrics.jsonl"):
             if seconds := _number(line.get("sync/paused_s")):
-                paused[line.get("step")] = seconds
+                paused[_value(line.get("step"))] = seconds
         async for line in _lines(folder / "phases.jsonl"):
             start = _number(line.get("started_at"))
             if line.get("phase") != SENDING or not start:
                 continue
-            end, args = _end(line, start), {"step": line.get("step")}
+            end, step = _end(line, start), _value(line.get("step"))
             for lane in self._lanes.values():
-                yield _span(ENGINES, lane, "weights", start, end, args)
-                if seconds := paused.get(line.get("step"), 0.0):
+                yield _span(ENGINES, lane, "weights", start, end, {"step": step})
+                if seconds := paused.get(step, 0.0):
                     yield _span(ENGINES, lane, "paused", max(start, end - seconds), end)
 
     def _new(self, engine: str) -> Iterator[Event]:
@@ -340,7 +340,7 @@ def _end(line: Line, start: float) -> float:
 
 def _number(value: Any) -> float:
     """The number; 0 for anything else, which a foreign program may have written."""
-    usable = isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1e12
+    usable = isinstance(value, int | float) and abs(value) < 1e12  # False for NaN
     return float(value) if usable else 0.0
 
 
@@ -348,8 +348,10 @@ def _text(value: Any) -> str:
     return str(value)[:MAX_CHARS]
 
 
-def _value(value: Any) -> Any:
-    """The value for `args`: JSON has no NaN."""
+def _value(value: Any) -> float | str | None:
+    """The value for `args`: JSON has no NaN, and a foreign program may have written a container."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return _text(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _text(value)
+    return value if isinstance(value, int) else None

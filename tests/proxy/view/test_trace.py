@@ -197,11 +197,19 @@ async def test_lines_of_a_foreign_program_are_shown_or_left_out(tmp_path: Path) 
         {"trial_id": "text", "started_at": "soon", "seconds": "1", "times_s": []},
         {"trial_id": "x" * 9999, "started_at": BEGAN, "seconds": -5, "times_s": {"agent": "2"}},
         {"trial_id": "huge", "started_at": 1e300, "seconds": 1e300, "times_s": {"verifier": 1e9}},
+        {"trial_id": "long", "started_at": 10**400},
+        {"trial_id": "nested", "started_at": BEGAN, "reward": {"x": math.nan}, "group": [1]},
     ]
-    phases = [{"phase": None}, {"phase": 3, "started_at": BEGAN, "seconds": None}]
-    events = await trace_of(tmp_path, trials=lines, phases=phases)
+    phases = [
+        {"phase": None},
+        {"phase": 3, "started_at": BEGAN, "seconds": None},
+        {"phase": "sending weights", "started_at": BEGAN, "step": [math.nan]},
+    ]
+    metrics = [{"step": [1], "sync/paused_s": 1}, {"step": {}, "sync/paused_s": 1}]
+    store = OneSession([head(0, 2, 4)])
+    events = await trace_of(tmp_path, store, trials=lines, phases=phases, metrics=metrics)
     shown = [event for event in events if event["ph"] == "X" and event["pid"] >= FIRST_TRIAL]
-    assert len({event["pid"] for event in shown}) == 2
+    assert len({event["pid"] for event in shown}) == 4  # with the session of the store
     assert all(len(event["name"]) <= 200 for event in events)
 
 
