@@ -21,14 +21,36 @@ HIDDEN = "hidden"
 """What is shown in place of a secret."""
 _ENDINGS = ("key", "secret", "token", "password", "passwd", "pwd", "passphrase", "credential")
 """Ends of the words that name a secret, in the singular."""
-_WHOLE = frozenset({"env", "auth", "authorization", "cookie", "headers", "dsn"})
+_SECTIONS = ("env", "auth", "headers", "dsn")
 """Words that name a section or a text that contains secrets."""
+_LINES = ("authorization", "cookie", "cookies")
+"""Words whose value goes on to the end of the line, as in `Authorization: Basic …`."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# A password may contain `/` and `@`, unless the URL has no `:` before its first `/`.
-_USER = re.compile(r"//(?:[^\s/]*:\S*|[^\s/?#]*)@")
-_NAMED = rf"[\w.-]*(?:{'|'.join(_ENDINGS)})s?"
-_BEFORE = rf"{_NAMED}\s*=\s*|{_NAMED}[\"']?:\s*(?!\d+\b)|-{_NAMED}\s+|bearer\s+"
-_ASSIGNED = re.compile(rf"(?i)(?<![\w.-])({_BEFORE})(?:'[^']*'|\"[^\"]*\"|[^\s&#;'\"]+)")
+# A password may contain `/` and `@`, unless the URL has no `:` before its first `/`. It is
+# matched against a word up to its last `@`, so that the time is linear.
+_USER = re.compile(r"//(?:[^/]*:.*|[^/?#]*)@")
+_SECRET = rf"[\w.-]*(?:{'|'.join(_ENDINGS)})s?"
+_SECTION = rf"(?:[\w.-]*[_.-])?(?:{'|'.join(_SECTIONS)})"
+_LINE = rf"(?:[\w.-]*[_.-])?(?:{'|'.join(_LINES)})"
+_IS = r"\\*[\"'\]]{0,2}\s*(?:={1,2}|:)\s*"
+"""Between a name and its value; both may be in quotes, also in those of JSON in JSON."""
+_NUMBER = r"\d[\d,.]*(?:[\s)\]};'\"&]|$)"
+_COUNT = rf"(?!-*(?:[\w.-]*tokens(?:{_IS}|\s+)|token\s*:\s*){_NUMBER})"
+"""Not a number of tokens."""
+_FLAG = rf"-(?:{_SECRET}|{_SECTION}|{_LINE})\s+"
+_NAMED = rf"(?>{_COUNT}(?:(?:{_SECRET}|{_SECTION}){_IS}|{_FLAG})|bearer\s+)"
+_QUOTED = r"""[bfru]{0,2}(?:\\+'[^']*'?|\\+"[^"]*"?|'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?)"""
+_NESTED = r"\{(?:[^{}]|\{[^{}]*\})*+\}?|\[(?:[^\[\]]|\[[^\[\]]*\])*+\]?"
+_REST = r"""(?:="[^"\n]*"|[^\r\n'"])*+"""
+_ASSIGNED = re.compile(
+    rf"(?is)(?<=[?&])({_COUNT}{_SECRET}=)([^\s&#'\"]*)"
+    rf"|(?<![\w.-])(?:"
+    rf"({_NAMED}*+{_LINE}{_IS})({_QUOTED}|{_NESTED}|{_REST})"
+    rf"|({_NAMED}(?:{_NAMED}|(?:basic|digest|apikey)\s+)*+)"
+    rf"((?:{_QUOTED})++|{_NESTED}|(?:[^\s'\"]|(?<=\w)['\"](?=\w))*+))"
+)
+"""The value of a URL's parameter, of a header, and of any other name of a secret. No part can fail
+after the name, so that the time is linear; a value whose quote is not closed ends with the text."""
 
 
 def flat_config(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -64,7 +86,7 @@ def without_credentials(text: str) -> str:
 
     Example: without_credentials("http://:k@gpu:8001?token=t") == "http://gpu:8001?token=hidden"
     """
-    return _ASSIGNED.sub(rf"\g<1>{HIDDEN}", _USER.sub("//", text))
+    return _ASSIGNED.sub(_hidden, re.sub(r"\S+", _without_user, text))
 
 
 def shown_value(key: Iterable[str | int], value: object) -> str:
@@ -90,7 +112,18 @@ def is_secret(name: str, value: Any = "") -> bool:
     is_number = isinstance(value, int | float) and words[-1] != "token"
     if is_number:
         words = [word for word in words if "token" not in word]
-    return any(word in _WHOLE or word.removesuffix("s").endswith(_ENDINGS) for word in words)
+    whole = (*_SECTIONS, *_LINES)
+    return any(word in whole or word.removesuffix("s").endswith(_ENDINGS) for word in words)
+
+
+def _without_user(word: re.Match[str]) -> str:
+    before, at, after = word[0].rpartition("@")
+    return _USER.sub("//", before + at) + after
+
+
+def _hidden(found: re.Match[str]) -> str:
+    name, value = (each for each in found.groups() if each is not None)
+    return f"{name}{HIDDEN}" if value else name
 
 
 def _is_flag(before: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,75 @@ def test_configuration_in_the_view_of_a_run_has_no_secret(tmp_path: Path) -> Non
         "max_tokens: 5",
         "sqlite:////d/s.db",
         "a token: 5",
+        "num_tokens=64, max_tokens: 12, prompt_tokens: 3.",
+        "serve --max-tokens 64 --token-file /run/token",
+        'key_file: /run/key token_file=/run/token {"max_tokens":5,"n":1}',
+        "Unexpected token < in JSON; the tokens of an answer, and its keys",
+        "KeyError: 'name' in authors.py:12, environment: test",
+        "http://gpu:8001/v1?max_tokens=5&n=1",
     ],
 )
 def test_text_without_credentials_is_shown_as_it_is(text: str) -> None:
     assert without_credentials(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f'curl -H "Authorization: Basic {S}" url', 'curl -H "Authorization: hidden" url'),
+        (f"Authorization: {S} {S}\nnext", "Authorization: hidden\nnext"),
+        (f'proxy-authorization: Digest a="{S}", b="{S}"', "proxy-authorization: hidden"),
+        (f"[(b'authorization', 1)] {{b'cookie': b'a={S}'}}", None),
+        (f"Cookie: a={S}; b={S}", "Cookie: hidden"),
+        (f"AUTH={S} run", "AUTH=hidden run"),
+        (f"AUTH=Basic {S} run", "AUTH=Basic hidden run"),
+        (f"headers: Authorization: Token {S}", "headers: Authorization: hidden"),
+        (f"headers={{'X': {{'Y': '{S}'}}, 'Z': '{S}'}}, n=1", "headers=hidden, n=1"),
+        (f"api_keys: [a, {S}] n: 1", "api_keys: hidden n: 1"),
+        (f"DB_DSN={S} --cookie {S} --env A={S}", "DB_DSN=hidden --cookie hidden --env hidden"),
+        (f'{{"auth": "{S}", "n": 1}}', '{"auth": hidden, "n": 1}'),
+        (f'{{"auth": "a\\"{S}", "n": 1}}', '{"auth": hidden, "n": 1}'),
+        (f'"{{\\"api_key\\": \\"{S}\\"}}"', '"{\\"api_key\\": hidden}"'),
+        (f"PASSWORD=ab&{S} run", "PASSWORD=hidden run"),
+        (f"--password a#{S} run", "--password hidden run"),
+        (f"PASSWORD='it'\"'\"'{S}' run", "PASSWORD=hidden run"),
+        (f"PASSWORD=a'{S} run", "PASSWORD=hidden run"),
+        (f"PASSWORD='a {S}", "PASSWORD=hidden"),
+        ("password: 12345678", "password: hidden"),
+        ("api_token: 12345678", "api_token: hidden"),
+        (f"http://h?token=a;{S}&n=1#top", "http://h?token=hidden&n=1#top"),
+        (f"@x http://a:b/{S}@host/v1@2", "@x http://2"),
+        (f"token: bearer {S}", "token: bearer hidden"),
+    ],
+)
+def test_value_of_a_named_secret_is_hidden_to_its_end(text: str, shown: str | None) -> None:
+    assert S not in without_credentials(text)
+    assert shown is None or without_credentials(text) == shown
+
+
+def _hostile() -> Iterator[str]:
+    """Texts that make an expression with nested or overlapping repetitions take minutes."""
+    parts = ["http://a:", "//", "@", "key", "key=", "key: ", "-key ", "key='", 'key="', 'key=\\"']
+    parts += ["key={", "key=[a{[", 'cookie:="', "cookie: ", "bearer ", "auth: basic ", "?key=&"]
+    parts += ["max_tokens: 1", "tokens", "1", " ", "\n", "\\", "'", "a-", "a'", "token:9"]
+    for part in parts:
+        yield part * (200_000 // len(part))
+
+
+def _too_long(_number: int, _frame: object) -> None:
+    pytest.fail("the time is not linear")
+
+
+def test_time_is_linear_for_hostile_texts() -> None:
+    """They take 2 s of processor time together; one of them takes a minute if it is quadratic."""
+    before = signal.signal(signal.SIGVTALRM, _too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 20)
+    try:
+        for text in _hostile():
+            without_credentials(text)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def test_number_of_tokens_is_shown_and_a_token_that_is_a_number_is_not() -> None:
