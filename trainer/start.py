@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from proxy import logs
 from proxy.secrecy import hide_memory
+from proxy.shown_config import without_credentials
 from trainer import main_colocated, main_separate, main_sft, main_swarm
 from trainer.assembly import SwarmParts, TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Saved
@@ -213,7 +214,7 @@ def _failure(status: str, error: BaseException | None) -> dict[str, str]:
         error = error.exceptions[0]
     if status != "failed" or error is None:
         return {}
-    return {"error": f"{type(error).__name__}: {error}"[:1000]}
+    return {"error": without_credentials(f"{type(error).__name__}: {error}")[:1000]}
 
 
 async def _under_signals(parts: Parts, log: RunLog, control: RunControl) -> Ended:

@@ -15,6 +15,7 @@ from typing import Any
 from agent_loop.comparison import Difference, paired_difference
 from agent_loop.evaluator import wilson_interval
 from agent_loop.records import RolloutStatus
+from proxy.shown_config import without_credentials
 from proxy.view.json_lines import every_line
 from proxy.view.run_folder import trial_fields
 from trainer.report.series import is_number
@@ -142,12 +143,14 @@ class SeenTrials:
 
 
 def clean(trial: Trial) -> Trial:
-    """With the types that the page and this package expect, whoever wrote the file."""
+    """With the types that the page and this package expect, whoever wrote the file, and
+    without the credentials that an error may repeat."""
     for name in ("kind", "trial_id", "task_id", "source", "agent", "status", "evaluation"):
         trial[name] = trial[name] if isinstance(trial[name], str) else ""
     for name in ("step", "turns", "sampled_tokens"):
         trial[name] = int(trial[name]) if is_number(trial[name]) else 0
     for name in ("reward", "seconds"):
         trial[name] = float(trial[name]) if is_number(trial[name]) else None
-    trial["error"] = trial["error"] if isinstance(trial["error"], str) else None
+    error = trial["error"]
+    trial["error"] = without_credentials(error) if isinstance(error, str) else None
     return trial

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.records import RolloutStatus
+from proxy.shown_config import without_credentials
 from proxy.view.bounded import cut
 from trainer.report.series import SeenMetrics
 from trainer.report.trials import SeenTrials
@@ -34,7 +35,9 @@ def troubles(
 
 
 def _trouble(what: str, count: int, of: str = "", example: str = "") -> dict[str, Any]:
-    return {"what": what, "count": count, "of": of, "example": cut(example, EXAMPLE_CHARS)}
+    """Errors may repeat what the configuration says, such as a URL with its password."""
+    shown = cut(without_credentials(example), EXAMPLE_CHARS)
+    return {"what": without_credentials(what), "count": count, "of": of, "example": shown}
 
 
 def _warnings(summary: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -224,7 +224,7 @@ class RunLog:
     def _warned(self, text: str) -> None:
         """Counts a warning; the next line of the summary has it. Any thread may warn."""
         said: dict[str, int] = self.summary["warnings"]
-        text = text[:WARNING_CHARS]
+        text = without_secrets(text)[:WARNING_CHARS]
         if text not in said and len(said) >= WARNINGS:
             text = "other warnings"
         self.summary["warnings"] = said | {text: said.get(text, 0) + 1}
@@ -254,7 +254,7 @@ class RunLog:
                     for name in _TIMES
                     if name in rollout.times_s
                 },
-                "error": rollout.error,
+                "error": without_secrets(rollout.error),
             }
             self._trials.write(json.dumps(line) + "\n")
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.records import Group, Rollout, RolloutStatus
+from proxy.shown_config import without_credentials
 from proxy.telemetry import SECONDS, Telemetry, TimedSpan, plain_text, trial_context
 from trainer.run.phases import EndedPhase
 
@@ -75,7 +76,11 @@ class RunTelemetry:
             "gen_ai.usage.output_tokens": int(rollout.metrics.get("sampled_tokens", 0)),
         }
         failed = rollout.status in (RolloutStatus.FAILED, RolloutStatus.ABORTED)
-        error = plain_text(rollout.error or rollout.status.value) if failed else None
+        error = (
+            plain_text(without_credentials(rollout.error or rollout.status.value))
+            if failed
+            else None
+        )
         span = TimedSpan(f"invoke_agent {agent}", start, end, attributes, error)
         self._telemetry.send(span, context=trial)
         self._counters["rl.sample.episodes"].add(1)

@@ -60,6 +60,20 @@ def test_steps_without_signal_staleness_warnings_and_logs_are_listed(tmp_path: P
     ]
 
 
+def test_secrets_that_errors_and_logs_repeat_are_hidden(tmp_path: Path) -> None:
+    error = "no answer from http://user:hunter2@agent:9; Authorization: Basic hunter2"
+    trials = [trial("t", 1, None, status="failed", error=error), trial("u", 1, 1.0, error=error)]
+    summary = {"error": f"EngineError: {error}", "warnings": {f"{error} again": 1}}
+    folder = write_run(tmp_path / "run", trials=trials, summary=summary)
+    folder.logs.mkdir()
+    (folder.logs / "proxy.log").write_text("12:00 ERROR x api_key=hunter2\n")
+    data = report_data(folder)
+    assert "no answer from http://agent:9; Authorization: hidden" in str(data["troubles"])
+    assert len(data["troubles"]) == 4
+    assert data["pairs"]
+    assert "hunter2" not in str(data)
+
+
 def test_run_without_trouble_has_none(tmp_path: Path) -> None:
     metrics = [{"step": 1, "signal/steps_without": 0.0, "staleness/max": 1.0}]
     config = {"model": {"path": "m"}, "rollout": {"max_staleness": 1}}

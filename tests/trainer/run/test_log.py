@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
+from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from trainer.run.folder import RunFolder
 from trainer.run.log import WARNINGS, LoggingConfig, RunLog
 
@@ -22,6 +24,18 @@ def test_warnings_are_counted_and_a_resumed_run_keeps_them(tmp_path: Path) -> No
     assert summary["warnings"] == {"engine-0 ended; starting another": 3}
     assert summary["machine"] == "2 CPU cores"
     assert summary["error"] == "TrainerError: no engine"
+
+
+def test_warnings_and_errors_of_trials_are_kept_without_secrets(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    config = LoggingConfig(tensorboard=False, progress="none", token_bytes=0)
+    error = "no answer from http://user:hunter2@agent:9"
+    failed = Rollout("t-1", Task("t", {}), RolloutStatus.FAILED, None, error=error)
+    with closing(RunLog(config, folder, steps=4)) as log:
+        log.progress.say(f"warning: {error}")
+        log.step(1, {}, [Group("g", failed.task, (failed,))])
+    assert folder.read_summary()["warnings"] == {"no answer from http://agent:9": 1}
+    assert json.loads(folder.trials_log.read_text())["error"] == "no answer from http://agent:9"
 
 
 def test_number_of_different_warnings_is_bounded(tmp_path: Path) -> None:
