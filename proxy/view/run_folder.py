@@ -62,13 +62,17 @@ class RecordedRun:
         summary = _json(self.path / "summary.json")
         if summary.get("status") == "running" and not is_locked(self.path / "run.lock"):
             summary["status"] = "killed"
+        if not isinstance(summary.get("status"), str):
+            summary["status"] = None
+        found = summary.get("eval")
         names = ("status", "steps", "policy_version", "wall_s", "tokens_sampled", "tokens_trained")
         return {
             "name": self.name,
             **{name: summary.get(name) for name in (*names, "machine", "error", "warnings")},
             "evaluations": [
                 {"name": name, **{key: value for key, value in result.items() if _is_small(value)}}
-                for name, result in (summary.get("eval") or {}).items()
+                for name, result in (found if isinstance(found, dict) else {}).items()
+                if isinstance(result, dict)
             ],
             "config": dict(flat_config(_yaml(self.path / "config.yaml"))),
         }

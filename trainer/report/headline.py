@@ -166,8 +166,8 @@ def _result(facts: Facts) -> str:
         return f"On {_tasks(first)} held-out tasks the policy succeeds in {_with_interval(first)}."
     sentence = (
         f"Of {_tasks(first)} held-out tasks, which were not trained on, the policy solved "
-        f"{_with_interval(first)} at step {first['step']} and {_with_interval(shown[-1])} at step "
-        f"{shown[-1]['step']}."
+        f"{_with_interval(first)} at step {first.get('step', '?')} and "
+        f"{_with_interval(shown[-1])} at step {shown[-1].get('step', '?')}."
     )
     if difference is None or not difference.tasks:
         return sentence + " No task was judged in both evaluations, so they cannot be compared."

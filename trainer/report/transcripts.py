@@ -152,13 +152,17 @@ def verifier_output(folder: Path, trial_id: str) -> list[dict[str, Any]]:
     """The ends of the files that judged a trial. Nothing outside the trial's folder is read."""
     if not trial_id or "/" in trial_id or trial_id in (".", ".."):
         return []
-    ends = ((name, _end_of(folder / trial_id / name)) for name in VERIFIER_FILES)
+    ends = ((name, _end_of(folder / trial_id / name, folder)) for name in VERIFIER_FILES)
     return [{"name": name, "text": text} for name, text in ends if text]
 
 
-def _end_of(path: Path) -> str:
-    """The last characters of a regular file; empty if there is none."""
-    with suppress(OSError):
+def _end_of(path: Path, folder: Path) -> str:
+    """The last characters of a regular file below `folder`; empty if there is none."""
+    with suppress(OSError, ValueError):  # such as a name with a lone surrogate
+        if os.path.realpath(path) != os.path.join(
+            os.path.realpath(folder), path.relative_to(folder)
+        ):
+            return ""  # one of its folders is a link
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(file)

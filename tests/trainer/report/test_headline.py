@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from agent_loop.trial_list import TrialLine
 from tests.trainer.report.written import evaluation, report_text, trial, write_run
@@ -88,6 +91,23 @@ def test_run_that_was_killed_says_so(tmp_path: Path) -> None:
     summary = {"status": "running", "steps": 3}
     text = report_text(write_run(tmp_path / "run", summary=summary, config=CONFIG))
     assert "<h1>The run&#x27;s process was killed after 3 of 20 steps.</h1>" in text
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {"eval": {"before": {"success": 0.5}, "after": {"success": 0.7}}},
+        {"eval": {"before": "x", "after": [1]}},
+        {"eval": [1]},
+        {"status": ["done"]},
+        {"status": {"a": 1}},
+    ],
+)
+def test_summary_of_another_trainer_is_read_as_far_as_possible(
+    tmp_path: Path, summary: dict[str, Any]
+) -> None:
+    trials = [trial("t", 1, 1.0, trial_id="\ud800")]
+    assert "<h1>" in report_text(write_run(tmp_path / "run", trials=trials, summary=summary))
 
 
 def test_nothing_but_a_configuration_is_enough(tmp_path: Path) -> None:

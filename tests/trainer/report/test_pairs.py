@@ -63,6 +63,18 @@ def test_failed_trials_are_no_sides(tmp_path: Path) -> None:
     assert pairs_of(tmp_path / "run", 3, trials)["pairs"] == []
 
 
+def test_folder_of_a_trial_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "reward.txt").write_text("1")
+    trial = tmp_path / "trials" / "t-1"
+    trial.mkdir(parents=True)
+    (trial / "reward").symlink_to(tmp_path / "elsewhere")
+    assert verifier_output(tmp_path / "trials", "t-1") == []
+    (trial / "reward").unlink()
+    (tmp_path / "elsewhere").rename(trial / "reward")
+    assert verifier_output(tmp_path / "trials", "t-1")
+
+
 def test_output_of_the_verifier_is_read_from_the_trials_folder_alone(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     folder = tmp_path / "trials"
