@@ -197,7 +197,8 @@ TARGETS = {
 
 class Tap:
     """A server that serves the page, and connects every other request to the target as it is: so
-    does a name that was rebound. It records what browser and target say."""
+    does a name that was rebound. It records what the browser asks, and what the target answers up
+    to the navigation: after it, the page is the target's own, whose icon the browser may load."""
 
     def __init__(self, target: Target, report_url: str) -> None:
         self._target = target
@@ -207,6 +208,7 @@ class Tap:
         self.answered = bytearray()
         self.navigated = asyncio.Event()
         """Set when a navigation of the whole page has been answered."""
+        self._serving: set[asyncio.Task[None]] = set()
 
     @property
     def refusals(self) -> set[str]:
@@ -218,18 +220,28 @@ class Tap:
         return {int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", self.answered)}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except (asyncio.IncompleteReadError, ConnectionError):  # it was opened in advance
-            writer.close()
-            return
-        path = head.split()[1].decode()
-        if path in ("/foreign", "/rebound"):
-            writer.write(self._page(path, head))
-            await writer.drain()
-            writer.close()
-        else:
-            await self._connect(head, reader, writer)
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        await asyncio.wait({task})
+        self._serving.discard(task)
+
+    async def close(self) -> None:
+        """Ends the connections that are still open."""
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with closed(writer):
+            # The browser opens connections in advance, and leaves some of them.
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                head = await reader.readuntil(b"\r\n\r\n")
+                path = head.split()[1].decode()
+                if path in ("/foreign", "/rebound"):
+                    writer.write(self._page(path, head))
+                    await writer.drain()
+                else:
+                    await self._connect(head, reader, writer)
 
     def _page(self, path: str, head: bytes) -> bytes:
         host = re.search(rb"Host: (\S+)", head)
@@ -262,14 +274,27 @@ class Tap:
 
         async def answer() -> None:
             while data := await answers.read(1 << 16):
-                self.answered += data
+                if not self.navigated.is_set():
+                    self.answered += data
                 writer.write(data)
                 await writer.drain()
                 if navigates:
                     self.navigated.set()
             writer.close()
 
-        await asyncio.gather(ask(), answer(), return_exceptions=True)
+        async with closed(asks):
+            await asyncio.gather(ask(), answer(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def closed(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    """Closes the connection at the end, and waits until it is closed."""
+    try:
+        yield
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 @asynccontextmanager
@@ -293,6 +318,7 @@ async def foreign_site(target: Target) -> AsyncIterator[tuple[Tap, asyncio.Queue
         yield tap, reports
     finally:
         server.close()
+        await tap.close()
         await runner.cleanup()
 
 
