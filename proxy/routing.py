@@ -16,6 +16,7 @@ from secrets import token_hex
 from proxy.config import SchedulingConfig
 from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
+from proxy.health_checks import HealthChecks
 from proxy.policies import Policies
 from proxy.records import ServedPolicy
 from proxy.scheduling.admission import CacheAdmission, RoomClaim
@@ -52,16 +53,15 @@ class Router:
         self._on_failure = on_failure
         self._admission = admission or CacheAdmission(SchedulingConfig(enabled=False))
         self._version = version
-        self._check_interval_s = check_interval_s
+        self._checks = HealthChecks(self._ask, check_interval_s)
         self._pause_timeout_s = pause_timeout_s
         self._patience_s = patience_s
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._removed: set[Engine] = set()
         self._running = asyncio.Event()
         self._running.set()
-        self._suspicion = asyncio.Event()
         self._joined = asyncio.Event()
-        self._checking: asyncio.Task[None] | None = None
+        self._started = False
 
     @property
     def infos(self) -> list[EngineInfo]:
@@ -127,7 +127,8 @@ class Router:
                 status=409,
             )
         self._engines[engine.info.name] = engine
-        self._suspicion.set()
+        if self._started:
+            self._checks.watch(engine)
         self._wake_waiting_calls()
 
     async def remove(self, name: str) -> None:
@@ -141,6 +142,7 @@ class Router:
             raise RequestError(
                 f"name: there is no engine {name!r}; the engines are: {known}", status=404
             )
+        self._checks.forget(engine)
         self._removed.add(engine)
         self._admission.lost(name)
         await self._close_if_removed(engine)
@@ -155,16 +157,15 @@ class Router:
             )
 
     async def start(self) -> None:
-        """Checks the replicas now, every `check_interval_s` and after each failure."""
-        self._suspicion.set()
-        self._checking = asyncio.create_task(self._keep_checking())
+        """Checks each replica now, every `check_interval_s` and after each of its failures."""
+        self._started = True
+        for engine in self._engines.values():
+            self._checks.watch(engine)
 
     async def close(self) -> None:
         self._admission.close()
-        if self._checking is not None:
-            self._checking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._checking
+        self._started = False
+        await self._checks.close()
         for engine in (*self._engines.values(), *self._removed):
             await engine.close()
 
@@ -259,7 +260,7 @@ class Router:
             return failure_id
         engine.info.healthy = False
         self._admission.failed(name)
-        self._suspicion.set()
+        self._checks.suspect(engine)
         return failure_id
 
     def refused(self, engine: Engine, refusal: EngineRefusal) -> RequestError:
@@ -311,11 +312,3 @@ class Router:
     def _wake_waiting_calls(self) -> None:
         self._joined.set()
         self._joined = asyncio.Event()
-
-    async def _keep_checking(self) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._check_interval_s):
-                    await self._suspicion.wait()
-            self._suspicion.clear()
-            await asyncio.gather(*(self._ask(engine) for engine in list(self._engines.values())))

@@ -58,6 +58,9 @@ class ScriptedEngine:
         """The scripts of LoRA adapters, by the name with `@` under which calls request them."""
         self.version = 0
         self.healthy = True
+        self.answers_health = asyncio.Event()
+        """Health requests are answered when it is set."""
+        self.answers_health.set()
         self.calls: list[ScriptedCall] = []
         self.aborts: list[str] = []
         """Request ids that the abort route received."""
@@ -262,6 +265,7 @@ class ScriptedEngine:
 
     async def _health(self, _: web.Request) -> web.Response:
         self.checked.set()
+        await self.answers_health.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:

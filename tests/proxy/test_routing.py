@@ -107,6 +107,19 @@ async def test_dead_replica_gets_no_calls_until_it_is_healthy_again(replicas: Re
     assert replicas.calls == [1, 5]
 
 
+async def test_slow_check_of_one_replica_delays_no_other(replicas: Replicas) -> None:
+    slow, dead = replicas.servers
+    slow.answers_health.clear()
+    await replicas.router.start()
+    await slow.checked.wait()
+    dead.healthy = False
+    for _ in range(2):  # when the second check begins, the first has been answered
+        dead.checked.clear()
+        await dead.checked.wait()
+    assert [info.healthy for info in replicas.router.infos] == [True, False]
+    slow.answers_health.set()
+
+
 async def test_error_is_retryable_if_no_replica_is_healthy(replicas: Replicas) -> None:
     for server in replicas.servers:
         await server.close()
