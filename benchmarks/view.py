@@ -1,8 +1,8 @@
 """What the page in the browser costs: the time to open a large store, scrolling, and the proxy.
 
 The store has copies of one recorded session of 128k tokens. Times are those of a real Chromium,
-from the navigation to the rows on the screen. A trace of the scrolling (`--trace`) opens in
-Perfetto. `make bench-view` prints the tables of docs/performance.md.
+from the navigation to the rows on the screen. `--trace` writes a trace of the scrolling in
+Chromium's own format. `make bench-view` prints the tables of docs/performance.md.
 """
 
 from __future__ import annotations
