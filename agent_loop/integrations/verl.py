@@ -52,6 +52,7 @@ from proxy.config import load_config
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
 from proxy.records import SessionKind
+from proxy.search.rules import Rules
 
 VERL_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """Names of verl's sampling parameters that replace the agent's own."""
@@ -68,6 +69,8 @@ class VerlConfig(RemoteAgentConfig, RecordingConfig):
     """Folders that hold Harbor task folders."""
     llm_proxy_ip: str | None = None
     """Address at which agents reach this machine; None: agents run on this machine."""
+    rules: Rules = Field(default_factory=list)
+    """Search rules of the recording proxy, which may end a trial or make its reward 0."""
 
 
 class VerlSampling(SamplingConfig):
@@ -133,6 +136,7 @@ class Recorder:
             admin_key=key,
             store=f"sqlite:///{self._config.trials_dir.absolute()}/proxy-{os.getpid()}.db",
             max_context_tokens=self._engine.info.max_context_tokens,
+            rules=self._config.rules,
         )
         self._runner = runner = app_runner(
             build_app(config, engines=[self._engine]), handler_cancellation=True

@@ -1,6 +1,6 @@
 """A run as a trace in Chrome's JSON format, which https://ui.perfetto.dev opens.
 
-    {"displayTimeUnit": "ms", "traceEvents": [
+    {"traceEvents": [
     {"ph": "M", "pid": 10, "tid": 1, "name": "process_name", "args": {"name": "trial sum-17-x"}},
     {"ph": "X", "pid": 10, "tid": 1, "name": "agent", "ts": 1780000000100000, "dur": 2500000, …},
     …
@@ -48,7 +48,8 @@ _PIECE_EVENTS = 500
 async def trace_pieces(folder: Path, browser: Browser | None) -> AsyncIterator[bytes]:
     """The trace of the run in `folder`, piece by piece. `browser` reads the store of its sessions;
     None: there is none."""
-    yield b'{"displayTimeUnit": "ms", "traceEvents": [\n'
+    # Without displayTimeUnit, which early releases of Perfetto take for the unit of `ts`.
+    yield b'{"traceEvents": [\n'
     piece, separator = list[str](), ""
     async for event in _events(folder, browser):
         piece.append(json.dumps(event))

@@ -4,6 +4,7 @@
       rl.reward               the verifier
     rl.loop                   a step, with links to its trials
       rl.sample, rl.train, rl.sync
+    rl.sync                   the engines' first weights, before the first step
     evaluation before, saving, …   the other phases of the trainer
 
 Invariant: as `proxy.telemetry`: nothing here waits for the collector.
@@ -21,7 +22,7 @@ from proxy.telemetry import SECONDS, Telemetry, TimedSpan, plain_text, trial_con
 from trainer.run.phases import EndedPhase
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Link
+    from opentelemetry.trace import Link, SpanContext
 
 PHASES = {"sampling": "rl.sample", "training": "rl.train", "sending weights": "rl.sync"}
 """The phases of a step, by their names in `phases.jsonl`."""
@@ -97,15 +98,13 @@ class RunTelemetry:
         """A phase of the trainer has ended: those of a step are sent with it, others at once."""
         if phase.name in PHASES:
             self._phases.append(phase)
-            return
-        attributes = {"rl.loop.iteration": phase.step}
-        end = phase.started_at + phase.seconds
-        self._telemetry.send(TimedSpan(phase.name, phase.started_at, end, attributes))
+        else:
+            self._send(phase)
 
     def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Sends the step with its phases, which have ended."""
         phases = [phase for phase in self._phases if phase.step == step]
-        self._phases = []
+        self._send_other_phases(step)
         if not phases:
             return
         trials = [rollout.trial_id for group in groups for rollout in group.rollouts]
@@ -120,13 +119,8 @@ class RunTelemetry:
         )
         self._durations["rl.loop"](end - start, {})
         for phase in phases:
-            name = PHASES[phase.name]
-            part: dict[str, Any] = {"rl.loop.iteration": step}
-            if name == "rl.sync" and "sync/bytes" in metrics:
-                part["rl.sync.bytes"] = int(metrics["sync/bytes"])
-            span = TimedSpan(name, phase.started_at, phase.started_at + phase.seconds, part)
-            self._telemetry.send(span, parent=loop)
-            self._durations[name](phase.seconds, {})
+            sent = int(metrics.get("sync/bytes", 0)) if phase.name == "sending weights" else 0
+            self._send(phase, loop, sent or None)
         self._counters["rl.train.steps"].add(1)
         self._counters["rl.train.tokens"].add(int(metrics.get("rollout/sampled_tokens", 0)))
         self.metrics(metrics)
@@ -139,7 +133,27 @@ class RunTelemetry:
 
     def close(self) -> None:
         """Sends what is left, for a bounded time."""
+        self._send_other_phases(None)
         self._telemetry.close()
+
+    def _send_other_phases(self, step: int | None) -> None:
+        """Sends the waiting phases that are not of this step, as no part of a step: the first
+        weights of the engines, and those of a step that did not end."""
+        for phase in self._phases:
+            if phase.step != step:
+                self._send(phase)
+        self._phases = []
+
+    def _send(
+        self, phase: EndedPhase, step: SpanContext | None = None, sync_bytes: int | None = None
+    ) -> None:
+        """`step`: the span that it is part of."""
+        name = PHASES.get(phase.name, phase.name)
+        attributes = {"rl.loop.iteration": phase.step, "rl.sync.bytes": sync_bytes}
+        end = phase.started_at + phase.seconds
+        self._telemetry.send(TimedSpan(name, phase.started_at, end, attributes), parent=step)
+        if name in self._durations:
+            self._durations[name](phase.seconds, {})
 
 
 def run_attributes(name: str, resolved: Mapping[str, Any]) -> dict[str, str]:

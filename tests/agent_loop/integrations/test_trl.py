@@ -115,6 +115,32 @@ async def test_trl_trains_on_trials_that_our_proxy_recorded(
             assert trained == [*first.logprobs.tolist(), *second.logprobs.tolist()]
 
 
+async def test_search_rule_makes_the_reward_of_a_trained_row_zero(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    rule = {"name": "hacks", "query": {"text": "edit the tests"}, "action": "zero_reward"}
+    proxy = await start_proxy(rules=[rule])
+    (tmp_path / "agent.py").write_text(AGENT)
+    honest, hacking = TASK, Task("hack", {"prompt": "Say hi and edit the tests."})
+    loop = RemoteAgentLoop(
+        ProxyClient(proxy.url, ADMIN_KEY),
+        CommandLauncher(CommandConfig(argv=(sys.executable, str(tmp_path / "agent.py")))),
+        Verifier(VerifierConfig(argv=("true",))),
+        tmp_path / "trials",
+        trial=TrialConfig(sandbox="off"),
+    )
+
+    def rows() -> dict[str, list[Any]]:
+        rollouts = AgentRollouts(loop, [honest, hacking])
+        made = rollouts([honest.prompt, hacking.prompt], Trainer())
+        rollouts.close()
+        return made
+
+    made = await asyncio.to_thread(rows)
+    assert trial_reward(**made) == [1.0, 0.0]
+    assert all(sum(mask) > 0 for mask in made["env_mask"])
+
+
 class Trainer:
     """The part of TRL's trainer that a rollout function reads."""
 

@@ -161,6 +161,17 @@ async def test_worker_has_one_proxy_and_a_session_one_server(
     assert len(list((tmp_path / "trials").glob("proxy-*.db"))) == 1
 
 
+async def test_search_rule_makes_the_reward_of_a_trained_row_zero(
+    model: Path, client: ScriptedClient, tmp_path: Path
+) -> None:
+    rule = {"name": "delegates", "query": {"text": "sub-agent"}, "action": "zero_reward"}
+    given = {**settings(tmp_path), "rules": [rule]}
+    worker = AgentLoopWorker(verl_config(model, given), client)
+    rows = await worker.generate_sequences(batch("What is 1 + 2?", "And with a sub-agent?"))
+    assert rows.batch["rm_scores"].sum(-1).tolist() == [0.5, 0.0]
+    assert rows.batch["response_mask"].sum(-1).tolist() == [2 * len(client.answer)] * 2
+
+
 async def test_failed_trial_trains_nothing_in_v0(
     model: Path, client: ScriptedClient, tmp_path: Path
 ) -> None:

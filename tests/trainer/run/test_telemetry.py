@@ -100,3 +100,23 @@ async def test_step_is_sent_with_its_number_and_all_its_metrics_within_a_limit_t
         "rl.train.batch_size": 0,
         **{f"agentic.own.{n}": n / 4 for n in range(300 - metrics, 300)},
     }
+
+
+async def test_phases_outside_a_step_that_ended_are_spans_of_their_own(
+    collector: Receiver,  # noqa: F811
+) -> None:
+    """The engines' first weights, and the sampling of a step in which the run is stopped."""
+    telemetry = RunTelemetry(Telemetry(collector.url, "agentic-train", {}))
+    telemetry.phase(EndedPhase(0, "sending weights", 1.78e9, 18.0))
+    telemetry.phase(EndedPhase(1, "sampling", 1.78e9 + 20, 2.0))
+    telemetry.step(1, {}, [])
+    telemetry.phase(EndedPhase(2, "sampling", 1.78e9 + 30, 4.0))
+    await asyncio.to_thread(telemetry.close)
+    await collector.until(lambda: len(collector.spans) == 4)
+    (loop,) = collector.named("rl.loop")
+    sampled = {span.end_s - span.start_s: span.parent for span in collector.named("rl.sample")}
+    assert sampled == {2.0: loop.span_id, 4.0: b""}
+    (first,) = collector.named("rl.sync")
+    assert first.parent == b""
+    assert first.attributes == {"rl.loop.iteration": 0}
+    assert first.end_s - first.start_s == 18.0
