@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -296,6 +296,11 @@ KILLS ?= 100
 TARGETS ?= proxy worker engine postgres
 kill-loop: setup ## agents work while the TARGETS are killed KILLS times: KILLS=1000 SEED=7
 	$(BIN)/python -m tests.attacks.kill_loop --kills $(KILLS) --targets $(TARGETS) --seed $(SEED) $(ARGS)
+
+ONLY ?= claude_code codex opencode qwen_code mini_swe_agent openhands terminus_2
+TRIALS ?= 20
+rewind-proof: agents harbor ## varied trials of real agents, run again to each turn: ONLY="codex qwen_code" TRIALS=5 SEED=17
+	$(BIN)/python -m tests.e2e.agents.rewind.proof --agents $(ONLY) --trials $(TRIALS) $(if $(filter command,$(origin SEED)),--seed $(SEED)) $(ARGS)
 
 MINUTES ?= 5
 soak: setup ## whether the proxy's memory comes back after bursts: MINUTES=20; plot in .cache/soak.svg

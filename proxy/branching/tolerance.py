@@ -16,6 +16,10 @@ from proxy.profiles import AgentProfile
 
 SHOWN_CHARS = 200
 """Characters that are recorded of each side of a tolerated difference."""
+_ESCAPED = {r"\n": "\n\1\n", r"\r": "\n\2\n", r"\t": "\t\1\t"}
+_HIDES_A_WORD = re.compile(r"\\[nrt]|(?:\x1b|\\u001b)\[[\d;]*[A-Za-z]")
+"""What ends in a letter and is no part of the word that follows it: a line break or tab that is
+escaped, as in results that an agent sends as JSON, and the codes of a terminal's colours."""
 MIN_NAME_CHARS = 4
 """Shorter ids and folders are compared like any text: they may be part of any word."""
 
@@ -47,15 +51,22 @@ class Tolerance:
         """The text with a mark in the place of everything that may differ."""
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda found: f"\0{found.lastgroup}\0", text)
+        return self._pattern.sub(lambda found: f"\0{found.lastgroup}\0", _with_words(text))
 
     def differences(self, recorded: str, seen: str) -> list[Tolerated]:
         """The tolerated differences of two texts that are equal when masked."""
         if self._pattern is None or recorded == seen:
             return []
-        pairs = zip(self._pattern.finditer(recorded), self._pattern.finditer(seen), strict=True)
+        one, other = (self._pattern.finditer(_with_words(text)) for text in (recorded, seen))
+        pairs = zip(one, other, strict=True)
         return [
             Tolerated(str(one.lastgroup), one[0][:SHOWN_CHARS], other[0][:SHOWN_CHARS])
             for one, other in pairs
             if one[0] != other[0]
         ]
+
+
+def _with_words(text: str) -> str:
+    """The text with a mark where a word or line begins that expressions would not see. Texts that
+    differ still differ."""
+    return _HIDES_A_WORD.sub(lambda found: _ESCAPED.get(found[0], f"{found[0]}\1"), text)

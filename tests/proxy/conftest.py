@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,11 @@ class RunningProxy:
 StartProxy = Callable[..., Awaitable[RunningProxy]]
 
 
-@pytest.fixture
-async def start_proxy(
-    checkpoint: Path, rendering: Rendering, tmp_path: Path
+@asynccontextmanager
+async def starting_proxies(
+    checkpoint: Path, rendering: Rendering, folder: Path
 ) -> AsyncIterator[StartProxy]:
-    """Starts proxies with the configuration that the test gives."""
+    """Starts proxies, which end with the context; `folder` holds their store."""
     async with AsyncExitStack() as stack:
 
         async def start(
@@ -100,7 +100,7 @@ async def start_proxy(
             """`store`: a URL, or an open store."""
             if engine is None:
                 engine = await stack.enter_async_context(ScriptedEngine(lambda _: []))
-            url = store if isinstance(store, str) else f"sqlite:///{tmp_path}/proxy.db"
+            url = store if isinstance(store, str) else f"sqlite:///{folder}/proxy.db"
             given = {"store": url, "admin_key": ADMIN_KEY, **config}
             settings: ProxyConfig = load_config(
                 None, model=checkpoint, engines=[{"url": engine.url}], **given
@@ -118,6 +118,15 @@ async def start_proxy(
             proxy.answers("Hello.")
             return proxy
 
+        yield start
+
+
+@pytest.fixture
+async def start_proxy(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> AsyncIterator[StartProxy]:
+    """Starts proxies with the configuration that the test gives."""
+    async with starting_proxies(checkpoint, rendering, tmp_path) as start:
         yield start
 
 

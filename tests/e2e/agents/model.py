@@ -44,7 +44,7 @@ _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 
 def play(prompt: str, commands: Sequence[str] = COMMANDS) -> str:
     """The answer to a rendered prompt (ChatML, Qwen3's tool format)."""
-    offered = _offered(prompt)
+    offered = offered_tools(prompt)
     shell = next((name for name in offered if name in SHELLS), None)
     if LISTING in prompt:
         word = "hi" if "I ran this command" in prompt else "ho"  # right when its test has failed
@@ -56,11 +56,11 @@ def play(prompt: str, commands: Sequence[str] = COMMANDS) -> str:
     # smolagents puts results into user messages.
     done = max(prompt.count("<tool_response>\n"), prompt.count("\nObservation:\n"))
     if done < len(commands):
-        return f"Step {done + 1}.\n" + _run(shell, commands[done], offered)
+        return f"Step {done + 1}.\n" + shell_call(shell, commands[done], offered)
     end = next((name for name in offered if name in ENDS), None)
     if end is not None:
         return call(end, ENDS[end])
-    return _run(shell, SUBMIT, offered) if SUBMIT in prompt else DONE
+    return shell_call(shell, SUBMIT, offered) if SUBMIT in prompt else DONE
 
 
 MAX_TOKENS = 1500
@@ -77,13 +77,13 @@ def play_hard(prompt: str) -> str:
     The arguments have numbers that JavaScript writes in another way, emoji and combining
     characters.
     """
-    offered = _offered(prompt)
+    offered = offered_tools(prompt)
     shell = next((name for name in offered if name.rpartition("-")[2] in SHELLS), None)
     results = prompt.count("<tool_response>\n")
     if shell is None or CUT in prompt or "Go on." in prompt.rpartition("<|im_start|>user")[2]:
         return DONE
     calls = [
-        _with_number(_run(shell, command, offered), number, offered[shell])
+        _with_number(shell_call(shell, command, offered), number, offered[shell])
         for number, command in enumerate(_HARD_COMMANDS)
     ]
     if results == 0:
@@ -98,7 +98,7 @@ def _with_number(text: str, number: int, tool: dict[str, Any]) -> str:
     return text if name is None else text.replace("}}", f', "{name}": {_NUMBERS[name][number]}}}}}')
 
 
-def _run(shell: str, command: str, offered: dict[str, Any]) -> str:
+def shell_call(shell: str, command: str, offered: dict[str, Any]) -> str:
     """A call with the arguments that this shell takes; some take no description."""
     taken = offered[shell]["parameters"]["properties"]
     arguments = SHELLS[shell.rpartition("-")[2]](command)
@@ -107,7 +107,7 @@ def _run(shell: str, command: str, offered: dict[str, Any]) -> str:
     return call(shell, {name: value for name, value in arguments.items() if name in taken})
 
 
-def _offered(prompt: str) -> dict[str, Any]:
+def offered_tools(prompt: str) -> dict[str, Any]:
     """The functions that the prompt offers, by name."""
     tools = _TOOLS.search(prompt)
     offered = [json.loads(line) for line in tools[1].splitlines()] if tools else []

@@ -54,35 +54,48 @@ def shell(command: str) -> str:
     return call("Bash", {"command": command, "description": "Runs the step"})
 
 
+HAND_OUT = "Hand out the parts."
+
+
+def hands_out(prompt: str, work: str = "echo {part} >> parts.txt") -> str:
+    """The main agent starts two sub-agents at once; each runs `work`."""
+    results = prompt.count("<tool_response>\n")
+    for part in ("ONE", "TWO"):
+        if f"Sub-task {part}" in prompt and "Hand out" not in prompt:
+            return DONE if results else shell(work.format(part=part))
+    if results == 0:
+        return "I hand it out.\n" + "\n".join(
+            call(
+                "Agent",
+                {
+                    "description": f"part {part}",
+                    "prompt": f"Sub-task {part}: write it down.",
+                    "subagent_type": "general-purpose",
+                    "run_in_background": False,
+                },
+            )
+            for part in ("ONE", "TWO")
+        )
+    return shell("echo hi > out.txt") if results == 2 else DONE
+
+
+def summarises(prompt: str) -> str:
+    """A history that becomes too long, its summary, and the end of the task after it."""
+    if "summary of the conversation" in prompt.rsplit("<|im_start|>user", 1)[-1]:
+        return "<summary>\nThe task was to write hi into out.txt. Nothing is done.\n</summary>"
+    if "Nothing is done." in prompt:
+        return DONE if 'echo hi > out.txt"' in prompt else shell("echo hi > out.txt")
+    return shell("seq 1 900")
+
+
 async def test_parallel_sub_agents_are_paths_of_their_own(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     """Claude Code, whole, starts two sub-agents at once; each has its own prompt and tools."""
-
-    def script(prompt: str) -> str:
-        results = prompt.count("<tool_response>\n")
-        for part in ("ONE", "TWO"):
-            if f"Sub-task {part}" in prompt and "Hand out" not in prompt:
-                return DONE if results else shell(f"echo {part} >> parts.txt")
-        if results == 0:
-            return "I hand it out.\n" + "\n".join(
-                call(
-                    "Agent",
-                    {
-                        "description": f"part {part}",
-                        "prompt": f"Sub-task {part}: write it down.",
-                        "subagent_type": "general-purpose",
-                        "run_in_background": False,
-                    },
-                )
-                for part in ("ONE", "TWO")
-            )
-        return shell("echo hi > out.txt") if results == 2 else DONE
-
     proxy = await start_proxy(max_context_tokens=131_072)
-    plays(proxy, script)
+    plays(proxy, hands_out)
     rollout = await trial(
-        proxy, without(example("claude_code"), "--bare"), tmp_path, prompt="Hand out the parts."
+        proxy, without(example("claude_code"), "--bare"), tmp_path, prompt=HAND_OUT
     )
     assert rollout.status is RolloutStatus.DONE, rollout.error
     assert rollout.reward == 1.0
@@ -134,15 +147,8 @@ async def test_history_that_no_longer_fits_is_compacted_by_the_agent(
 ) -> None:
     """Claude Code gets its provider's error for an over-long prompt, and summarises."""
 
-    def script(prompt: str) -> str:
-        if "summary of the conversation" in prompt.rsplit("<|im_start|>user", 1)[-1]:
-            return "<summary>\nThe task was to write hi into out.txt. Nothing is done.\n</summary>"
-        if "Nothing is done." in prompt:
-            return DONE if 'echo hi > out.txt"' in prompt else shell("echo hi > out.txt")
-        return shell("seq 1 900")
-
     proxy = await start_proxy(max_context_tokens=16_000)
-    plays(proxy, script)
+    plays(proxy, summarises)
     rollout = await trial(proxy, example("claude_code"), tmp_path)
     assert rollout.status is RolloutStatus.DONE, rollout.error
     assert rollout.reward == 1.0

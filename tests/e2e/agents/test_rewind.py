@@ -7,20 +7,16 @@ durations and temporary paths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
 
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import Rollout, RolloutStatus
-from proxy.engines.scripted import text_script
 from proxy.records import Origin, TurnStatus
-from proxy.token_tree.paths import path
 from tests.e2e.agents.model import play
+from tests.e2e.agents.rewind.rewound import Recording, Rewinder
 from tests.e2e.agents.test_agents import AGENTS, SCRIPTS, example, installed, pytestmark, trial
 from tests.proxy.conftest import RunningProxy, StartProxy
 
@@ -37,79 +33,41 @@ COMMANDS = (
     "cat out.txt numbers.txt; date +%s",
 )
 TURNS = len(COMMANDS) + 1
-State = dict[str, bytes]
+FIRST_DATE = 3
+"""The first turn whose request has the result of a command that differs by nature."""
 
 
-def state_of(folder: Path) -> State:
-    """Every file that the agent's tools have written, by its path."""
-    files = (file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
-
-
-class Watched:
-    """A proxy whose engine notes the workspace of the latest trial at each of its calls."""
-
-    def __init__(self, proxy: RunningProxy, trials: Path) -> None:
-        self.proxy = proxy
-        self.trials = trials
-        self.states: list[State] = []
-        tokenizer = proxy.rendering.tokenizer
-        answers = text_script(
-            partial(play, commands=COMMANDS),
-            decode=tokenizer.decode,
-            encode=tokenizer.encode,
-            end_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
-        )
-        proxy.engine.script = lambda prompt_ids: self._noted(answers, prompt_ids)
-
-    def _noted(self, answers: Callable[..., Any], prompt_ids: list[int]) -> Any:
-        latest = max(self.trials.iterdir(), key=lambda folder: folder.stat().st_ctime_ns)
-        self.states.append(state_of(latest / "work"))
-        return answers(prompt_ids)
-
-    async def run(self, command: CommandConfig, origin: Origin | None = None) -> Rollout:
-        self.states.clear()
-        self.proxy.engine.calls.clear()
-        return await trial(self.proxy, command, self.trials, origin=origin)
-
-    async def events(self, name: str, kind: str) -> list[dict[str, Any]]:
-        headers = {"Authorization": f"Bearer {self.proxy.control.admin_key}"}
-        url = f"{self.proxy.url}/sessions/{name}/events"
-        async with self.proxy.http.get(url, headers=headers) as response:
-            found = orjson.loads(await response.read())["events"]
-        return [event for event in found if event["kind"] == kind]
-
-
-def log_of(rollout: Rollout) -> str:
-    return (Path(rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
-
-
-async def assert_rewound(watched: Watched, command: CommandConfig, turns: range | None) -> None:
+async def assert_rewound(
+    proxy: RunningProxy, command: CommandConfig, trials: Path, turns: range | None
+) -> None:
     """Records a trial and runs it again to each of `turns` (None: to every turn)."""
-    proxy = watched.proxy
-    parent = await watched.run(command)
-    assert parent.status is RolloutStatus.DONE, f"{parent.error}\n{log_of(parent)}"
-    _, recorded = await proxy.control.get_turns(parent.trial_id)
-    assert len(recorded) >= TURNS
-    states = [*watched.states, state_of(watched.trials / parent.trial_id / "work")]
-    for turn in turns or range(1, len(recorded) + 1):
-        branch = await watched.run(command, Origin(parent.trial_id, turn))
-        context = f"to turn {turn}: {branch.error}\n{log_of(branch)}"
-        diverged = await watched.events(branch.trial_id, "diverged")
-        assert not diverged, f"{diverged[0]['summary']}\n{diverged[0]['diff']}\n{context}"
-        _, again = await proxy.control.get_turns(branch.trial_id)
-        statuses = [each.status for each in again]
-        assert statuses[:turn] == [TurnStatus.CONTEXT] * turn, context
-        assert len(again) == len(recorded), context
-        assert len(proxy.engine.calls) == len(recorded) - turn, context
-        after = [*watched.states, state_of(watched.trials / branch.trial_id / "work")]
-        assert after == states[turn:], context
-        for call, own in zip(proxy.engine.calls, again[turn:], strict=True):
-            before = path(recorded, own.parent).tolist() if own.parent == turn - 1 else []
-            assert call.prompt_ids[: len(before)] == before
-        assert branch.sampled_tokens == sum(len(c.answer_ids) for c in proxy.engine.calls)
-        assert {each.fork_cause for each in again} == {each.fork_cause for each in recorded}
-        assert await watched.events(branch.trial_id, "tolerated"), context
+
+    async def run(origin: Origin | None) -> Rollout:
+        return await trial(proxy, command, trials, origin=origin)
+
+    rewinder = Rewinder(proxy, run, trials, partial(play, commands=COMMANDS))
+    parent = await rewinder.record()
+    assert parent.rollout.status is RolloutStatus.DONE, f"{parent.rollout.error}\n{log_of(parent)}"
+    assert len(parent.turns) >= TURNS
+    for turn in turns or range(1, len(parent.turns) + 1):
+        again = await rewinder.rerun(parent, turn)
+        context = f"to turn {turn}: {again}"
+        assert again.reached, context
+        assert again.workspace is None, context
+        assert again.early_calls == 0, context
+        assert again.first_prompt, context
+        branch, calls = again.branch, proxy.engine.calls
+        assert [t.status for t in branch.turns[:turn]] == [TurnStatus.CONTEXT] * turn, context
+        assert len(branch.turns) == len(parent.turns), context
+        assert len(calls) == len(parent.turns) - turn, context
+        assert branch.final == parent.final, context
+        assert branch.rollout.sampled_tokens == sum(len(call.answer_ids) for call in calls)
+        assert {t.fork_cause for t in branch.turns} == {t.fork_cause for t in parent.turns}
+        assert again.tolerated or turn < FIRST_DATE, context
+
+
+def log_of(recording: Recording) -> str:
+    return (Path(recording.rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
 
 
 EXAMPLES = [
@@ -131,7 +89,7 @@ async def test_agent_is_rewound_to_a_turn(
     name: str, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     proxy = await start_proxy(max_context_tokens=131_072)
-    await assert_rewound(Watched(proxy, tmp_path / "trials"), example(name), range(5, 6))
+    await assert_rewound(proxy, example(name), tmp_path / "trials", range(5, 6))
 
 
 @pytest.mark.long
@@ -140,7 +98,7 @@ async def test_agent_is_rewound_to_every_turn(
     name: str, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     proxy = await start_proxy(max_context_tokens=131_072)
-    await assert_rewound(Watched(proxy, tmp_path / "trials"), example(name), None)
+    await assert_rewound(proxy, example(name), tmp_path / "trials", None)
 
 
 @pytest.mark.long
@@ -162,4 +120,4 @@ async def test_sdk_is_rewound_to_every_turn(
     proxy = await start_proxy(max_context_tokens=131_072)
     argv = (str(AGENTS / "python/bin/python"), str(SCRIPTS / f"{name}.py"))
     command = CommandConfig(argv=argv, env={"DIALECT": dialect})
-    await assert_rewound(Watched(proxy, tmp_path / "trials"), command, None)
+    await assert_rewound(proxy, command, tmp_path / "trials", None)

@@ -1,0 +1,67 @@
+"""What the shipped profile tolerates: outputs of common commands that differ by nature, and no
+others."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.branching.tolerance import Tolerance
+from proxy.profiles import Profiles
+
+SAME = [
+    ("time", "1795398054191138103", "1795398069168050865"),  # date +%s%N
+    ("time", "1795398054191138", "1795398069168050"),
+    ("time", "run-20261123-014054.log", "run-20261123-235901.log"),
+    ("time", "backup_20261123T014054Z.tar", "backup_20270101T000000Z.tar"),
+    ("duration", "Ran 1 test in 0.001s", "Ran 1 test in 12.5s"),
+    ("duration", "real\t0m0.055s", "real\t1m2.1s"),
+    ("duration", "10:02:11 up 17:48,  0 users", "11:02:11 up 3 days,  2:09,  0 users"),
+    ("load", "load average: 2.14, 0.80, 0.56", "load average: 0.01, 12.80, 3.99"),
+    ("temporary", "/tmp/tmpabcdefgh", "/tmp/tmpa_9defgh/x"[:-2]),
+    ("temporary", "/tmp/tmp.Ab3dEf9h1J", "/tmp/tmp.XXXyyyzzz0"),
+    ("commit", "[main (root-commit) 1a2b3c4] Add a", "[main (root-commit) 9a8b7c6d] Add a"),
+    ("commit", "1a2b3c4 (HEAD -> main) Add a", "9b8c7d6 (HEAD -> main) Add a"),
+    ("commit", f"commit {'a1' * 20} (HEAD -> main)", f"commit {'0f' * 20} (HEAD -> main)"),
+    ("commit", "HEAD is now at 1a2b3c4 Add a", "HEAD is now at 1234567 Add a"),
+    ("time", r'{"output": "a\n1795399807\n"}', r'{"output": "a\n1795399833\n"}'),
+    ("time", r"a\t12:30:59", r"a\t12:31:00"),
+    ("time", "\x1b[32m12:30:59\x1b[0m INFO", "\x1b[32m12:31:00\x1b[0m INFO"),
+    ("time", r"\u001b[1;32m12:30:59 INFO", r"\u001b[1;32m12:31:00 INFO"),
+    ("process", r"a\n[1] 4711\nb", r"a\n[1] 99\nb"),
+    ("commit", r"x\n1a2b3c4 Add a\n", r"x\n9b8c7d6 Add a\n"),
+    ("inode", "Device: 0,45\tInode: 1234", "Device: 254,0\tInode: 99"),
+    ("port", "Serving HTTP on 0.0.0.0 port 41234", "Serving HTTP on 0.0.0.0 port 5173"),
+]
+DIFFERENT = [
+    ("1048576 data.bin", "1048577 data.bin"),  # wc -c, du -b: no id of a commit
+    (f"{'1a' * 32}  a.txt", f"{'2b' * 32}  a.txt"),  # sha256sum
+    (f"{'1a' * 20}  a.txt", f"{'2b' * 20}  a.txt"),  # sha1sum
+    ("index 1a2b3c4..5d6e7f8 100644", "index 1a2b3c4..9d6e7f8 100644"),  # of contents
+    ("Ran 1 test in 0.001s", "Ran 2 tests in 0.001s"),
+    ("/tmp/report", "/tmp/result"),
+    ("/tmp/tmpfile", "/tmp/tmpdata"),
+    ("20261123", "20261124"),  # as part of a number it may be anything
+    (r"a\nb", "a\nb"),
+    (r"a\tb", "a\tb"),
+    (r"a\nb", r"a\rb"),
+    ("\x1b[32mgreen", "\x1b[31mgreen"),
+    ("main.c:10:20: error", "main.c:10:21: error"),
+]
+
+
+def masked(text: str) -> str:
+    return Tolerance(Profiles({}).get("default"), {}).masked(text)
+
+
+@pytest.mark.parametrize(("kind", "one", "other"), SAME)
+def test_output_that_differs_by_nature_is_tolerated_under_its_name(
+    kind: str, one: str, other: str
+) -> None:
+    assert masked(one) == masked(other)
+    found = Tolerance(Profiles({}).get("default"), {}).differences(one, other)
+    assert kind in {each.name for each in found}
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_other_differences_are_not_tolerated(one: str, other: str) -> None:
+    assert masked(one) != masked(other)
