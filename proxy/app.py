@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 
 from aiohttp import web
 
 from proxy.admin_key import AdminKeys
 from proxy.config import ListenConfig, ProxyConfig, RetentionConfig
+from proxy.control.operations import OPERATIONS
 from proxy.control.plane import ROUTES, ControlPlane
 from proxy.engines.protocol import Engine
 from proxy.engines.registry import make_engine
@@ -23,6 +23,7 @@ from proxy.errors import ConfigurationError, SessionError
 from proxy.http_request import answer_expect, forget_body
 from proxy.memory import Trimmer
 from proxy.metrics import Metrics
+from proxy.openapi import DocumentPart, document
 from proxy.profiles import Profiles
 from proxy.records import Mark
 from proxy.relay.fingerprint import fingerprint
@@ -47,6 +48,8 @@ from proxy.store.protocol import Store
 from proxy.telemetry import ObservedMetrics, Telemetry
 from proxy.view.access import Access
 from proxy.view.api import PAGE, ViewApi, add_routes
+from proxy.view.api import ROUTES as PAGE_ROUTES
+from proxy.view.operations import OPERATIONS as PAGE_OPERATIONS
 from proxy.view.run_folder import RecordedRuns
 from proxy.web_guard import Hosts, host_of, web_guard
 from proxy.wire.dialect import Dialect
@@ -59,6 +62,18 @@ RELAY = web.AppKey("relay", RelayHub)
 TRIMMER = web.AppKey("trimmer", Trimmer)
 STORE: web.AppKey[Store] = web.AppKey("store")
 VIEW = web.AppKey("view", ViewApi)
+
+DOCUMENTED = (
+    DocumentPart("control plane", "admin_key", "the admin key", ROUTES, OPERATIONS),
+    DocumentPart(
+        "page",
+        "view_key",
+        "a key of `agentic-proxy view-key create`, or the admin key; browsers have a cookie",
+        PAGE_ROUTES,
+        PAGE_OPERATIONS,
+    ),
+)
+"""What `/openapi.json` describes."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -150,6 +165,7 @@ def _parts(
         app[CONTROL_PLANE] = ControlPlane(
             *(config, config.limits, sessions, store, router, metrics, make, siblings, deliveries),
             marked=watch.settled,
+            document=document(DOCUMENTED),
         )
         await app[CONTROL_PLANE].restore_policies()
         app[VIEW] = _open_view(config, store, router, rendering)
@@ -245,7 +261,7 @@ def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Ren
         lambda: store.browser,
         access,
         lambda: {
-            "engines": [asdict(info) for info in router.infos],
+            "engines": router.infos,
             "paused": router.paused,
             "waiting": router.waiting,
         },

@@ -12,7 +12,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from pydantic import with_config
+from typing_extensions import TypedDict
 
+from proxy.openapi import CLOSED
 from proxy.records import (
     BranchMode,
     FinishReason,
@@ -38,6 +41,28 @@ class RecordFormatError(ValueError):
     """The bytes are not a record of this format."""
 
 
+@with_config(CLOSED)
+class MarkFields(TypedDict):
+    """One entry of the field `marks`, as JSON: a search rule that a turn matches."""
+
+    rule: str
+    action: RuleAction
+    turn: int
+    at: float
+    found: str
+
+
+@with_config(CLOSED)
+class RewardFields(TypedDict):
+    """One entry of the field `rewards`, as JSON: of a session, or of one of its turns."""
+
+    key: str
+    value: float
+    parts: dict[str, float]
+    turn: int | None
+    branch: bool
+
+
 def encode_record(session: Session, turns: list[Turn]) -> bytes:
     return _ENCODER.encode(
         _Record(
@@ -60,8 +85,7 @@ def decode_record(data: bytes) -> tuple[Session, list[Turn]]:
         raise RecordFormatError(f"not a recorded session: {error}") from error
 
 
-def reward_fields(reward: Reward) -> dict[str, Any]:
-    """One entry of the field `rewards`, as JSON."""
+def reward_fields(reward: Reward) -> RewardFields:
     return {
         "key": reward.key,
         "value": reward.value,
@@ -71,8 +95,7 @@ def reward_fields(reward: Reward) -> dict[str, Any]:
     }
 
 
-def mark_fields(mark: Mark) -> dict[str, Any]:
-    """One entry of the field `marks`, as JSON."""
+def mark_fields(mark: Mark) -> MarkFields:
     return {
         "rule": mark.rule,
         "action": mark.action,

@@ -21,7 +21,7 @@ from proxy.config import EngineConfig, LimitsConfig, ListenConfig
 from proxy.control import audit
 from proxy.control.branch_request import with_origin
 from proxy.control.event_stream import EventStream
-from proxy.control.openapi import OPERATIONS, document
+from proxy.control.operations import OPERATIONS
 from proxy.control.record_view import session_view, trajectories_view, turn_view
 from proxy.control.replay_view import replay_view
 from proxy.control.schema import (
@@ -67,8 +67,9 @@ class ControlPlane:
         siblings: Siblings,
         deliveries: Deliveries,
         marked: Callable[[str], Awaitable[None]],
+        document: dict[str, Any],
     ) -> None:
-        """`marked` returns when all search rules are matched with the session's turns."""
+        """`marked` returns when the rules are matched with a session. `document`: OpenAPI's."""
         self._listen = listen
         self._admin_keys = AdminKeys(listen)
         scrape = listen.metrics_key_file
@@ -82,6 +83,7 @@ class ControlPlane:
         self._siblings = siblings
         self._deliveries = deliveries
         self._marked = marked
+        self._document = document
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "health": self._health,
@@ -307,7 +309,7 @@ class ControlPlane:
         return _json({"status": "ok"})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return _json(document(ROUTES))
+        return _json(self._document)
 
     async def _ready(self, request: web.Request) -> web.Response:
         try:
@@ -315,9 +317,9 @@ class ControlPlane:
                 raise EngineError("the proxy is stopping")
             await self._router.check()
             await self._store.list_sessions(SessionFilter(limit=1))
+            return _json({"status": "ready"})
         except ProxyError as error:
             return _refused(error)
-        return _json({"status": "ready"})
 
     async def _session(self, request: web.Request) -> Session:
         session = await self._store.get_session(_trial_id(request))

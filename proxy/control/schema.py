@@ -21,6 +21,7 @@ from pydantic import (
 
 from proxy.engines.registry import ENGINES
 from proxy.errors import RequestError
+from proxy.openapi import Schema
 from proxy.policies import MAX_ADAPTER_CHARS, POLICY_NAME
 from proxy.records import (
     BranchMode,
@@ -53,12 +54,6 @@ def _can_be_stored(value: dict[str, Any]) -> dict[str, Any]:
 
 _STORED = AfterValidator(_can_be_stored)
 """JSON can hold integers beyond 64 bits, which cannot be stored."""
-
-
-class Schema(BaseModel):
-    """Base class: unknown keys and values of another type are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def check_policy(name: str) -> str:
@@ -352,22 +347,6 @@ class ProcessStatus(Schema):
     """Answer of `GET /health` and `GET /ready`."""
 
     status: str
-
-
-class Nothing(Schema):
-    """An empty JSON object."""
-
-
-class ErrorDetail(Schema):
-    """What happened and what to do."""
-
-    message: str
-
-
-class ErrorBody(Schema):
-    """Body of every answer with a status of 400 or above."""
-
-    error: ErrorDetail
 
 
 def parsed(model: type[M], body: bytes) -> M:

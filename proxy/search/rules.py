@@ -10,9 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator, with_config
+from typing_extensions import TypedDict
 
 from proxy.errors import RequestError
+from proxy.openapi import CLOSED
 from proxy.records import ForkCause, RuleAction
 from proxy.search.terms import SearchTerms
 from proxy.section import Section
@@ -95,6 +97,16 @@ class ActiveRule:
         return cls(rule.name, rule.action, rule.query.terms())
 
 
+@with_config(CLOSED)
+class RuleJson(TypedDict):
+    """A search rule. `query` has the terms that are set (`rules` in the configuration)."""
+
+    name: str
+    query: dict[str, Any]
+    action: RuleAction
+    configured: bool
+
+
 async def saved_rules(browser: Browser) -> list[RuleConfig]:
     """The rules that were saved from the page. One that this version cannot read is left out."""
     found = []
@@ -127,7 +139,7 @@ async def save_rule(browser: Browser, given: dict[str, Any]) -> None:
         raise RequestError(f"name: a rule {rule.name!r} exists; choose another", status=409)
 
 
-def rule_json(rule: RuleConfig, *, configured: bool = False) -> dict[str, Any]:
+def rule_json(rule: RuleConfig, *, configured: bool = False) -> RuleJson:
     """A rule for the page."""
     query = rule.query.model_dump(mode="json", exclude_defaults=True)
     return {"name": rule.name, "query": query, "action": rule.action, "configured": configured}

@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 import regex
+from pydantic import with_config
+from typing_extensions import TypedDict
 
 from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import load_message
 from proxy.errors import RequestError
+from proxy.openapi import CLOSED
 from proxy.records import ForkCause
 from proxy.search.edited_tests import edited_test
 from proxy.store.browser import WrittenTurn
@@ -29,6 +31,28 @@ MATCHES = 3
 MAX_EXPRESSION = 500
 EDIT_CHARS = 200_000
 """Characters of the tool calls of one turn that are examined for edits of tests."""
+
+
+@with_config(CLOSED)
+class MatchJson(TypedDict):
+    """A place that a search found."""
+
+    role: str
+    before: str
+    match: str
+    after: str
+
+
+@with_config(CLOSED)
+class HitJson(TypedDict):
+    """A turn that a search found."""
+
+    session: str
+    index: int
+    cause: ForkCause | None
+    agent: str | None
+    started_at: float
+    matches: list[MatchJson]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +94,7 @@ class SearchTerms:
             raise RequestError(f"regex: {error}") from None
         return cls(compiled, tool, cause, edits_tests, answers_only)
 
-    def hits(self, turns: Sequence[WrittenTurn]) -> list[dict[str, Any]]:
+    def hits(self, turns: Sequence[WrittenTurn]) -> list[HitJson]:
         """The turns that have all of it, as JSON.
 
         Raises:
@@ -90,7 +114,7 @@ class SearchTerms:
             if (matches := self.matches(turn, time_left)) is not None
         ]
 
-    def matches(self, turn: WrittenTurn, time_left: MatchingTime) -> list[dict[str, str]] | None:
+    def matches(self, turn: WrittenTurn, time_left: MatchingTime) -> list[MatchJson] | None:
         """The places that match; None if the turn does not.
 
         Raises:
@@ -112,7 +136,7 @@ class SearchTerms:
 
     def _found(
         self, messages: Sequence[Message], expression: regex.Pattern[str], time_left: MatchingTime
-    ) -> Iterator[dict[str, str]]:
+    ) -> Iterator[MatchJson]:
         count = 0
         for message in messages:
             for text in _texts(message):
@@ -145,7 +169,7 @@ class MatchingTime:
         return found
 
 
-def _edits(messages: Sequence[Message]) -> Iterator[dict[str, str]]:
+def _edits(messages: Sequence[Message]) -> Iterator[MatchJson]:
     """The first tool calls that change files of tests."""
     calls = [(message.role, call) for message in messages for call in message.tool_calls]
     left = EDIT_CHARS
@@ -179,7 +203,7 @@ def _texts(message: Message) -> Iterator[str]:
         yield f"{call.name}({call.arguments})"
 
 
-def _shown(role: str, text: str, start: int, end: int) -> dict[str, str]:
+def _shown(role: str, text: str, start: int, end: int) -> MatchJson:
     return {
         "role": role,
         "before": text[max(0, start - CONTEXT_CHARS) : start],

@@ -1,4 +1,4 @@
-"""The requests of the page: one handler per entry of `ROUTES`.
+"""The requests of the page: one handler per entry of `ROUTES`, which `operations` describes.
 
 Invariant: all of them but `log_in` need a cookie or a key (`access`) and change nothing in the
 record but saved search rules; all but `run/trace`, which is sent while it is made, answer with a
@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from proxy.errors import ProxyError, RequestError, SessionError, StoreError
+from proxy.errors import ProxyError, RequestError, SessionError
 from proxy.http_request import answer_expect, read_body
-from proxy.record_format import mark_fields
 from proxy.records import ForkCause, SessionKind, SessionStatus, TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.search.rules import RuleConfig, rule_json, save_rule, saved_rules
@@ -26,14 +25,27 @@ from proxy.search.terms import SearchTerms
 from proxy.store.browser import Browser, SessionPage
 from proxy.view import pages
 from proxy.view.access import Access
+from proxy.view.answers import (
+    ForksPage,
+    HeadsPage,
+    HitsPage,
+    RecordState,
+    RulesAnswer,
+    SessionsPage,
+    StateAnswer,
+    StateJson,
+    TextPiece,
+    TurnsAnswer,
+)
 from proxy.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.view.fork import fork_json
+from proxy.view.json_answer import ViewHandler, answer
 from proxy.view.live import LiveFeed
-from proxy.view.query import choice, count, number, session_id, trial_filter, turn_index
-from proxy.view.run_folder import RecordedRun, RecordedRuns
+from proxy.view.query import choice, count, number, session_id, turn_index
+from proxy.view.run_folder import RecordedRuns
+from proxy.view.run_requests import RunRequests
 from proxy.view.session_turns import SessionTurns
 from proxy.view.summaries import head_json, summary_json
-from proxy.view.trace import trace_pieces
 from proxy.view.turn_tokens import TurnTokens, turn_tokens
 
 HEADS = 500
@@ -54,8 +66,7 @@ _LOG_IN = (
     " admin key or a key of `agentic-proxy view-key create`"
 )
 
-ViewHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-State = Callable[[], dict[str, Any]]
+State = Callable[[], RecordState]
 
 
 class ViewApi:
@@ -97,11 +108,7 @@ class ViewApi:
             "rules": self._show_rules,
             "rules/save": self._save_rule,
             "rules/remove": self._remove_rule,
-            "run": self._run,
-            "run/metrics": self._run_metrics,
-            "run/trials": self._run_trials,
-            "run/step": self._run_step,
-            "run/trace": self._run_trace,
+            **RunRequests(browser, self._runs).handlers,
         }
 
     def close(self) -> None:
@@ -115,7 +122,7 @@ class ViewApi:
                 raise SessionError(_LOG_IN, status=401)
             return await self._handlers[name](request)
         except ProxyError as error:
-            response = _json({"error": {"message": error.message}}, error.status)
+            response = answer({"error": {"message": error.message}}, error.status)
             if error.retry_after_s is not None:
                 response.headers["Retry-After"] = str(round(error.retry_after_s))
             return response
@@ -132,22 +139,23 @@ class ViewApi:
                 " key with `agentic-proxy view-key create NAME`, or give the admin key",
                 status=401,
             )
-        response = _json({})
+        response = answer({})
         self._access.set_cookie(request, response, cookie)
         return response
 
     async def _log_out(self, request: web.Request) -> web.Response:
         await self._access.log_out(request)
-        return _json({})
+        return answer({})
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
         return await self._feed.stream(request, lambda: self._access.allows(request))
 
     async def _state(self, request: web.Request) -> web.Response:
-        return _json(self._whole_state() | {"tokenizer": self._tokenizer() is not None})
+        state = StateAnswer(**self._whole_state(), tokenizer=self._tokenizer() is not None)
+        return answer(state)
 
-    def _whole_state(self) -> dict[str, Any]:
-        return self._record_state() | {"runs": self._runs.state()}
+    def _whole_state(self) -> StateJson:
+        return StateJson(**self._record_state(), runs=self._runs.state())
 
     async def _sessions(self, request: web.Request) -> web.Response:
         query = request.query
@@ -166,32 +174,28 @@ class ViewApi:
         found = await self._browser().sessions(page)
         more = len(found) == page.limit
         last = found[-1].session if found else None
-        return _json(
-            {
-                "sessions": [summary_json(each) for each in found],
-                "next": f"{last.created_at!r},{last.session_id}" if more and last else None,
-            }
-        )
+        after = f"{last.created_at!r},{last.session_id}" if more and last else None
+        return answer(SessionsPage(sessions=[summary_json(each) for each in found], next=after))
 
     async def _session(self, request: web.Request) -> web.Response:
         named = session_id(request)
         found = await self._browser().session(named)
         if found is None:
             raise SessionError(f"session {named!r} does not exist", status=404)
-        return _json(summary_json(found))
+        return answer(summary_json(found))
 
     async def _heads(self, request: web.Request) -> web.Response:
         since = count(request, "since", 0, most=2**31 - 1, least=0)
         found = await self._browser().heads(session_id(request), since, HEADS)
         more = found[-1].index + 1 if len(found) == HEADS else None
-        return _json({"turns": [head_json(head) for head in found], "next": more})
+        return answer(HeadsPage(turns=[head_json(head) for head in found], next=more))
 
     async def _turns(self, request: web.Request) -> web.Response:
         """The messages of up to CONVERSATION_TURNS turns."""
         given = request.query.get("turns", "").split(",")[:CONVERSATION_TURNS]
         indexes = [int(each) for each in given if each.isascii() and each.isdecimal()]
         found = await self._browser().turns(session_id(request), indexes)
-        return _json({"turns": [turn_json(turn) for turn in found]})
+        return answer(TurnsAnswer(turns=[turn_json(turn) for turn in found]))
 
     async def _text(self, request: web.Request) -> web.Response:
         """A piece of a long text, from the character `from` on."""
@@ -200,11 +204,12 @@ class ViewApi:
         if text is None:
             raise RequestError("place: the turn has no such text", status=404)
         start = count(request, "from", 0, most=2**40, least=0)
-        piece = text[start : start + PIECE_CHARS]
-        return _json({"text": piece, "from": start, "chars": len(text)})
+        shown = text[start : start + PIECE_CHARS]
+        piece: TextPiece = {"text": shown, "from": start, "chars": len(text)}
+        return answer(piece)
 
     async def _fork(self, request: web.Request) -> web.Response:
-        return _json(
+        return answer(
             await fork_json(self._turns_of(request), turn_index(request), self._tokenizer())
         )
 
@@ -217,7 +222,7 @@ class ViewApi:
         trained = await asyncio.to_thread(self._runs.trained_tokens, session_id(request))
         if trained is not None:
             page["trained"] = trained.page(tokens.spans, start, start + len(page["ids"]))
-        return _json(page)
+        return answer(page)
 
     async def _forks(self, request: web.Request) -> web.Response:
         cause = choice(request.query.get("cause", ""), ForkCause)
@@ -227,7 +232,7 @@ class ViewApi:
         limit = count(request, "limit", 50, most=200)
         found = await self._browser().forks(cause, before, limit)
         more = found[-1].started_at if len(found) == limit else None
-        return _json({"turns": [head_json(head) for head in found], "next": more})
+        return answer(ForksPage(turns=[head_json(head) for head in found], next=more))
 
     async def _search(self, request: web.Request) -> web.Response:
         query = request.query
@@ -243,23 +248,23 @@ class ViewApi:
         turns = await self._browser().written(before, TURNS, READ_BYTES)
         hits = await asyncio.to_thread(terms.hits, turns)
         older = turns[-1].place if turns and turns[-1].place > 1 else None
-        return _json({"hits": hits, "read": len(turns), "next": older})
+        return answer(HitsPage(hits=hits, read=len(turns), next=older))
 
     async def _show_rules(self, request: web.Request) -> web.Response:
         configured = [rule_json(rule, configured=True) for rule in self._rules]
         saved = [rule_json(rule) for rule in await saved_rules(self._browser())]
         may_save = await self._access.may_save(request)
-        return _json({"rules": [*configured, *saved], "may_save": may_save})
+        return answer(RulesAnswer(rules=[*configured, *saved], may_save=may_save))
 
     async def _save_rule(self, request: web.Request) -> web.Response:
         await save_rule(self._browser(), await self._given(request))
-        return _json({})
+        return answer({})
 
     async def _remove_rule(self, request: web.Request) -> web.Response:
         name = (await self._given(request)).get("name")
         if not isinstance(name, str) or not await self._browser().remove_rule(name):
             raise RequestError("name: no saved rule has this name", status=404)
-        return _json({})
+        return answer({})
 
     async def _given(self, request: web.Request) -> dict[str, Any]:
         """The body of a request that only the administrator may make."""
@@ -290,57 +295,15 @@ class ViewApi:
                 self._paths.popitem(last=False)
         return tokens
 
-    async def _run(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._run_of(request).summary))
-
-    async def _run_metrics(self, request: web.Request) -> web.Response:
-        start = count(request, "from", 0, most=2**50, least=0)
-        return _json(await asyncio.to_thread(self._run_of(request).metrics, start))
-
-    async def _run_trials(self, request: web.Request) -> web.Response:
-        run, where = self._run_of(request), trial_filter(request)
-        before = count(request, "before", 0, most=2**50, least=0) or None
-        limit = count(request, "limit", 50, most=200)
-        found = await asyncio.to_thread(run.trials, where, before, limit)
-        marks = await self._browser().marks([line["trial_id"] for line in found["trials"]])
-        for line in found["trials"]:
-            line["marks"] = [mark_fields(mark) for mark in marks.get(line["trial_id"], ())]
-        return _json(found)
-
-    async def _run_step(self, request: web.Request) -> web.Response:
-        step = count(request, "step", 0, most=2**31 - 1, least=0)
-        return _json(await asyncio.to_thread(self._run_of(request).step, step))
-
-    async def _run_trace(self, request: web.Request) -> web.StreamResponse:
-        """The run as a file for Perfetto. If the store fails meanwhile, the connection breaks, so
-        that nobody takes the beginning of the file for the whole."""
-        run = self._run_of(request)
-        response = web.StreamResponse(headers={**pages.HEADERS, "Cache-Control": "no-store"})
-        response.content_type = "application/json"
-        response.headers["Content-Disposition"] = 'attachment; filename="trace.json"'
-        async with self._runs.browser_of(run, self._browser()) as browser:
-            await response.prepare(request)
-            try:
-                async for piece in trace_pieces(run.path, browser):
-                    await response.write(piece)
-            except StoreError:
-                if request.transport is not None:
-                    request.transport.abort()
-                return response
-        await response.write_eof()
-        return response
-
-    def _run_of(self, request: web.Request) -> RecordedRun:
-        name = request.query.get("run", "")
-        if name not in self._runs:
-            raise SessionError(f"there is no run {name[:80]!r}; `view RUN` shows one", status=404)
-        return self._runs[name]
-
     def _turns_of(self, request: web.Request) -> SessionTurns:
         return SessionTurns(self._browser(), session_id(request))
 
 
+PAGE = "/"
+_FILES = {"page": pages.page, "static": pages.static}
 ROUTES = (
+    ("GET", PAGE, "page"),
+    ("GET", "/view/static/{name:[a-z0-9_./-]+}", "static"),
     ("POST", "/view/log_in", "log_in"),
     ("POST", "/view/log_out", "log_out"),
     ("GET", "/view/live", "live"),
@@ -363,8 +326,6 @@ ROUTES = (
     ("GET", "/view/run/step", "run/step"),
     ("GET", "/view/run/trace", "run/trace"),
 )
-PAGE = "/"
-STATIC = "/view/static/{name:[a-z0-9_./-]+}"
 
 
 def add_routes(app: web.Application, api: Callable[[], ViewApi]) -> None:
@@ -377,15 +338,5 @@ def add_routes(app: web.Application, api: Callable[[], ViewApi]) -> None:
         return handle
 
     for method, path, name in ROUTES:
-        app.router.add_route(method, path, route(name), expect_handler=answer_expect)
-    app.router.add_get(PAGE, pages.page, expect_handler=answer_expect)
-    app.router.add_get(STATIC, pages.static, expect_handler=answer_expect)
-
-
-def _json(data: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(
-        body=orjson.dumps(data),
-        status=status,
-        content_type="application/json",
-        headers={**pages.HEADERS, "Cache-Control": "no-store"},
-    )
+        handler = _FILES.get(name) or route(name)
+        app.router.add_route(method, path, handler, expect_handler=answer_expect)

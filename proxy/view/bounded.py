@@ -13,6 +13,7 @@ import orjson
 from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import load_message
 from proxy.records import Turn
+from proxy.view.answers import CutText, MessageJson, ToolCallJson, TurnJson
 
 SHOWN_CHARS = 8_000
 """Characters of a text that are sent at first; about 150 lines."""
@@ -22,16 +23,16 @@ MAX_MESSAGES = 200
 MAX_CALLS = 100
 
 
-def cut(text: str, chars: int = SHOWN_CHARS) -> dict[str, Any] | str:
+def cut(text: str, chars: int = SHOWN_CHARS) -> CutText | str:
     """The text, or its beginning with its length."""
     if len(text) <= chars:
         return text
     return {"text": text[:chars], "chars": len(text)}
 
 
-def message_json(message: Message, chars: int = SHOWN_CHARS) -> dict[str, Any]:
+def message_json(message: Message, chars: int = SHOWN_CHARS) -> MessageJson:
     """`chars`: characters of each text that are shown."""
-    calls = [
+    calls: list[ToolCallJson] = [
         {"id": call.id[:200], "name": call.name[:200], "arguments": cut(call.arguments, chars)}
         for call in message.tool_calls[:MAX_CALLS]
     ]
@@ -45,9 +46,7 @@ def message_json(message: Message, chars: int = SHOWN_CHARS) -> dict[str, Any]:
     }
 
 
-def turn_json(
-    turn: Turn, chars: int = SHOWN_CHARS, most_messages: int = MAX_MESSAGES
-) -> dict[str, Any]:
+def turn_json(turn: Turn, chars: int = SHOWN_CHARS, most_messages: int = MAX_MESSAGES) -> TurnJson:
     """What a turn adds to its conversation: the request's new messages, and the answer."""
     fields = _request(turn)
     messages = fields.get("messages", [])

@@ -19,6 +19,7 @@ from proxy.conversation.messages import Message, load_answer, split_reasoning
 from proxy.conversation.recorded import load_conversation
 from proxy.records import Ids, Turn
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.view.answers import FieldChange, ForkJson, ForkTokens, ShownTokens
 from proxy.view.bounded import message_json
 from proxy.view.session_turns import SessionTurns
 from proxy.view.turn_tokens import pieces, turn_tokens
@@ -39,11 +40,15 @@ class _Recorded:
     tools: list[dict[str, Any]]
 
 
-async def fork_json(turns: SessionTurns, index: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+async def fork_json(turns: SessionTurns, index: int, tokenizer: Tokenizer | None) -> ForkJson:
     """The differences at the turn's fork, in messages and in tokens."""
     turn = await turns.read(index)
-    answer: dict[str, Any] = {"index": index, "cause": turn.fork_cause, "against": None}
-    answer["tokens"] = await _tokens(turns, turn, turn.parent, tokenizer)
+    answer: ForkJson = {
+        "index": index,
+        "cause": turn.fork_cause,
+        "against": None,
+        "tokens": await _tokens(turns, turn, turn.parent, tokenizer),
+    }
     await turns.conversation(index)
     sent = load_conversation(turns, index)
     if sent is None:
@@ -55,7 +60,9 @@ async def fork_json(turns: SessionTurns, index: int, tokenizer: Tokenizer | None
     common = _common(messages, recorded.messages)
     ours, theirs = _at(recorded.messages, common), _at(messages, common)
     tokens = await _tokens(turns, turn, recorded.turn.index, tokenizer)
-    return answer | {
+    return {
+        "index": index,
+        "cause": turn.fork_cause,
         "tokens": tokens or answer["tokens"],
         "against": recorded.turn.index,
         "common": common,
@@ -110,10 +117,10 @@ def _at(messages: Sequence[Message], index: int) -> Message | None:
     return messages[index] if index < len(messages) else None
 
 
-def _changes(recorded: Message | None, sent: Message | None) -> list[dict[str, Any]]:
+def _changes(recorded: Message | None, sent: Message | None) -> list[FieldChange]:
     if recorded is None or sent is None:
         return []
-    found = []
+    found: list[FieldChange] = []
     if recorded.role != sent.role:
         found.append({"field": "role", "parts": [["-", recorded.role], ["+", sent.role]]})
     texts = zip(("reasoning", "text"), _texts(recorded), _texts(sent), strict=True)
@@ -128,7 +135,7 @@ def _changes(recorded: Message | None, sent: Message | None) -> list[dict[str, A
     return found
 
 
-def _tools(recorded: list[dict[str, Any]], sent: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _tools(recorded: list[dict[str, Any]], sent: list[dict[str, Any]]) -> list[FieldChange]:
     ours, theirs = (
         orjson.dumps(tools, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode()
         for tools in (recorded, sent)
@@ -187,7 +194,7 @@ def _equal_chars(one: str, other: str) -> int:
 
 async def _tokens(
     turns: SessionTurns, turn: Turn, against: int | None, tokenizer: Tokenizer | None
-) -> dict[str, Any] | None:
+) -> ForkTokens | None:
     """The tokens around the fork: the last shared ones, and how each side goes on. None if the
     prompt does not begin with tokens of the turn `against`."""
     if against is None or turn.parent is None:
@@ -198,7 +205,7 @@ async def _tokens(
     if not np.array_equal(parent[:at], shared):
         return None
 
-    def shown(ids: Ids) -> dict[str, Any]:
+    def shown(ids: Ids) -> ShownTokens:
         found = ids.tolist()
         return {"ids": found, "texts": pieces(found, tokenizer) if tokenizer else None}
 

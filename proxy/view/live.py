@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import orjson
 from aiohttp import web
 
 from proxy.errors import RequestError
 from proxy.store.browser import Browser, Position
+from proxy.view.answers import StateJson
 from proxy.view.summaries import recent_json
 
 POLL_S = 1.0
@@ -30,7 +30,7 @@ BATCH = 500
 class LiveFeed:
     """The streams of all readers of this process."""
 
-    def __init__(self, browser: Callable[[], Browser], state: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, browser: Callable[[], Browser], state: Callable[[], StateJson]) -> None:
         """`state` returns what is sent besides the record: the engines."""
         self._browser = browser
         self._state = state

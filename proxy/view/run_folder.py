@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -20,15 +20,21 @@ from proxy.shown_config import MAX_CHARS, flat_config
 from proxy.store import open_store
 from proxy.store.browser import Browser
 from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
+from proxy.view.run_answers import (
+    EvaluationJson,
+    MetricsPage,
+    RunJson,
+    RunStamps,
+    StepTrials,
+    TrialJson,
+    TrialsPage,
+)
 from proxy.view.run_tokens import RunTokens, TrialTokens
 from proxy.view.trial_filter import TrialFilter
 
 STEP_TRIALS = 5_000
 """Trials of one step in one answer."""
-_TRIAL_FIELDS = (
-    *("step", "kind", "group", "evaluation", "trial_id", "task_id", "source", "agent", "status"),
-    *("reward", "turns", "sampled_tokens", "seconds", "error"),
-)
+_TRIAL_FIELDS = [name for name in TrialJson.__annotations__ if name != "marks"]
 
 
 class RecordedRun:
@@ -51,13 +57,16 @@ class RecordedRun:
         path = section.get("path") if isinstance(section, dict) else None
         return Path(path) if isinstance(path, str) and Path(path).is_dir() else None
 
-    def stamps(self) -> dict[str, Any]:
+    def stamps(self) -> RunStamps:
         """What changes when a file does: a reader of the page then asks for what is new."""
-        files = {"metrics": "metrics.jsonl", "trials": "trials.jsonl", "summary": "summary.json"}
-        stamps = {name: _stamp(self.path / file) for name, file in files.items()}
-        return {"name": self.name, **stamps}
+        return {
+            "name": self.name,
+            "metrics": _stamp(self.path / "metrics.jsonl"),
+            "trials": _stamp(self.path / "trials.jsonl"),
+            "summary": _stamp(self.path / "summary.json"),
+        }
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RunJson:
         """The run at a glance: its status, its evaluations, and its configuration."""
         summary = _json(self.path / "summary.json")
         if summary.get("status") == "running" and not is_locked(self.path / "run.lock"):
@@ -65,29 +74,36 @@ class RecordedRun:
         if not isinstance(summary.get("status"), str):
             summary["status"] = None
         found = summary.get("eval")
-        names = ("status", "steps", "policy_version", "wall_s", "tokens_sampled", "tokens_trained")
         return {
             "name": self.name,
-            **{name: summary.get(name) for name in (*names, "machine", "error", "warnings")},
+            "status": summary["status"],
+            "steps": summary.get("steps"),
+            "policy_version": summary.get("policy_version"),
+            "wall_s": summary.get("wall_s"),
+            "tokens_sampled": summary.get("tokens_sampled"),
+            "tokens_trained": summary.get("tokens_trained"),
+            "machine": summary.get("machine"),
+            "error": summary.get("error"),
+            "warnings": summary.get("warnings"),
             "evaluations": [
-                {"name": name, **{key: value for key, value in result.items() if _is_small(value)}}
+                _evaluation(name, result)
                 for name, result in (found if isinstance(found, dict) else {}).items()
                 if isinstance(result, dict)
             ],
             "config": dict(flat_config(_yaml(self.path / "config.yaml"))),
         }
 
-    def metrics(self, start: int) -> dict[str, Any]:
+    def metrics(self, start: int) -> MetricsPage:
         """The metrics after a byte of the file, and the byte to go on from."""
         lines, end = lines_after(self.path / "metrics.jsonl", start)
         return {"steps": lines, "next": end, "file": _stamp(self.path / "metrics.jsonl")[0]}
 
-    def trials(self, where: TrialFilter, before: int | None, limit: int) -> dict[str, Any]:
+    def trials(self, where: TrialFilter, before: int | None, limit: int) -> TrialsPage:
         """The latest trials that match, and the byte of the file to go on from."""
         found, end = lines_before(self.path / "trials.jsonl", before, where.matches, limit)
         return {"trials": [trial_fields(line) for line in found], "next": end}
 
-    def step(self, step: int) -> dict[str, Any]:
+    def step(self, step: int) -> StepTrials:
         """The trials of a step: those that it trained, and those of evaluations after it."""
         found = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS)
         return {"step": step, "trials": [trial_fields(line) for line in found]}
@@ -144,20 +160,26 @@ class RecordedRuns(Mapping[str, RecordedRun]):
         else:
             yield None
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self) -> list[RunStamps]:
         return [run.stamps() for run in self.values()]
+
+
+def _evaluation(name: str, result: dict[str, Any]) -> EvaluationJson:
+    small = {key: value for key, value in result.items() if _is_small(value)}
+    return cast("EvaluationJson", {"name": name, **small})
 
 
 def _is_small(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, list) and len(value) <= 2)
 
 
-def trial_fields(line: Line) -> dict[str, Any]:
+def trial_fields(line: Line) -> TrialJson:
     """What the page shows of a line of trials.jsonl."""
-    return {
+    found = {
         name: value[:MAX_CHARS] if isinstance(value := line.get(name), str) else value
         for name in _TRIAL_FIELDS
     }
+    return cast("TrialJson", found)
 
 
 def _stamp(path: Path) -> list[int]:

@@ -10,11 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from proxy.view.answers import TrainedTokens
 from proxy.view.turn_tokens import TokenSpan
 
 COLUMNS = ("advantages", "logprobs", "trained")
@@ -29,7 +30,7 @@ class TrialTokens:
     """Turn and position of each token as one number."""
     columns: dict[str, npt.NDArray[Any]]
 
-    def page(self, spans: Sequence[TokenSpan], start: int, end: int) -> dict[str, Any]:
+    def page(self, spans: Sequence[TokenSpan], start: int, end: int) -> TrainedTokens:
         """The columns for the tokens `[start, end)` of a path, None where the trainer did not use
         the token."""
         turns = np.full(end - start, -1, np.int64)
@@ -46,7 +47,7 @@ class TrialTokens:
             page[name] = [
                 _plain(value) if has else None for value, has in zip(values, known, strict=True)
             ]
-        return page
+        return cast("TrainedTokens", page)
 
 
 class RunTokens:

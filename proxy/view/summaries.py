@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import orjson
 
 from proxy.record_format import mark_fields, reward_fields
 from proxy.records import RuleAction
 from proxy.store.browser import Recent, SessionSummary, TurnHead
+from proxy.view.answers import HeadJson, NewsJson, SessionJson, StoredEvent
 
 MAX_METADATA_BYTES = 2_000
 
 
-def summary_json(summary: SessionSummary) -> dict[str, Any]:
+def summary_json(summary: SessionSummary) -> SessionJson:
     session = summary.session
-    metadata = dict(session.metadata)
+    metadata, origin = dict(session.metadata), session.origin
     if len(orjson.dumps(metadata)) > MAX_METADATA_BYTES:
         metadata = {"…": f"{len(metadata)} entries; `GET /sessions/ID` has them"}
     zeroed = session.marked(RuleAction.ZERO_REWARD)
@@ -28,8 +29,7 @@ def summary_json(summary: SessionSummary) -> dict[str, Any]:
         "completed_at": session.completed_at,
         "profile": session.profile,
         "metadata": metadata,
-        "origin": session.origin
-        and {"session": session.origin.session_id, "turn": session.origin.turn},
+        "origin": None if origin is None else {"session": origin.session_id, "turn": origin.turn},
         "reward": 0.0 if zeroed else sum(whole) if whole else None,
         "marks": [mark_fields(mark) for mark in session.marks[:100]],
         "rewards": [reward_fields(reward) for reward in session.rewards[:100]],
@@ -43,7 +43,7 @@ def summary_json(summary: SessionSummary) -> dict[str, Any]:
     }
 
 
-def head_json(head: TurnHead) -> dict[str, Any]:
+def head_json(head: TurnHead) -> HeadJson:
     return {
         "session": head.session_id,
         "index": head.index,
@@ -58,16 +58,16 @@ def head_json(head: TurnHead) -> dict[str, Any]:
         "shared": head.shared_tokens,
         "new": head.new_tokens,
         "sampled": head.sampled_tokens,
-        "versions": [[span.version, span.start, span.end] for span in head.versions],
+        "versions": [(span.version, span.start, span.end) for span in head.versions],
         "started_at": head.started_at,
         "first_token_s": head.first_token_s,
         "duration_s": head.duration_s,
     }
 
 
-def recent_json(recent: Recent) -> dict[str, Any]:
+def recent_json(recent: Recent) -> NewsJson:
     return {
         "begun": [head_json(head) for head in recent.begun],
         "answered": [head_json(head) for head in recent.answered],
-        "events": recent.events,
+        "events": cast("list[StoredEvent]", recent.events),
     }

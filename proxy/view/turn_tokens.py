@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from proxy.records import Ids, Logprobs, Turn, TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.view.answers import TokensPage
 
 MAX_TOKENS = 4_000
 """Tokens of one page."""
@@ -48,7 +48,7 @@ class TurnTokens:
     """Number of tokens that the engine was given for this turn."""
     shared_tokens: int
 
-    def page(self, start: int, count: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    def page(self, start: int, count: int, tokenizer: Tokenizer | None) -> TokensPage:
         """The tokens `[start, start + count)` as JSON, with the spans that they are in."""
         end = min(len(self.ids), start + min(count, MAX_TOKENS))
         ids = self.ids[start:end].tolist()
@@ -67,7 +67,7 @@ class TurnTokens:
                 for value in self.logprobs[start:end]
             ],
             "spans": [
-                [s.start, s.end, s.turn, s.sampled, s.trained, s.version]
+                (s.start, s.end, s.turn, s.sampled, s.trained, s.version)
                 for s in self.spans
                 if s.start < end and s.end > start
             ],

@@ -20,7 +20,7 @@ from proxy.admin_key import client_key, key_file, with_admin_key
 from proxy.app import build_app
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ProxyConfig, load_config
-from proxy.control.openapi import OPERATIONS
+from proxy.control.operations import OPERATIONS
 from proxy.control.plane import ROUTES
 from proxy.engines.scripted import ScriptedEngine
 from proxy.errors import ConfigurationError

@@ -19,7 +19,7 @@ from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trial_config import TrialConfig
 from proxy import wall
 from proxy.client import ProxyClient
-from proxy.control.openapi import OPERATIONS
+from proxy.control.operations import OPERATIONS
 from proxy.control.plane import ROUTES
 from proxy.engines.scripted import ScriptedEngine
 from proxy.records import SessionKind

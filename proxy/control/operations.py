@@ -1,0 +1,78 @@
+"""What `/openapi.json` has of the control plane: one operation per handler."""
+
+from __future__ import annotations
+
+from proxy.control import schema
+from proxy.openapi import Nothing, Operation
+from proxy.record_format import CONTENT_TYPE
+
+_TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
+_FILTER = {
+    "status": _TEXT,
+    "kind": _TEXT,
+    "id_prefix": _TEXT,
+    "marked": _TEXT,
+    "after": _TEXT,
+    "limit": _COUNT,
+}
+_FOLLOW = {"wait": {"const": "completed"}, "timeout_s": _NUMBER, "since": _COUNT}
+OPERATIONS = {
+    "health": Operation("Whether the process lives", schema.ProcessStatus, open_to_all=True),
+    "ready": Operation(
+        "Whether calls can be answered", schema.ProcessStatus, refusals=(503,), open_to_all=True
+    ),
+    "openapi": Operation("This document", other_types=("application/json",), open_to_all=True),
+    "show_metrics": Operation("Prometheus metrics of all processes", other_types=("text/plain",)),
+    "list": Operation(
+        "Lists sessions in order of their ids", schema.SessionList, query=_FILTER, refusals=(400,)
+    ),
+    "create": Operation(
+        "Creates a session, or a branch of one",
+        schema.SessionCreated,
+        schema.NewSession,
+        201,
+        (400, 404, 409),
+    ),
+    "show": Operation(
+        "A session with its turns, forks and rewards", schema.SessionRecord, refusals=(404,)
+    ),
+    "trajectories": Operation(
+        "Every path through the token tree",
+        schema.SessionTrajectories,
+        refusals=(404,),
+        other_types=(CONTENT_TYPE,),
+    ),
+    "events": Operation(
+        "Past events or a stream of new ones; with `wait`, whether the session has ended",
+        schema.Events,
+        refusals=(400, 404),
+        query=_FOLLOW,
+        other_types=("text/event-stream",),
+    ),
+    "reward": Operation(
+        "Adds a reward, once per key", schema.Added, schema.NewReward, refusals=(400, 404)
+    ),
+    "complete": Operation(
+        "Ends a session: later calls get 409, calls in flight are cut",
+        Nothing,
+        refusals=(404, 503),
+    ),
+    "delete": Operation("Removes a session and its record", Nothing, refusals=(404, 409, 503)),
+    "engines": Operation("Lists the engines", schema.Engines),
+    "add_engine": Operation(
+        "Adds an engine", schema.EngineAdded, schema.NewEngine, 201, (400, 409)
+    ),
+    "remove_engine": Operation("Removes an engine; it gets no new calls", Nothing, refusals=(404,)),
+    "pause": Operation("Makes calls that have not begun wait", schema.Paused),
+    "resume": Operation("Lets waiting calls continue", schema.Paused),
+    "set_version": Operation(
+        "Sets the version of the weights", schema.Version, schema.Version, refusals=(400,)
+    ),
+    "publish_policy": Operation(
+        "Makes an adapter the current version of a policy; running calls continue with it",
+        schema.PolicyView,
+        schema.PolicyVersion,
+        refusals=(400, 409),
+    ),
+}
+"""By the handler's name in `plane.ROUTES`."""

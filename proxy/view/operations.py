@@ -1,0 +1,186 @@
+"""What `/openapi.json` has of the page: one operation per handler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxy.openapi import Nothing, Operation
+from proxy.records import ForkCause, SessionKind, SessionStatus
+from proxy.search.rules import RuleConfig
+from proxy.view.answers import (
+    ForkJson,
+    ForksPage,
+    HeadsPage,
+    HitsPage,
+    NewsJson,
+    RuleName,
+    RulesAnswer,
+    Secret,
+    SessionJson,
+    SessionsPage,
+    StateAnswer,
+    StateJson,
+    TextPiece,
+    TokensPage,
+    TurnsAnswer,
+)
+from proxy.view.run_answers import MetricsPage, RunJson, StepTrials, TraceFile, TrialsPage
+
+_Parameter = dict[str, Any]
+_TEXT: _Parameter = {"type": "string"}
+_NUMBER: _Parameter = {"type": "number"}
+_COUNT: _Parameter = {"type": "integer", "minimum": 0}
+_SET: _Parameter = {"type": "string", "description": "any text: yes; missing or empty: no"}
+_SESSION = {"session": _TEXT}
+_TURN = {**_SESSION, "turn": _COUNT}
+_RUN = {"run": _TEXT}
+
+
+def _limit(most: int) -> _Parameter:
+    return {"type": "integer", "minimum": 1, "maximum": most}
+
+
+OPERATIONS = {
+    "page": Operation("The page", other_types=("text/html",), open_to_all=True),
+    "static": Operation(
+        "A file of the page",
+        refusals=(404,),
+        other_types=("text/javascript", "text/css", "image/svg+xml"),
+        open_to_all=True,
+    ),
+    "log_in": Operation(
+        "Exchanges a secret for a cookie of this browser",
+        Nothing,
+        Secret,
+        refusals=(400, 401, 503),
+        open_to_all=True,
+    ),
+    "log_out": Operation("Ends the cookie", Nothing, refusals=(503,)),
+    "live": Operation(
+        "What happens from now on, or after the position `after` (also `Last-Event-ID`), which each"
+        " event has as its id",
+        query={"after": _TEXT},
+        refusals=(429,),
+        events={"message": NewsJson, "state": StateJson},
+    ),
+    "state": Operation("The engines, and the runs that are shown", StateAnswer),
+    "sessions": Operation(
+        "Sessions, the newest first",
+        SessionsPage,
+        query={
+            "status": {"enum": ["", *SessionStatus]},
+            "kind": {"enum": ["", *SessionKind]},
+            "prefix": _TEXT,
+            "marked": _TEXT,
+            "before": _TEXT,
+            "limit": _limit(200),
+        },
+        refusals=(400, 503),
+    ),
+    "session": Operation(
+        "One session", SessionJson, query=_SESSION, needs=("session",), refusals=(404, 503)
+    ),
+    "heads": Operation(
+        "The turns of a session without tokens and texts",
+        HeadsPage,
+        query={**_SESSION, "since": _COUNT},
+        needs=("session",),
+        refusals=(400, 503),
+    ),
+    "turns": Operation(
+        "The messages of turns",
+        TurnsAnswer,
+        query={**_SESSION, "turns": {"type": "string", "pattern": r"^\d+(,\d+)*$"}},
+        needs=("session", "turns"),
+        refusals=(503,),
+    ),
+    "text": Operation(
+        "A piece of a long text, which begins at the character `from`",
+        TextPiece,
+        query={**_TURN, "place": _TEXT, "from": _COUNT},
+        needs=("session", "turn", "place"),
+        refusals=(400, 404, 503),
+    ),
+    "fork": Operation(
+        "Why a turn forks: what was sent against what was recorded",
+        ForkJson,
+        query=_TURN,
+        needs=("session", "turn"),
+        refusals=(400, 404, 503),
+    ),
+    "forks": Operation(
+        "The turns of all sessions that fork for a cause, the newest first",
+        ForksPage,
+        query={"cause": {"enum": [*ForkCause]}, "before": _NUMBER, "limit": _limit(200)},
+        needs=("cause",),
+        refusals=(400, 503),
+    ),
+    "tokens": Operation(
+        "The tokens of a turn's path: what the model saw and wrote",
+        TokensPage,
+        query={**_TURN, "start": _COUNT, "count": _limit(4000)},
+        needs=("session", "turn"),
+        refusals=(400, 404, 503),
+    ),
+    "search": Operation(
+        "The turns that match, from the newest to the oldest, of those that one request reads",
+        HitsPage,
+        query={
+            "text": _TEXT,
+            "regex": _TEXT,
+            "tool": _TEXT,
+            "cause": {"enum": ["", *ForkCause]},
+            "edits_tests": _SET,
+            "answers_only": _SET,
+            "before": _COUNT,
+        },
+        refusals=(400, 503),
+    ),
+    "rules": Operation("The search rules", RulesAnswer, refusals=(503,)),
+    "rules/save": Operation(
+        "Saves a rule that marks sessions; for the administrator",
+        Nothing,
+        RuleConfig,
+        refusals=(400, 403, 409, 503),
+    ),
+    "rules/remove": Operation(
+        "Removes a saved rule; for the administrator",
+        Nothing,
+        RuleName,
+        refusals=(400, 403, 404, 503),
+    ),
+    "run": Operation("A run at a glance", RunJson, query=_RUN, needs=("run",), refusals=(404,)),
+    "run/metrics": Operation(
+        "The metrics of a run, read on from the byte `from`",
+        MetricsPage,
+        query={**_RUN, "from": _COUNT},
+        needs=("run",),
+        refusals=(400, 404),
+    ),
+    "run/trials": Operation(
+        "The trials of a run, the latest first",
+        TrialsPage,
+        query={
+            **_RUN,
+            **dict.fromkeys(("kind", "status", "source", "task", "text"), _TEXT),
+            **dict.fromkeys(("min_reward", "max_reward"), _NUMBER),
+            "min_tokens": _COUNT,
+            "errors": _SET,
+            "before": _COUNT,
+            "limit": _limit(200),
+        },
+        needs=("run",),
+        refusals=(400, 404, 503),
+    ),
+    "run/step": Operation(
+        "The trials of a step",
+        StepTrials,
+        query={**_RUN, "step": _COUNT},
+        needs=("run",),
+        refusals=(400, 404),
+    ),
+    "run/trace": Operation(
+        "The run as a file for Perfetto", TraceFile, query=_RUN, needs=("run",), refusals=(404,)
+    ),
+}
+"""By the handler's name in `api.ROUTES`."""

@@ -1,0 +1,124 @@
+"""The types of what the page is sent of training runs; `/openapi.json` has their schemas.
+
+A line of a run's file is sent as it was written: by `agentic-train`, or by another trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from proxy.openapi import CLOSED, OPEN
+from proxy.record_format import MarkFields
+
+
+@with_config(CLOSED)
+class RunStamps(TypedDict):
+    """A run, and what changes when one of its files does: the file's inode and size."""
+
+    name: str
+    metrics: list[int]
+    trials: list[int]
+    summary: list[int]
+
+
+@with_config(OPEN)
+class EvaluationJson(TypedDict):
+    """An evaluation, and the numbers that `summary.json` has of it."""
+
+    name: str
+    step: NotRequired[int]
+    success: NotRequired[float]
+    interval: NotRequired[tuple[float, float]]
+    """Of 95 %."""
+    reward: NotRequired[float | None]
+    tasks: NotRequired[int]
+    trials: NotRequired[int]
+    failed: NotRequired[int]
+
+
+@with_config(CLOSED)
+class RunJson(TypedDict):
+    """Answer of `GET /view/run`: a run at a glance."""
+
+    name: str
+    status: str | None
+    """`killed` if the process ended without saying so."""
+    steps: int | None
+    policy_version: int | None
+    wall_s: float | None
+    tokens_sampled: int | None
+    tokens_trained: int | None
+    machine: str | None
+    error: str | None
+    warnings: dict[str, int] | None
+    evaluations: list[EvaluationJson]
+    config: dict[str, str]
+    """By key with dots, values as JSON, without secrets."""
+
+
+@with_config(CLOSED)
+class MetricsPage(TypedDict):
+    """Answer of `GET /view/run/metrics`: lines of `metrics.jsonl`."""
+
+    steps: list[dict[str, Any]]
+    next: int
+    """The parameter `from` that goes on."""
+    file: int
+    """The file's inode: another one is another file."""
+
+
+@with_config(CLOSED)
+class TrialJson(TypedDict):
+    """A line of `trials.jsonl`, without its times; null for what it lacks."""
+
+    step: int
+    kind: Literal["train", "eval"]
+    group: str | None
+    evaluation: str | None
+    trial_id: str
+    task_id: str
+    source: str | None
+    agent: str | None
+    status: str
+    reward: float | None
+    turns: int | None
+    sampled_tokens: int | None
+    seconds: float | None
+    error: str | None
+    marks: NotRequired[list[MarkFields]]
+
+
+@with_config(CLOSED)
+class TrialsPage(TypedDict):
+    """Answer of `GET /view/run/trials`."""
+
+    trials: list[TrialJson]
+    next: int | None
+    """The parameter `before` that goes on with earlier trials."""
+
+
+@with_config(CLOSED)
+class StepTrials(TypedDict):
+    """Answer of `GET /view/run/step`."""
+
+    step: int
+    trials: list[TrialJson]
+
+
+@with_config(OPEN)
+class TraceEvent(TypedDict):
+    """An event in the trace event format."""
+
+    ph: str
+    pid: int
+    name: str
+
+
+@with_config(OPEN)
+class TraceFile(TypedDict):
+    """Answer of `GET /view/run/trace`: a file for Perfetto."""
+
+    traceEvents: list[TraceEvent]
