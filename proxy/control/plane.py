@@ -82,8 +82,7 @@ class ControlPlane:
         self._make_engine = make_engine
         self._siblings = siblings
         self._deliveries = deliveries
-        self._marked = marked
-        self._document = document
+        self._marked, self._document = marked, document
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "health": self._health,
