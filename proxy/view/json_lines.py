@@ -44,19 +44,20 @@ def every_line(path: Path) -> Iterator[Line]:
 
 def lines_before(
     path: Path, end: int | None, wanted: Callable[[Line], bool], limit: int
-) -> tuple[list[Line], int | None]:
+) -> tuple[list[tuple[int, Line]], int | None]:
     """At most `limit` wanted lines before the byte `end` (None: the end of the file), the last one
-    first; and where to go on, None at the beginning of the file."""
+    first, each with the byte at which it begins; and where to go on, None at the beginning of the
+    file."""
     if not path.is_file():
         return [], None
-    found: list[Line] = []
+    found: list[tuple[int, Line]] = []
     with path.open("rb") as file:
         size = _size(file)
         end = _line_start(file, size if end is None else min(end, size))
         for at, raw in _backwards(file, end):
             end = at
             if wanted(line := _parse(raw)):
-                found.append(line)
+                found.append((at, line))
                 if len(found) == limit:
                     break
     return found, end or None

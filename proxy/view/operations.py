@@ -162,7 +162,7 @@ OPERATIONS = {
         TrialsPage,
         query={
             **_RUN,
-            **dict.fromkeys(("kind", "status", "source", "task", "text"), _TEXT),
+            **dict.fromkeys(("kind", "status", "source", "task", "text", "marked"), _TEXT),
             **dict.fromkeys(("min_reward", "max_reward"), _NUMBER),
             "min_tokens": _COUNT,
             "errors": _SET,

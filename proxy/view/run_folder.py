@@ -27,7 +27,6 @@ from proxy.view.run_answers import (
     RunStamps,
     StepTrials,
     TrialJson,
-    TrialsPage,
 )
 from proxy.view.run_tokens import RunTokens, TrialTokens
 from proxy.view.trial_filter import TrialFilter
@@ -98,10 +97,13 @@ class RecordedRun:
         lines, end = lines_after(self.path / "metrics.jsonl", start)
         return {"steps": lines, "next": end, "file": _stamp(self.path / "metrics.jsonl")[0]}
 
-    def trials(self, where: TrialFilter, before: int | None, limit: int) -> TrialsPage:
-        """The latest trials that match, and the byte of the file to go on from."""
+    def trials(
+        self, where: TrialFilter, before: int | None, limit: int
+    ) -> tuple[list[tuple[int, TrialJson]], int | None]:
+        """The latest trials that match, each with the byte at which its line begins, and the byte
+        of the file to go on from."""
         found, end = lines_before(self.path / "trials.jsonl", before, where.matches, limit)
-        return {"trials": [trial_fields(line) for line in found], "next": end}
+        return [(at, trial_fields(line)) for at, line in found], end
 
     def step(self, step: int) -> StepTrials:
         """The trials of a step: those that it trained, and those of evaluations after it."""

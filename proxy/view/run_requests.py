@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from aiohttp import web
 
 from proxy.errors import SessionError, StoreError
-from proxy.record_format import mark_fields
+from proxy.record_format import MarkFields, mark_fields
 from proxy.store.browser import Browser
 from proxy.view.json_answer import HEADERS, ViewHandler, answer
 from proxy.view.query import count, trial_filter
+from proxy.view.run_answers import TrialJson, TrialsPage
 from proxy.view.run_folder import RecordedRun, RecordedRuns
 from proxy.view.trace import trace_pieces
+
+PIECE_TRIALS = 50_000
+"""More trials than a piece of the file has: all of it is searched for marked ones."""
+MARKED_TRIALS = 500
+"""Trials whose marks are read at a time, by the store's index."""
 
 
 class RunRequests:
@@ -41,11 +47,20 @@ class RunRequests:
         run, where = self._run_of(request), trial_filter(request)
         before = count(request, "before", 0, most=2**50, least=0) or None
         limit = count(request, "limit", 50, most=200)
-        found = await asyncio.to_thread(run.trials, where, before, limit)
-        marks = await self._browser().marks([trial["trial_id"] for trial in found["trials"]])
-        for trial in found["trials"]:
-            trial["marks"] = [mark_fields(mark) for mark in marks.get(trial["trial_id"], ())]
-        return answer(found)
+        rule = request.query.get("marked", "")
+        most = PIECE_TRIALS if rule else limit
+        found, end = await asyncio.to_thread(run.trials, where, before, most)
+        trials: list[TrialJson] = []
+        async with self._runs.browser_of(run, self._browser()) as browser:
+            for batch in _batches(found):
+                marks = await _marks(browser, [trial["trial_id"] for _, trial in batch])
+                for at, trial in batch:
+                    trial["marks"] = marks.get(str(trial["trial_id"]), [])
+                    if not rule or any(rule in ("*", mark["rule"]) for mark in trial["marks"]):
+                        trials.append(trial)
+                        if len(trials) == limit:
+                            return answer(TrialsPage(trials=trials, next=at or None))
+        return answer(TrialsPage(trials=trials, next=end))
 
     async def _step(self, request: web.Request) -> web.Response:
         step = count(request, "step", 0, most=2**31 - 1, least=0)
@@ -75,3 +90,16 @@ class RunRequests:
         if name not in self._runs:
             raise SessionError(f"there is no run {name[:80]!r}; `view RUN` shows one", status=404)
         return self._runs[name]
+
+
+def _batches(found: Sequence[tuple[int, TrialJson]]) -> Iterator[Sequence[tuple[int, TrialJson]]]:
+    for start in range(0, len(found), MARKED_TRIALS):
+        yield found[start : start + MARKED_TRIALS]
+
+
+async def _marks(browser: Browser | None, trial_ids: list[str]) -> dict[str, list[MarkFields]]:
+    """The marks of those of the sessions that have any. `browser`: None if the run has none."""
+    if browser is None:
+        return {}
+    found = await browser.marks([each for each in trial_ids if isinstance(each, str)])
+    return {each: [mark_fields(mark) for mark in marks] for each, marks in found.items()}

@@ -232,7 +232,7 @@ def _with_interval(evaluation: Mapping[str, Any]) -> str:
 
 def _interval(evaluation: Mapping[str, Any]) -> str:
     bounds = evaluation.get("interval")
-    if not isinstance(bounds, list) or len(bounds) != 2 or not all(map(is_number, bounds)):
+    if not isinstance(bounds, list | tuple) or len(bounds) != 2 or not all(map(is_number, bounds)):
         return ""
     return " to ".join(map(percent, bounds))
 

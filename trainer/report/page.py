@@ -25,6 +25,7 @@ from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store import open_store
 from proxy.view.one_script import one_script
 from proxy.view.pages import file_text
+from proxy.view.run_answers import EvaluationJson
 from proxy.view.run_folder import RecordedRun
 from trainer.report.headline import Facts, Headline, headline
 from trainer.report.pairs import pairs_json
@@ -178,8 +179,8 @@ def _text(text: str) -> str:
     )
 
 
-def _ends(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    evaluations = [each | {"name": each["name"][:NAME_CHARS]} for each in evaluations]
+def _ends(evaluations: list[EvaluationJson]) -> list[EvaluationJson]:
+    evaluations = [{**each, "name": each["name"][:NAME_CHARS]} for each in evaluations]
     if len(evaluations) <= EVALUATIONS:
         return evaluations
     return [*evaluations[: EVALUATIONS // 2], *evaluations[-EVALUATIONS // 2 :]]

@@ -16,6 +16,7 @@ from typing import Any
 from proxy.records import Turn
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser, TurnHead
+from proxy.view.answers import TokensPage
 from proxy.view.bounded import turn_json
 from proxy.view.run_folder import RecordedRun
 from proxy.view.session_turns import SessionTurns
@@ -94,13 +95,14 @@ class Transcripts:
                 page, more = self._answer_tokens(session, tokens, turn, left)
                 left -= len(page["ids"]) if page else 0
                 answer = None if page else told["answer"]
-            kept = {name: told[name] for name in ("index", "messages", "more_messages")}
+            names = ("index", "messages", "more_messages")
+            kept: dict[str, Any] = {name: value for name, value in told.items() if name in names}
             made.append(kept | {"answer": answer, "tokens": page, "more_tokens": more})
         return made
 
     def _answer_tokens(
         self, session: str, tokens: TurnTokens, turn: Turn, most: int
-    ) -> tuple[dict[str, Any] | None, int]:
+    ) -> tuple[TokensPage | None, int]:
         """The tokens that a turn sampled, and the number of those that are left out. None if their
         text is not known, or the conversation went on without them."""
         spans = [span for span in tokens.spans if span.sampled and span.turn == turn.index]

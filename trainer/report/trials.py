@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from agent_loop.evaluator import wilson_interval
 from agent_loop.records import RolloutStatus
 from proxy.shown_config import without_credentials
 from proxy.view.json_lines import every_line
+from proxy.view.run_answers import EvaluationJson
 from proxy.view.run_folder import trial_fields
 from trainer.report.series import is_number
 
@@ -58,18 +60,18 @@ class Evaluated:
     step: int
     tasks: dict[str, TaskTrials] = field(default_factory=dict)
 
-    def score(self) -> dict[str, Any]:
+    def score(self) -> EvaluationJson:
         """Success with its interval, as in the summary of a run."""
         shares = [trials.share for trials in self.tasks.values()]
         success = sum(shares) / len(shares) if shares else math.nan
-        interval = list(wilson_interval(success, len(shares)))
-        trials = sum(each.judged for each in self.tasks.values())
-        counts = {"tasks": len(shares), "trials": trials}
-        return (
-            {"name": self.name, "step": self.step, "success": success}
-            | counts
-            | {"interval": interval}
-        )
+        return {
+            "name": self.name,
+            "step": self.step,
+            "success": success,
+            "tasks": len(shares),
+            "trials": sum(each.judged for each in self.tasks.values()),
+            "interval": wilson_interval(success, len(shares)),
+        }
 
 
 @dataclass(slots=True)
@@ -142,9 +144,10 @@ class SeenTrials:
         self.causes.setdefault(cause, Failures(0, trial)).count += 1
 
 
-def clean(trial: Trial) -> Trial:
+def clean(line: Mapping[str, Any]) -> Trial:
     """With the types that the page and this package expect, whoever wrote the file, and
     without the credentials that an error may repeat."""
+    trial = dict(line)
     for name in ("kind", "trial_id", "task_id", "source", "agent", "status", "evaluation"):
         trial[name] = trial[name] if isinstance(trial[name], str) else ""
     for name in ("step", "turns", "sampled_tokens"):

@@ -1,4 +1,4 @@
-// The trials of a run, the latest first, by kind, status, reward, source, length, error and text.
+// The trials of a run, the latest first, by kind, status, reward, source, length, error, text and rule.
 import { duration, oneLine, short } from "./format.js";
 import { usePages } from "./hooks.js";
 import { html } from "./page.js";
@@ -7,7 +7,7 @@ import { link } from "./router.js";
 
 /** @typedef {import("./types.d.ts").RunTrial} RunTrial */
 
-const FILTERS = ["kind", "status", "source", "task", "text", "min_reward", "max_reward", "min_tokens", "errors"];
+const FILTERS = ["kind", "status", "source", "task", "text", "marked", "min_reward", "max_reward", "min_tokens", "errors"];
 
 /** @param {{place: import("./router.js").Place}} given */
 export function Trials({ place }) {
@@ -31,6 +31,7 @@ export function Trials({ place }) {
       <label>source <input name="source" value=${query["source"] ?? ""} /></label>
       <label>task <input name="task" value=${query["task"] ?? ""} /></label>
       <label>text <input name="text" value=${query["text"] ?? ""} placeholder="id, task, agent, error" /></label>
+      <label>marked by <input name="marked" value=${query["marked"] ?? ""} placeholder="rule, or * for any" /></label>
       <label><input name="errors" type="checkbox" value="yes" checked=${query["errors"] === "yes"} /> with an error</label>
     </form>
     ${trials === null ? html`<${Note} error=${error} />` : html`<${TrialTable} run=${run} trials=${trials} />`}

@@ -23,7 +23,7 @@ def all_before(path: Path, limit: int = 3) -> list[int]:
     while True:
         lines, end = lines_before(path, end, lambda line: True, limit)
         assert len(lines) <= limit
-        found += [line["step"] for line in lines]
+        found += [line["step"] for _, line in lines]
         if end is None:
             return found
 
@@ -49,9 +49,9 @@ def test_reading_on_from_either_end_gives_each_line_once(
 def test_unwanted_lines_are_passed_over_and_the_place_is_after_them(tmp_path: Path) -> None:
     path = write(tmp_path / "lines", list(range(20)))
     lines, end = lines_before(path, None, lambda line: line["step"] % 5 == 0, 2)
-    assert [line["step"] for line in lines] == [15, 10]
+    assert [line["step"] for _, line in lines] == [15, 10]
     lines, end = lines_before(path, end, lambda line: line["step"] % 5 == 0, 2)
-    assert [line["step"] for line in lines] == [5, 0]
+    assert [line["step"] for _, line in lines] == [5, 0]
     assert end is None
 
 

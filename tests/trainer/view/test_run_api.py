@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
+from proxy.records import Mark, RuleAction
+from proxy.search.rules import save_rule
+from proxy.view.run_folder import RecordedRuns, reading
+from proxy.view.run_requests import RunRequests
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.view.test_api import Reader
 from tests.trainer.view.recorded_run import DIFFERENCE, begin, training, whole
@@ -122,6 +129,54 @@ async def test_trials_are_filtered_and_read_page_by_page(
     ):
         found = await reader.get("run/trials", run="run", limit=200, **query)
         assert len(found["trials"]) == count, query
+
+
+async def test_trials_are_filtered_by_the_rule_that_marked_them(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    query = {"text": "= 11", "answers_only": True}
+    async with reading(run.folder.sessions) as browser:
+        await save_rule(browser, {"name": "adds", "query": query})
+    await whole(run)
+    reader = Reader(proxy.http, proxy.url)
+    everything = (await reader.get("run/trials", run="run", limit=200))["trials"]
+    marked = [each["trial_id"] for each in everything if each["marks"]]
+    assert 3 < len(marked) < len(everything) - 3
+    for rule, expected in (("adds", marked), ("*", marked), ("other", [])):
+        found, before = list[str](), {}
+        while before is not None:
+            query = {"run": "run", "marked": rule, "limit": 3} | before
+            page = await reader.get("run/trials", **query)
+            assert len(page["trials"]) <= 3
+            found += [each["trial_id"] for each in page["trials"]]
+            before = None if page["next"] is None else {"before": page["next"]}
+        assert found == expected
+    evaluated = await reader.get("run/trials", run="run", marked="adds", kind="eval")
+    assert {each["kind"] for each in evaluated["trials"]} <= {"eval"}
+
+
+async def test_trials_of_another_run_have_the_marks_of_its_own_sessions(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        _, run = await training(start_proxy, begin(tmp_path / name, checkpoint))
+        await run.evaluate("before")
+        run.log.close()
+        mark = Mark(name, RuleAction.MARK, 0, 1.0, "")
+        async with reading(run.folder.sessions) as browser:
+            await browser.add_mark("lamps-1", mark)
+    runs = RecordedRuns([tmp_path / "second", tmp_path / "first"])
+    async with reading(run.folder.sessions) as second:
+        requests = RunRequests(lambda: second, runs)
+        for name in ("first", "second"):
+            request = make_mocked_request("GET", f"/view/run/trials?run={name}&marked=*")
+            answered = await requests.handlers["run/trials"](request)
+            assert isinstance(answered, web.Response)
+            assert isinstance(answered.body, bytes)
+            trials = orjson.loads(answered.body)["trials"]
+            assert [each["trial_id"] for each in trials] == ["lamps-1"]
+            assert [mark["rule"] for mark in trials[0]["marks"]] == [name]
 
 
 async def test_step_has_its_groups_and_the_evaluations_after_it(

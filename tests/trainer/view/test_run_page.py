@@ -10,9 +10,10 @@ from aiohttp import web
 from proxy.commands.view import build_view
 from proxy.config import ListenConfig
 from proxy.http_request import app_runner
+from proxy.search.rules import save_rule
 from proxy.store import open_store
 from proxy.view.access import new_link
-from proxy.view.run_folder import RecordedRuns
+from proxy.view.run_folder import RecordedRuns, reading
 from tests.needs import needs, skip_or_fail
 from tests.proxy.conftest import StartProxy
 from tests.proxy.view.chromium import MISSING, Tab
@@ -57,6 +58,9 @@ async def test_curves_grow_while_the_run_trains_and_keys_open_the_groups_of_a_st
     start_proxy: StartProxy, checkpoint: Path, tmp_path: Path, tab: Tab
 ) -> None:
     proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    async with reading(run.folder.sessions) as browser:
+        rule = {"name": "multiplies", "query": {"text": "because 4", "answers_only": True}}
+        await save_rule(browser, rule)
     await enter(tab, proxy, "/run")
     await tab.until("document.body.innerText.includes('No step has ended yet')")
     await run.step()
@@ -76,6 +80,15 @@ async def test_curves_grow_while_the_run_trains_and_keys_open_the_groups_of_a_st
     await tab.until("document.querySelector('.parting q')")
     assert "Let me multiply" in await tab.evaluate("document.querySelector('.shared').textContent")
     run.log.close()
+    rows = "document.querySelectorAll('.run-trials tbody tr').length"
+    await show(tab, "/trials/run", f"{rows} === 16")
+    field = "document.querySelector('input[name=marked]')"
+    change = "new Event('change', {bubbles: true})"
+    await tab.evaluate(f"{field}.value = 'multiplies'; {field}.dispatchEvent({change})")
+    await tab.until("location.hash === '#/trials/run?marked=multiplies'")
+    await tab.until(f"{rows} === 4")
+    assert "multiplies" in await tab.text(".run-trials tbody tr:last-child")
+    await show(tab, "/trials/run?marked=other", "document.querySelector('main p.quiet')")
     assert tab.complaints == []
 
 
