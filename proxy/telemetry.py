@@ -100,7 +100,7 @@ class Telemetry:
             ) from error
         url = endpoint.rstrip("/")
         named = os.environ.get("OTEL_SERVICE_NAME", service)
-        resource = Resource.create({"service.name": named, **about})
+        resource = Resource.create(_sendable({"service.name": named, **about}))
         self._ids = _ChosenIds()
         limited = {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_ATTRIBUTE_COUNT_LIMIT"} & {*os.environ}
         self._tracing = TracerProvider(
@@ -144,15 +144,15 @@ class Telemetry:
 
         self._ids.chosen = context
         sent = self._tracer.start_span(
-            span.name,
+            plain_text(span.name),
             None if parent is None else set_span_in_context(NonRecordingSpan(parent)),
             SpanKind.CLIENT if span.is_client else SpanKind.INTERNAL,
-            {name: value for name, value in span.attributes.items() if value is not None},
+            _sendable(span.attributes),
             links,
             start_time=_ns(span.start),
         )
         if span.error is not None:
-            sent.set_status(Status(StatusCode.ERROR, span.error))
+            sent.set_status(Status(StatusCode.ERROR, plain_text(span.error)))
         sent.end(_ns(max(span.start, span.end)))
         return sent.get_span_context()
 
@@ -335,6 +335,15 @@ def _call_attributes(turn: Turn) -> dict[str, Any]:
 def plain_text(value: str) -> str:
     """The text as it can be sent: lone surrogates have no UTF-8."""
     return value[:MAX_CHARS].encode(errors="replace").decode()
+
+
+def _sendable(attributes: Attributes) -> dict[str, Any]:
+    """Attributes without what the exporter cannot send: one would lose the batch that it is in."""
+    return {
+        plain_text(name): plain_text(value) if isinstance(value, str) else value
+        for name, value in attributes.items()
+        if value is not None and not (isinstance(value, int) and value.bit_length() > 63)
+    }
 
 
 def _ns(seconds: float) -> int:

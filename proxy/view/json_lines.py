@@ -7,12 +7,16 @@ end, which is being written, is not read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 PIECE_BYTES = 2 * 2**20
 """About 7,000 lines of trials; half of a tenth of a second of work."""
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a character as JSON escapes it."""
 
 Line = dict[str, Any]
 
@@ -130,10 +134,14 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(raw: bytes) -> Line:
-    """The line's object; `{}` for anything else, which a foreign program may have written."""
+    """The line's object; `{}` for anything else, which a foreign program may have written. Lone
+    surrogates, which no store can look up and no page can show, are replaced by `?`."""
     try:
         line = json.loads(raw)
-    except ValueError:
+        if _SURROGATE.search(raw):
+            text = json.dumps(line, ensure_ascii=False)
+            line = json.loads(text.encode(errors="replace"))
+    except (ValueError, RecursionError):
         return {}
     return line if isinstance(line, dict) else {}
 

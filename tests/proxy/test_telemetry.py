@@ -147,6 +147,29 @@ async def test_hostile_names_are_sent_as_text_or_shortened(
     assert module.plain_text("\ud800x") == "?x"
 
 
+@pytest.mark.parametrize(
+    ("hostile", "sent"),
+    [
+        ({"task": "\ud800x"}, {"task": "?x"}),
+        ({"own/\udcff": 0.5}, {"own/?": 0.5}),
+        ({"seed": 2**70}, {}),
+        ({"text": "x" * 10_000_000}, {"text": "x" * module.MAX_CHARS}),
+        ({"x" * 10_000_000: 1}, {"x" * module.MAX_CHARS: 1}),
+    ],
+    ids=["surrogate", "name", "large integer", "long text", "long name"],
+)
+async def test_attribute_that_cannot_be_sent_loses_no_other_span(
+    collector: Receiver, hostile: dict[str, object], sent: dict[str, object]
+) -> None:
+    telemetry = Telemetry(collector.url, "test", {"model": "\udcff" + "m" * 10_000_000})
+    for attributes in ({"good": 1}, hostile):
+        telemetry.send(TimedSpan("a\ud800", 1.78e9, 1.78e9 + 1, attributes, "b\ud800"))
+    await asyncio.to_thread(telemetry.close)
+    assert [span.attributes for span in collector.spans] == [{"good": 1}, sent]
+    assert {span.name for span in collector.spans} == {"a?"}
+    assert collector.spans[0].resource["model"] == "?" + "m" * (module.MAX_CHARS - 1)
+
+
 async def test_collector_that_never_answers_delays_neither_calls_nor_the_stop(
     collector: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

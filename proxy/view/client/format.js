@@ -37,15 +37,17 @@ export const number = (value) => (value == null ? "–" : Number(value.toPrecisi
 /** 0.42 → "42 %" @param {number | null | undefined} value */
 export const share = (value) => (value == null ? "–" : `${Math.round(value * 100)} %`);
 
-const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+const INVISIBLE =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
 
 /**
- * Makes control characters visible: terminal escapes, and those that change the direction of text.
+ * Makes characters visible that control a terminal, change the direction of text, or have no shape,
+ * such as the tags (U+E0000 to U+E007F) with which text can be hidden from people.
  * @param {string} text
  */
 export function visible(text) {
   return text.replace(INVISIBLE, (char) => {
-    const code = char.charCodeAt(0);
+    const code = /** @type {number} */ (char.codePointAt(0));
     if (code < 0x20) return String.fromCharCode(0x2400 + code);
     return code === 0x7f ? "\u2421" : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });

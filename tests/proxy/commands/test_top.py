@@ -103,10 +103,10 @@ def test_memory_is_bounded() -> None:
 
 
 def test_controls_are_made_visible() -> None:
-    shown = visible(HOSTILE + "\ud800\x9b31m")
+    shown = visible(HOSTILE + "\ud800\x9b31m\xad\U000e0041")
     assert "␛[31mred␛[0m" in shown
     assert "⟨U+202E⟩gnp.exe" in shown
-    assert "⟨U+D800⟩⟨U+009B⟩31m" in shown
+    assert "⟨U+D800⟩⟨U+009B⟩31m⟨U+00AD⟩⟨U+E0041⟩" in shown
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
     assert "عربي" in shown
     agent = seen(answered=[a_head("s", agent="\x1b]0;title\x07\n\x1b[2J")])

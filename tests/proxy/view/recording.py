@@ -39,7 +39,7 @@ RESULTS = (
 HOSTILE = (
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
     "<svg onload='window.hacked = 3'><a href='javascript:window.hacked=4'>click</a>"
-    "\x1b[31mred\x1b[0m\x1b]0;title\x07 \u202egnp.exe \u2066isolated "
+    "\x1b[31mred\x1b[0m\x1b]0;title\x07 \u202egnp.exe \u2066isolated \U000e0041tagged "
     "{{constructor.constructor('window.hacked=5')()}} ${window.hacked=6} عربي עברית \x00 end"
 )
 

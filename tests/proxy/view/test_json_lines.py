@@ -71,3 +71,13 @@ def test_foreign_lines_are_empty_and_missing_files_have_none(tmp_path: Path) -> 
     assert lines_of_step(path, 3, 9) == []
     assert lines_before(tmp_path / "none", None, lambda line: True, 3) == ([], None)
     assert lines_after(tmp_path / "none", 5) == ([], 0)
+
+
+def test_lone_surrogates_are_replaced_and_lines_nested_too_deeply_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    deep = "[" * 100_000 + "]" * 100_000
+    hostile = r'{"step": 1, "a\ud800": ["\uDC00x", "\ud83d\ude00"]}'
+    path.write_text(f'{hostile}\n{{"step": {deep}}}\n{{"step": 2}}\n')
+    lines = [{"step": 1, "a?": ["?x", "\U0001f600"]}, {}, {"step": 2}]
+    assert lines_after(path, 0)[0] == lines
+    assert lines_before(path, None, lambda line: True, 3)[0] == lines[::-1]

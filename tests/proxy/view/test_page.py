@@ -85,6 +85,7 @@ async def test_hostile_content_is_shown_as_text_in_every_view(
     assert "<script>window.hacked = 1</script>" in await tab.text(".conversation")
     assert "␛[31mred␛[0m" in await tab.text(".conversation")
     assert "⟨U+202E⟩gnp.exe" in await tab.text(".conversation")
+    assert "⟨U+E0041⟩tagged" in await tab.text(".conversation")
     await show(tab, f"/trial/{quoted}?turn=1", "document.querySelector('.why figure')")
     await show(tab, f"/tokens/{quoted}?turn=0", "document.querySelector('.flow .token')")
     await show(tab, f"/tokens/{quoted}?turn=0&as=table", "document.querySelector('svg.p')")
