@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CLOSE_S = 3.0
 """Longest time in which what is left is sent when the process stops."""
+CLOSING = "telemetry-close"
+"""The thread that may go on for a while after `close`."""
 SEND_S = 5.0
 """Longest time of one request to the collector, with its repetitions."""
 QUEUE_SPANS = 8192
@@ -165,7 +167,7 @@ class Telemetry:
 
     def close(self) -> None:
         """Sends what is left, for at most `CLOSE_S`."""
-        closing = threading.Thread(target=self._close, name="telemetry-close", daemon=True)
+        closing = threading.Thread(target=self._close, name=CLOSING, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,19 @@ CLIENT = 3
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans and metrics are sent at once."""
+def _often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Spans and metrics are sent at once. What still sends when a test ends is waited for: its
+    repetitions draw from `random`, which Hypothesis refuses while it makes the data of a test."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+    yield
+    _until_closed()
+
+
+def _until_closed() -> None:
+    for thread in threading.enumerate():
+        if thread.name == module.CLOSING:
+            thread.join()
 
 
 @pytest.fixture
@@ -187,12 +197,15 @@ async def test_collector_that_never_answers_delays_neither_calls_nor_the_stop(
         await asyncio.to_thread(telemetry.close)
     assert collector.spans == []
     assert "Queue full" in caplog.text
+    collector.open.set()
+    await asyncio.to_thread(_until_closed)
 
 
 async def test_calls_are_answered_while_the_collector_is_away(
     start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(module, "SEND_S", 0.2)
     async with receiver() as gone:
         url = gone.url
     proxy = await start_proxy(telemetry={"endpoint": url})

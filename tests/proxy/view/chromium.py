@@ -170,9 +170,10 @@ class Tab:
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
             )
 
-    async def picture(self, file: Path) -> None:
+    async def picture(self) -> bytes:
+        """A PNG of what it shows."""
         done = await self.call("Page.captureScreenshot", format="png")
-        file.write_bytes(base64.b64decode(done["data"]))
+        return base64.b64decode(done["data"])
 
 
 @asynccontextmanager

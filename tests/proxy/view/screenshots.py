@@ -22,8 +22,9 @@ from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
-from tests.proxy.view.chromium import Tab, chromium
+from tests.proxy.view.chromium import chromium
 from tests.proxy.view.conftest import enter
+from tests.proxy.view.pictures import take_all
 from tests.proxy.view.recording import record, record_many
 
 NAME = "fix%2Fsum-1"
@@ -60,32 +61,10 @@ async def main(folder: Path) -> None:
                 await record(proxy)
                 await record_many(proxy, 12)
                 async with chromium(temporary / "profile") as browser:
-                    await take_all(await browser.tab(), proxy, folder)
+                    tab = await browser.tab()
+                    await enter(tab, proxy)
+                    await take_all(tab, VIEWS, folder)
             await runner.cleanup()
-
-
-async def take_all(tab: Tab, proxy: RunningProxy, folder: Path) -> None:
-    await enter(tab, proxy)
-    for name, (place, ready) in VIEWS.items():
-        await show(tab, place, ready)
-        await tab.picture(folder / f"{name}.png")
-    await tab.colours("dark")
-    for name in ("trial", "tokens"):
-        await show(tab, *VIEWS[name])
-        await tab.picture(folder / f"{name}-dark.png")
-    await tab.colours("light")
-    await tab.size(390, 844, phone=True)
-    for name in ("now", "trial", "tokens"):
-        await show(tab, *VIEWS[name])
-        await tab.picture(folder / f"{name}-phone.png")
-    if tab.complaints:
-        sys.exit("\n".join(tab.complaints))
-
-
-async def show(tab: Tab, place: str, ready: str) -> None:
-    await tab.evaluate(f"location.hash = '#/now?'; location.hash = '#{place}'")
-    await tab.until(ready)
-    await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)))")
 
 
 if __name__ == "__main__":

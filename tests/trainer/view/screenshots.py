@@ -22,13 +22,12 @@ from proxy.store import open_store
 from proxy.view.access import new_link
 from proxy.view.run_folder import RecordedRun, RecordedRuns
 from tests.proxy.view.chromium import Tab, chromium
-from tests.proxy.view.screenshots import show
+from tests.proxy.view.pictures import take, take_all
 from trainer.report import Report, write_report
 from trainer.run.folder import RunFolder
 
 ALIGNED = "document.querySelector('.aligned .cell')"
 COLOURED = "document.querySelector('.flow .up0, .flow .up1, .flow .down0, .flow .down1')"
-PHONE, DARK = ("run", "group"), ("run", "advantages")
 REPORT_HEIGHT = 2600
 """Pixels down to the verifier's output of the first pair."""
 
@@ -61,7 +60,7 @@ async def main(path: Path, folder: Path) -> None:
             tab = await browser.tab()
             await tab.open(url)
             await tab.until("document.querySelector('header .dot.on')")
-            await _take_all(tab, shown, folder)
+            await take_all(tab, shown, folder)
             report = await asyncio.to_thread(write_report, RunFolder.open(path))
             await _take_report(await browser.tab(), report, folder)
     await runner.cleanup()
@@ -79,33 +78,14 @@ def _worth_seeing(run: RecordedRun) -> tuple[int, str, str]:
     sys.exit(f"{run.path}: no group of this run has different rewards")
 
 
-async def _take_all(tab: Tab, shown: dict[str, tuple[str, str]], folder: Path) -> None:
-    for name, view in shown.items():
-        await show(tab, *view)
-        await tab.picture(folder / f"{name}.png")
-    await tab.colours("dark")
-    for name in DARK:
-        await show(tab, *shown[name])
-        await tab.picture(folder / f"{name}-dark.png")
-    await tab.colours("light")
-    await tab.size(390, 844, phone=True)
-    for name in PHONE:
-        await show(tab, *shown[name])
-        await tab.picture(folder / f"{name}-phone.png")
-    if tab.complaints:
-        sys.exit("\n".join(tab.complaints))
-
-
 async def _take_report(tab: Tab, report: Report, folder: Path) -> None:
     """The report on a screen down to its first pair, and its beginning on a phone."""
     await tab.open(report.page.as_uri())
     await tab.until("document.querySelector('.configuration')")
     await tab.size(1280, REPORT_HEIGHT)
-    await tab.picture(folder / "report.png")
+    await take(tab, folder / "report.png")
     await tab.size(390, 844, phone=True)
-    await tab.picture(folder / "report-phone.png")
-    if tab.complaints:
-        sys.exit("\n".join(tab.complaints))
+    await take(tab, folder / "report-phone.png")
 
 
 if __name__ == "__main__":
