@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.proxy.view.chromium import Tab
 
-COLOURS = 128
+COLOURS = 256
 """Of a picture, which then has a third of its bytes."""
 Views = Mapping[str, tuple[str, str]]
 """A view's name → its place (the part after `#`), and what is true once it is complete."""
@@ -49,7 +49,7 @@ async def take(tab: Tab, file: Path) -> None:
     """What the tab shows. A page that complains ends the program."""
     await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)))")
     picture = Image.open(io.BytesIO(await tab.picture()))
-    few = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few = picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
     few.save(file, optimize=True)
     if tab.complaints:
         sys.exit("\n".join(tab.complaints))
