@@ -39,3 +39,10 @@ async def enter(tab: Tab, proxy: RunningProxy, place: str = "") -> None:  # noqa
     # The attempt to read the state without a cookie.
     assert all("401" in each for each in tab.complaints), tab.complaints
     tab.complaints.clear()
+
+
+async def show(tab: Tab, place: str, ready: str) -> None:
+    """Goes to a place, and waits until it is complete (`ready`) and drawn."""
+    await tab.evaluate(f"location.hash = '#/now?'; location.hash = '#{place}'")
+    await tab.until(ready)
+    await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)))")

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
-
 from tests.proxy.view.chromium import Tab
+from tests.proxy.view.conftest import show
 
 COLOURS = 256
 """Of a picture, which then has a third of its bytes."""
@@ -40,14 +39,14 @@ async def take_all(tab: Tab, views: Views, folder: Path) -> None:
         await tab.colours(look.colours)
         await tab.size(look.width, look.height, phone=look.phone)
         for name, (place, ready) in views.items():
-            await tab.evaluate(f"location.hash = '#/now?'; location.hash = '#{place}'")
-            await tab.until(ready)
+            await show(tab, place, ready)
             await take(tab, folder / f"{name}{look.suffix}.png")
 
 
 async def take(tab: Tab, file: Path) -> None:
     """What the tab shows. A page that complains ends the program."""
-    await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)))")
+    from PIL import Image  # here, because tests read the list of views where Pillow is missing
+
     picture = Image.open(io.BytesIO(await tab.picture()))
     few = picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
     few.save(file, optimize=True)

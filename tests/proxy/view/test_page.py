@@ -12,9 +12,9 @@ from proxy.view.access import new_key, new_link
 from tests.needs import needs, skip_or_fail
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.view.chromium import MISSING, Chromium, Tab
-from tests.proxy.view.conftest import enter
+from tests.proxy.view.conftest import enter, show
 from tests.proxy.view.recording import HOSTILE, call, record, user, work
-from tests.proxy.view.screenshots import VIEWS, show
+from tests.proxy.view.screenshots import VIEWS
 
 pytestmark = [needs(MISSING), pytest.mark.programs]
 AXE = Path(__file__).parents[3] / ".cache/tools/node_modules/axe-core/axe.min.js"

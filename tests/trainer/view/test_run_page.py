@@ -17,9 +17,8 @@ from proxy.view.run_folder import RecordedRuns, reading
 from tests.needs import needs, skip_or_fail
 from tests.proxy.conftest import StartProxy
 from tests.proxy.view.chromium import MISSING, Tab
-from tests.proxy.view.conftest import enter
+from tests.proxy.view.conftest import enter, show
 from tests.proxy.view.recording import HOSTILE
-from tests.proxy.view.screenshots import show
 from tests.proxy.view.test_page import AXE, NO_OVERFLOW, violations
 from tests.trainer.view.recorded_run import begin, training, whole
 from tests.trainer.view.screenshots import views
