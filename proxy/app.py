@@ -168,7 +168,7 @@ def _parts(
             document=document(DOCUMENTED),
         )
         await app[CONTROL_PLANE].restore_policies()
-        app[VIEW] = _open_view(config, store, router, rendering)
+        app[VIEW] = _open_view(config, store, router, rendering, watch)
         app[TRIMMER] = trimmer = Trimmer()
         async with _removing(store, config.retention):
             yield
@@ -251,7 +251,9 @@ def _open_watch(
     return watch
 
 
-def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Rendering) -> ViewApi:
+def _open_view(
+    config: ProxyConfig, store: Store, router: Router, rendering: Rendering, watch: RuleWatch
+) -> ViewApi:
     access = Access(
         lambda: store.browser,
         AdminKeys(config),
@@ -264,6 +266,7 @@ def _open_view(config: ProxyConfig, store: Store, router: Router, rendering: Ren
             "engines": router.infos,
             "paused": router.paused,
             "waiting": router.waiting,
+            "rule_faults": watch.faults,
         },
         lambda: rendering.tokenizer,
         RecordedRuns([] if config.run is None else [config.run]),

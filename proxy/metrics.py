@@ -54,6 +54,11 @@ class Metrics:
             "Turns for which matching a search rule took too long, so that it was given up",
             "rule",
         )
+        self._rules_failed = self._counter(
+            "rule_errors",
+            "Errors while search rules were matched, by rule; empty: not those of one rule",
+            "rule",
+        )
         self._waited = Histogram(
             "agentic_proxy_admission_wait_seconds",
             "Seconds that calls waited for room in an engine's cache, by how the wait ended",
@@ -112,6 +117,9 @@ class Metrics:
 
     def rule_given_up(self, rule: str) -> None:
         self._rules_given_up.labels(rule).inc()
+
+    def rule_failed(self, rule: str) -> None:
+        self._rules_failed.labels(rule).inc()
 
     def exposition(self, others: Sequence[bytes] = ()) -> bytes:
         """The metrics in Prometheus' text format, added to those of the expositions in `others`."""

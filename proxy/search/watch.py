@@ -4,7 +4,9 @@ A call hands over its turn (`recorded`) and goes on; one task matches the waitin
 `settled` returns when all turns of a session are matched, also those that another process or an
 earlier one recorded; `complete` waits for it, so that the marks of a completed session are all
 there. Invariant: no call waits for a rule or fails by one; matching a rule with a turn takes at
-most `RULE_S`. A rule that takes longer is given up for this turn, and counted.
+most `RULE_S`. A rule that takes longer is given up for this turn, and counted. If the store fails,
+turns are matched again later. Any other error is a fault of one rule or one turn: it is logged,
+counted and kept in `faults`, this turn is not matched again, and all others are.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from pydantic import with_config
+from typing_extensions import TypedDict
+
 from proxy.errors import RequestError, StoreError
+from proxy.openapi import CLOSED
 from proxy.records import Mark, RuleAction, Turn, TurnStatus
 from proxy.search.rules import ActiveRule, RuleConfig, saved_rules
 from proxy.search.terms import MatchingTime
@@ -33,8 +39,23 @@ WAITING_BYTES = 64 * 2**20
 read from the store again."""
 KNOWN_SESSIONS = 1000
 RETRY_S = 1.0
+KEPT_FAULTS = 20
+FAULT_CHARS = 300
 _log = logging.getLogger(__name__)
 Act = Callable[[str, Mark], Awaitable[None]]
+
+
+@with_config(CLOSED)
+class RuleFault(TypedDict):
+    """An error while a rule was matched, for the page."""
+
+    rule: str
+    """Empty if it is not one rule's."""
+    session: str
+    turn: int
+    """-1 if it is not one turn's."""
+    at: float
+    error: str
 
 
 class RuleCounters(Protocol):
@@ -43,6 +64,8 @@ class RuleCounters(Protocol):
     def rule_hit(self, rule: str) -> None: ...
 
     def rule_given_up(self, rule: str) -> None: ...
+
+    def rule_failed(self, rule: str) -> None: ...
 
 
 class RuleWatch:
@@ -67,9 +90,16 @@ class RuleWatch:
         self._arrived = asyncio.Event()
         self._matching = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._faults: deque[RuleFault] = deque(maxlen=KEPT_FAULTS)
+
+    @property
+    def faults(self) -> list[RuleFault]:
+        """The last errors that were not the store's, the oldest first."""
+        return list(self._faults)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(_ended)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -96,7 +126,7 @@ class RuleWatch:
             if self._rules:
                 known = self._matched.get(session_id, set())
                 waiting = self._waiting.setdefault(session_id, {})
-                for turn in await self._store.get_turns(session_id):
+                for turn in await self._turns(session_id):
                     if turn.index not in known and turn.status is not TurnStatus.OPEN:
                         waiting.setdefault(turn.index, turn)
             await self._match(session_id)
@@ -119,12 +149,18 @@ class RuleWatch:
     async def _read_rules(self) -> None:
         if time.monotonic() - self._read_at < READ_S:
             return
-        configured = {rule.name for rule in self._configured}
-        saved = await saved_rules(self._store.browser)
-        self._rules = self._configured + [
-            ActiveRule.of(rule) for rule in saved if rule.name not in configured
-        ]
         self._read_at = time.monotonic()
+        configured = {rule.name for rule in self._configured}
+        try:
+            saved = await saved_rules(self._store.browser)
+            active = [ActiveRule.of(rule) for rule in saved if rule.name not in configured]
+        except StoreError:
+            self._read_at -= READ_S
+            raise
+        except Exception as error:  # noqa: BLE001 (the rules that are known go on)
+            self._failed("", "", -1, error)
+        else:
+            self._rules = self._configured + active
 
     async def _match(self, session_id: str) -> None:
         """Matches the waiting turns of a session. If it fails, they wait again."""
@@ -133,7 +169,7 @@ class RuleWatch:
             for index in sorted(given) if self._rules else ():
                 turn = given[index]
                 if turn is None:
-                    turns = await self._store.get_turns(session_id, index, index + 1)
+                    turns = await self._turns(session_id, index, index + 1)
                     turn = next(iter(turns), None)
                 if turn is not None:
                     await self._mark(session_id, turn)
@@ -147,8 +183,20 @@ class RuleWatch:
         if not self._waiting:
             self._bytes = 0
 
+    async def _turns(self, session_id: str, start: int = 0, stop: int | None = None) -> list[Turn]:
+        """Turns of the session; none if they cannot be read for another reason than the store."""
+        try:
+            return await self._store.get_turns(session_id, start, stop)
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 (the turns of other sessions are matched)
+            self._failed("", session_id, -1 if stop is None else start, error)
+            return []
+
     async def _mark(self, session_id: str, turn: Turn) -> None:
-        found, given_up = await asyncio.to_thread(_found, self._rules, turn)
+        found, given_up, failed = await asyncio.to_thread(_found, self._rules, turn)
+        for rule, error in failed:
+            self._failed(rule.name, session_id, turn.index, error)
         for rule in given_up:
             _log.warning(
                 "search rule %s took longer than %g s for turn %d of session %s and was given up",
@@ -156,13 +204,34 @@ class RuleWatch:
             )
             self._metrics.rule_given_up(rule.name)
         for rule, text in found:
-            mark = Mark(rule.name, rule.action, turn.index, time.time(), text)
-            if await self._store.browser.add_mark(session_id, mark):
-                self._metrics.rule_hit(rule.name)
-                event = {"rule": mark.rule, "action": mark.action, "turn": mark.turn}
-                await self._store.add_event(session_id, "marked", event | {"found": mark.found})
-            if rule.action is not RuleAction.MARK:
-                await self._act(session_id, mark)
+            try:
+                await self._apply(rule, session_id, turn.index, text)
+            except StoreError:
+                raise
+            except Exception as error:  # noqa: BLE001 (the other rules are applied)
+                self._failed(rule.name, session_id, turn.index, error)
+
+    async def _apply(self, rule: ActiveRule, session_id: str, turn: int, text: str) -> None:
+        mark = Mark(rule.name, rule.action, turn, time.time(), text)
+        if await self._store.browser.add_mark(session_id, mark):
+            self._metrics.rule_hit(rule.name)
+            event = {"rule": mark.rule, "action": mark.action, "turn": mark.turn}
+            await self._store.add_event(session_id, "marked", event | {"found": mark.found})
+        if rule.action is not RuleAction.MARK:
+            await self._act(session_id, mark)
+
+    def _failed(self, rule: str, session_id: str, turn: int, error: Exception) -> None:
+        """Reports an error that is not the store's."""
+        _log.error(
+            "search rule %s failed at turn %d of session %s; the other rules and turns are matched",
+            *(rule or "(any)", turn, session_id),
+            exc_info=error,
+        )
+        self._metrics.rule_failed(rule)
+        said = f"{type(error).__name__}: {error}"[:FAULT_CHARS]
+        self._faults.append(
+            {"rule": rule, "session": session_id, "turn": turn, "at": time.time(), "error": said}
+        )
 
     def _remember(self, session_id: str, indexes: set[int]) -> None:
         self._matched.setdefault(session_id, set()).update(indexes)
@@ -171,10 +240,16 @@ class RuleWatch:
             self._matched.popitem(last=False)
 
 
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("search rules are matched no more; restart the proxy", exc_info=error)
+
+
 def _found(
     rules: Sequence[ActiveRule], turn: Turn
-) -> tuple[list[tuple[ActiveRule, str]], list[ActiveRule]]:
-    """The rules that a turn matches, each with the text; and those that took too long."""
+) -> tuple[list[tuple[ActiveRule, str]], list[ActiveRule], list[tuple[ActiveRule, Exception]]]:
+    """The rules that a turn matches, each with the text; those that took too long; and those that
+    failed."""
     written = WrittenTurn(
         place=0,
         session_id=turn.session_id,
@@ -185,16 +260,18 @@ def _found(
         request=turn.request,
         answer=turn.answer,
     )
-    found, given_up = [], []
+    found, given_up, failed = [], [], []
     for rule in rules:
         try:
             matches = rule.terms.matches(written, MatchingTime(RULE_S))
         except RequestError:
             given_up.append(rule)
-            continue
-        if matches is not None:
-            found.append((rule, _storable(matches[0]["match"]) if matches else ""))
-    return found, given_up
+        except Exception as error:  # noqa: BLE001 (the other rules are matched)
+            failed.append((rule, error))
+        else:
+            if matches is not None:
+                found.append((rule, _storable(matches[0]["match"]) if matches else ""))
+    return found, given_up, failed
 
 
 def _storable(text: str) -> str:

@@ -20,6 +20,7 @@ from proxy.record_format import MarkFields, RewardFields
 from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, TurnStatus
 from proxy.search.rules import RuleJson
 from proxy.search.terms import HitJson
+from proxy.search.watch import RuleFault
 from proxy.view.run_answers import RunStamps
 
 
@@ -276,6 +277,8 @@ class RecordState(TypedDict):
     paused: bool
     waiting: int
     """Number of calls that wait for room in a cache."""
+    rule_faults: list[RuleFault]
+    """The last errors while search rules were matched."""
 
 
 @with_config(CLOSED)

@@ -36,7 +36,8 @@ export function Now() {
       <section aria-labelledby="engines-title"><h2 id="engines-title">Engines</h2>
         <${Engines} state=${live.state} /></section>
       <section aria-labelledby="errors-title"><h2 id="errors-title">Errors</h2>
-        <${Errors} events=${refused.slice(-20).reverse()} now=${now} /></section>
+        <${Errors} events=${refused.slice(-20).reverse()} now=${now} />
+        <${RuleFaults} faults=${live.state?.rule_faults ?? []} now=${now} /></section>
     </div>
     <section aria-labelledby="active-title"><h2 id="active-title">Sessions at work</h2>
       <${Active} sessions=${sessions.slice(0, 30)} now=${now} /></section>`;
@@ -96,6 +97,13 @@ function Errors({ events, now }) {
     <${TrialLink} id=${event.session_id} /> <small>${ago(event.at, now)}</small>
     <div class="words" dir="auto">${oneLine(String(event["message"] ?? event["code"] ?? ""))}</div></li>`)}</ul>`;
 }
+
+/** Errors of search rules, the latest first. @param {{faults: import("./types.d.ts").RuleFault[], now: number}} given */
+const RuleFaults = ({ faults, now }) => faults.length > 0 && html`<h3>Search rules that failed</h3>
+  <ul class="errors">${[...faults].reverse().map((fault) => html`<li>
+    <span class="tag status-cut">${fault.rule ? oneLine(fault.rule) : "all rules"}</span>${" "}
+    ${fault.session && html`<${TrialLink} id=${fault.session} turn=${fault.turn < 0 ? null : fault.turn} />`} <small>${ago(fault.at, now)}</small>
+    <div class="words" dir="auto">${oneLine(fault.error)}</div></li>`)}</ul>`;
 
 /**
  * @param {Head[]} answered @param {Head[]} running @param {number} now

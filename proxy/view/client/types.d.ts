@@ -56,7 +56,11 @@ export interface Engine {
 }
 /** What changes when a file of a run does: its inode and its size. */
 export interface RunStamps { name: string; metrics: number[]; trials: number[]; summary: number[]; }
-export interface State { engines: Engine[]; paused: boolean; waiting: number; runs?: RunStamps[]; }
+export interface State {
+  engines: Engine[]; paused: boolean; waiting: number; rule_faults: RuleFault[]; runs?: RunStamps[];
+}
+/** An error while a search rule was matched; `rule` is empty and `turn` is -1 if it is not one's. */
+export interface RuleFault { rule: string; session: string; turn: number; at: number; error: string; }
 export interface Evaluation {
   name: string; step: number; success: number; reward: number | null; trials?: number; failed?: number;
   interval?: [number, number];

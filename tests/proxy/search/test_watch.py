@@ -16,12 +16,13 @@ from proxy.config import ProxyConfig
 from proxy.conversation.messages import Message, dump_answer
 from proxy.errors import StoreError
 from proxy.metrics import Metrics
-from proxy.records import Mark, Reward, RuleAction
+from proxy.records import Mark, Reward, RuleAction, Turn
 from proxy.search import watch as watching
 from proxy.search.rules import RuleConfig, RuleQuery
+from proxy.search.terms import MatchingTime, MatchJson, SearchTerms
 from proxy.search.watch import RuleWatch
 from proxy.store import open_store
-from proxy.store.browser import SavedRule
+from proxy.store.browser import Browser, SavedRule, WrittenTurn
 from proxy.store.protocol import Store
 from proxy.view.access import new_key
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
@@ -201,6 +202,99 @@ async def test_store_that_fails_delays_the_marks_and_loses_none(
     session = await store.get_session("s")
     assert session is not None
     assert len(session.marks) == 1
+
+
+@pytest.fixture
+def odd_rule(monkeypatch: pytest.MonkeyPatch) -> RuleConfig:
+    """A rule that has a bug, which is not that of the store."""
+    matches = SearchTerms.matches
+
+    def wrong(terms: SearchTerms, turn: WrittenTurn, left: MatchingTime) -> list[MatchJson] | None:
+        if terms.tool == "odd":
+            raise KeyError("odd")
+        return matches(terms, turn, left)
+
+    monkeypatch.setattr(SearchTerms, "matches", wrong)
+    return a_rule("odd", tool="odd")
+
+
+async def test_error_of_a_rule_is_reported_and_the_others_are_matched_also_later(
+    start_proxy: StartProxy, odd_rule: RuleConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await start_proxy(rules=[odd_rule, a_rule("all", regex="(?s).")])
+    for _ in range(2):
+        session = await proxy.session()
+        await call(proxy, session, [user("Hi.")])
+        marks = await until_marked(proxy, session)
+        assert [each["rule"] for each in marks] == ["all"]
+        await proxy.control.complete(session.trial_id)
+    faults = (await Reader(proxy.http, proxy.url).get("state"))["rule_faults"]
+    assert [(each["rule"], each["turn"], each["error"]) for each in faults] == [
+        ("odd", 0, "KeyError: 'odd'")
+    ] * 2
+    assert faults[1]["session"] == session.trial_id
+    assert 'agentic_proxy_rule_errors_total{rule="odd"} 2.0' in await metrics(proxy)
+    logged = [record for record in caplog.records if "search rule odd failed" in record.message]
+    assert len(logged) == 2
+    assert logged[0].exc_info is not None
+
+
+async def test_error_of_what_a_rule_does_ends_neither_the_matching_nor_the_session(
+    store: Store,
+) -> None:
+    async def broken(session_id: str, mark: Mark) -> None:
+        raise RuntimeError("cannot end it")
+
+    await written(store)
+    rules = [a_rule("ends", "end", regex="(?s)."), a_rule("all", regex="(?s).")]
+    counted = Metrics()
+    watch = RuleWatch(store, rules, counted, broken)
+    await watch.settled("s")
+    await watch.settled("s")
+    assert {mark.rule for mark in (await store.browser.marks(["s"]))["s"]} == {"ends", "all"}
+    assert watch.faults[0]["error"] == "RuntimeError: cannot end it"
+
+
+async def test_saved_rules_that_fail_to_load_leave_the_configured_ones(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(browser: Browser) -> list[RuleConfig]:
+        raise LookupError("no such column")
+
+    monkeypatch.setattr(watching, "saved_rules", broken)
+    await written(store)
+    watch = RuleWatch(store, [a_rule("all", regex="(?s).")], Metrics(), nothing)
+    await watch.settled("s")
+    assert [mark.rule for mark in (await store.browser.marks(["s"]))["s"]] == ["all"]
+    assert [(each["rule"], each["session"]) for each in watch.faults] == [("", "")]
+
+
+async def test_turns_that_cannot_be_read_do_not_keep_those_of_other_sessions_waiting(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_turns = store.get_turns
+
+    async def broken(session_id: str, since: int = 0, until: int | None = None) -> list[Turn]:
+        if session_id == "broken":
+            raise ValueError("invalid bytes")
+        return await get_turns(session_id, since, until)
+
+    monkeypatch.setattr(watching, "WAITING_BYTES", 0)
+    await written(store)
+    (turn,) = await store.get_turns("s")
+    monkeypatch.setattr(store, "get_turns", broken)
+    watch = RuleWatch(store, [a_rule("all", regex="(?s).")], Metrics(), nothing)
+    watch.recorded("broken", turn)
+    watch.recorded("s", turn)
+    watch.start()
+    async with asyncio.timeout(60):
+        while not (await store.browser.marks(["s"])):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await watch.settled("broken")
+    assert {(each["session"], each["error"]) for each in watch.faults} == {
+        ("broken", "ValueError: invalid bytes")
+    }
+    await watch.close()
 
 
 async def test_text_beyond_the_bound_is_read_from_the_store(
