@@ -137,6 +137,7 @@ async def test_phoenix_has_every_call_trial_verifier_and_step_as_parts_of_each_o
             assert span["parent_id"] == loops.get(span["attributes"]["rl.loop.iteration"])
 
 
+@needs(phoenix.MISSING)
 @needs(perfetto.MISSING)
 @needs(chromium.MISSING)
 async def test_perfetto_shows_every_call_trial_and_phase_with_its_times(
