@@ -8,7 +8,7 @@ exactly one of a rollout's trajectories, however many paths run through it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +181,16 @@ class Segment:
     turns: Ids
     """`[T]`, index of the turn that the token belongs to (its prompt or its answer)."""
 
+    def training_only(self, chosen: Mask) -> Segment:
+        """The segment, of whose trained tokens only those that are `chosen` (`[T]`) are trained."""
+        keep = self.mask & chosen
+        return replace(
+            self,
+            mask=keep,
+            logprobs=np.where(keep, self.logprobs, np.float32(0)),
+            versions=np.where(keep, self.versions, np.int32(-1)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
@@ -235,6 +245,9 @@ class Rollout:
     turn_shares: Mapping[int, float] = field(default_factory=dict)
     """Turn index → the share of `reward` in the turn's return: `discount ** distance` in a chain
     without forks, and 1 for a turn that is not listed. Baselines are multiplied by this share."""
+    turn_policies: Mapping[int, str] = field(default_factory=dict)
+    """Turn index → the policy that sampled it, for the turns of a run that trains several; empty:
+    one policy sampled all trained tokens."""
     truncated_turns: tuple[int, ...] = ()
     """Indices of the turns whose answer ended with `finish_reason` length."""
     num_turns: int = 0

@@ -78,6 +78,7 @@ class RemoteAgentLoop:
         hidden: Sequence[Path] = (),
         shown: Sequence[Path] = (),
         policy: str = "",
+        trained: Sequence[str] = (),
         private_ports: Callable[[], frozenset[int]] = frozenset,
         finished: FinishedTrials | None = None,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
@@ -85,8 +86,9 @@ class RemoteAgentLoop:
         """What local agents see of this machine. `hidden`: files and folders that are empty for
         them, in addition to `trials_dir` (of which an agent sees its own part of its trial's
         directory). `shown`: what they can read with `sandbox: strict`, in addition to `trial.show`.
-        `policy`: the policy that sessions sample from and that is trained, except for the model
-        names in `trial.policies`; empty: the engines' own weights.
+        `policy`: the policy that sessions sample from, except for the model names in
+        `trial.policies`; empty: the engines' own weights. `trained`: the policies that are trained;
+        empty: `policy` alone.
         `private_ports`: called in a thread before each trial; the TCP ports that the agent cannot
         connect to. The proxy's is not refused. `finished` removes folders of finished trials
         from `trials_dir`; None: all are kept. `on_rollout` is called with each rollout before it
@@ -100,6 +102,7 @@ class RemoteAgentLoop:
         self.sampling = sampling or SamplingConfig()
         self.recording = recording or RecordingConfig()
         self.policy = policy
+        self.trained = tuple(trained) or (policy,)
         self.private_ports = private_ports
         self.finished = finished or FinishedTrials(trials_dir, RetentionConfig())
         self.wall = self.trial.wall((trials_dir, *hidden), shown)
@@ -134,7 +137,7 @@ class RemoteAgentLoop:
                 retries.origin,
                 "" if origin is None or origin.salvage else f"{origin.session_id}@{origin.turn}",
                 retries.lost_after,
-                self.policy,
+                self.trained,
                 time.time(),
             )
             trial = _TrialRun(self, attempt)

@@ -62,7 +62,7 @@ _DECODER = msgspec.msgpack.Decoder(_Group)
 _PLAIN = (
     *("trial_id", "reward", "num_turns", "started_version", "error", "logs", "seed", "prefix"),
     "started_at",
-    *("reward_parts", "forks", "times_s", "metrics", "turn_shares"),
+    *("reward_parts", "forks", "times_s", "metrics", "turn_shares", "turn_policies"),
 )
 """Names of the rollout's fields that msgpack encodes without a conversion."""
 

@@ -7,7 +7,7 @@ and answer of one engine call.
 The algorithm: A turn's own tokens (its prompt after the tokens that it shares with its parent, then
 its answer) form one *block*. The block is attached to the parent's path after `shared_tokens`
 tokens, a point that may lie in the block of an earlier ancestor: `_attach` finds that block. `_cut`
-cuts each block where others are attached, and `_prune` drops segments that lead to no trained
+cuts each block where others are attached, and `prune` drops segments that lead to no trained
 token. All steps are numpy operations on whole blocks; nothing loops over tokens.
 """
 
@@ -43,7 +43,7 @@ def build_segments(
             _check_sampled(turn, index)
         blocks.append(_block(turn, index, index not in untrained))
     hangs = _attach(turns)
-    return _prune(_cut(blocks, hangs))
+    return prune(_cut(blocks, hangs))
 
 
 def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
@@ -182,7 +182,7 @@ def _cut(blocks: Sequence[_Block], hangs: Sequence[_Hang]) -> list[Segment]:
     return pieces
 
 
-def _prune(pieces: Sequence[Segment]) -> tuple[Segment, ...]:
+def prune(pieces: Sequence[Segment]) -> tuple[Segment, ...]:
     """Drops whole branches without a trained token, and the tokens of a leaf after its last trained
     token."""
     leads = np.array([bool(piece.mask.any()) for piece in pieces], bool)

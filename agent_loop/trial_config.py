@@ -30,9 +30,9 @@ class TrialConfig(Section):
     model_name: str = "policy"
     """The model name that agents are given."""
     policies: Mapping[str, str] = Field(default_factory=dict)
-    """Other model names that the agent may request → policies of other runs on the same proxy
-    (their `model.lora.policy`), whose tokens this run does not train. All other names are this
-    run's policy."""
+    """Other model names that the agent may request → policies: of `trainer.policies`, or of other
+    runs on the same proxy (their `model.lora.policy`), whose tokens this run does not train. All
+    other names are this run's `model.lora.policy`."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds that an agent may run."""
     max_retries: int = Field(1, ge=0)

@@ -67,8 +67,8 @@ class Attempt:
     """See `Rollout.prefix`."""
     lost_after: frozenset[AgentEnd] = frozenset()
     """Ends of the agent after which the trial is lost, because it can be continued."""
-    policy: str = ""
-    """The policy that is trained. What other policies sampled in the trial is context."""
+    policies: tuple[str, ...] = ("",)
+    """The policies that are trained. What other policies sampled in the trial is context."""
     started_at: float = 0.0
     """See `Rollout.started_at`."""
 
@@ -133,7 +133,7 @@ def build_rollout(
     credited = assign_credit(turns, graded.value, posted, credit or CreditConfig())
     reward = _with_turn_rewards(graded, posted)
     ending = _ending(attempt, agent, turns, reward, _ended_by(marks))
-    others = {turn.index for turn in turns if turn.policy != attempt.policy}
+    others = {turn.index for turn in turns if turn.policy not in attempt.policies}
     is_eval = attempt.kind is SessionKind.EVAL
     untrained = range(len(turns)) if is_eval else credited.untrained | others
     return Rollout(
@@ -145,6 +145,7 @@ def build_rollout(
         reward_parts=reward.parts,
         turn_returns=credited.returns,
         turn_shares=credited.shares,
+        turn_policies=_turn_policies(attempt, turns),
         truncated_turns=_truncated(turns),
         num_turns=len(_answered(turns)),
         forks=_forks(turns),
@@ -246,6 +247,12 @@ def _with_turn_rewards(graded: Graded, posted: Sequence[Reward]) -> Graded:
 
 def _answered(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in turns if turn.sampled]
+
+
+def _turn_policies(attempt: Attempt, turns: Sequence[Turn]) -> Mapping[int, str]:
+    if len(attempt.policies) < 2:
+        return {}
+    return {turn.index: turn.policy for turn in turns if turn.policy in attempt.policies}
 
 
 def _truncated(turns: Sequence[Turn]) -> tuple[int, ...]:

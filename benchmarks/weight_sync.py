@@ -5,8 +5,9 @@
 *stage* is the trainer's half, while the engines still sample: it copies each tensor to shared
 memory and hashes it. *receive* is an engine's half, in a separate process, while the engine is
 paused: it hashes, compares and copies into its own tensors. With `--vllm`, a real vLLM does that
-half with its own loader and HTTP routes, on a model with random weights, and it also gets a LoRA
-adapter on the same model (`model.lora.update: adapter`), for which it is not paused. The figures
+half with its own loader and HTTP routes, on a model with random weights, and it also gets LoRA
+adapters of several ranks on the same model (`model.lora.update: adapter`), for which it is not
+paused. The figures
 are milliseconds of CPU time (wall time in brackets), the minimum of `--rounds`; those of vLLM are
 wall time.
 """
@@ -40,8 +41,8 @@ from trainer.weight_sync.sync import SyncReport, WeightSync
 
 ROWS, COLUMNS = 1024, 2048
 """Shape of each tensor: a linear layer of a small model."""
-RANK = 16
-"""Of the LoRA adapter, on all linear layers."""
+RANKS = (1, 8, 32)
+"""Of the LoRA adapters, on all linear layers."""
 
 
 class Cost(NamedTuple):
@@ -145,15 +146,24 @@ def _vllm_rows(megabytes: int, rounds: int) -> list[str]:
             whole = [sync.push(weights, version) for version in versions]
             sync.close()
         copy = _copy_cost([tensor for _, tensor in weights], rounds)
-        adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
-        tensors, settings = list(adapter_tensors(adapted)), adapter_config(adapted)
-        with _serving(path, lora_rank=RANK) as url:
-            adapters = AdapterSync(EngineControl([url]), path / "adapters", "policy")
-            loaded = [adapters.push(tensors, settings, version) for version in versions]
-            adapters.close()
-    size = whole[0].size_bytes
-    rows = {f"{size >> 20} MB float32": whole, f"its adapter of rank {RANK}": loaded}
+        size = whole[0].size_bytes
+        rows = {f"{size >> 20} MB float32": whole}
+        with _serving(path, lora_rank=max(RANKS)) as url:
+            for rank in RANKS:
+                tensors, settings = _adapter(path, rank)
+                adapters = AdapterSync(EngineControl([url]), path / "adapters", f"rank-{rank}")
+                rows[f"its adapter of rank {rank}"] = [
+                    adapters.push(tensors, settings, version) for version in versions
+                ]
+                adapters.close()
     return [_sent(name, reports[1:], size, copy) for name, reports in rows.items()]
+
+
+def _adapter(model: Path, rank: int) -> tuple[list[Named], dict[str, Any]]:
+    """A new adapter on all linear layers of the model, and its configuration."""
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    adapted = get_peft_model(plain, LoraConfig(r=rank, target_modules="all-linear"))
+    return list(adapter_tensors(adapted)), adapter_config(adapted)
 
 
 @contextmanager

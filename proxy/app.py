@@ -167,10 +167,9 @@ def _parts(
             marked=watch.settled,
             document=document(DOCUMENTED),
         )
-        await app[CONTROL_PLANE].restore_policies()
         app[VIEW] = _open_view(config, store, router, rendering, watch)
         app[TRIMMER] = trimmer = Trimmer()
-        async with _removing(store, config.retention):
+        async with app[CONTROL_PLANE].policies.followed(), _removing(store, config.retention):
             yield
         trimmer.stop()
         await watch.close()

@@ -19,7 +19,7 @@ import orjson
 
 from proxy.admin_key import client_key
 from proxy.record_format import CONTENT_TYPE, decode_record, origin_fields
-from proxy.records import Origin, Reward, Session, SessionKind, Turn
+from proxy.records import Origin, Reward, ServedPolicy, Session, SessionKind, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +247,24 @@ class ProxyClient:
         """Sets the version of the weights, for engines that do not report it themselves."""
         await self._json("PUT", "/policy_version", {"version": version})
 
-    async def publish_policy(self, name: str, version: int, adapter: str) -> None:
-        """Makes an adapter that the engines serve the current version of a policy."""
+    async def publish_policy(self, name: str, version: int, adapter: str, run: str = "") -> None:
+        """Makes an adapter that the engines serve the current version of a policy, which then
+        belongs to this run, if one is given.
+
+        Raises:
+            ProxyClientError: 409, it belongs to another run.
+        """
         path = f"/policies/{quote(name, safe='')}/version"
-        await self._json("PUT", path, {"version": version, "adapter": adapter})
+        await self._json("PUT", path, {"version": version, "adapter": adapter, "run": run})
+
+    async def policies(self) -> list[ServedPolicy]:
+        """The published policies."""
+        return [ServedPolicy(**each) for each in (await self._json("GET", "/engines"))["policies"]]
+
+    async def release_policy(self, name: str, run: str) -> None:
+        """Lets other runs publish the policy, if it belongs to this run."""
+        path = f"/policies/{quote(name, safe='')}/runs/{quote(run, safe='')}"
+        await self._json("DELETE", path)
 
     async def health(self) -> dict[str, Any]:
         return await self._json("GET", "/health")

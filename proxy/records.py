@@ -342,3 +342,5 @@ class ServedPolicy:
     version: int
     adapter: str
     """The name of this version in the engines."""
+    run: str = field(default="", compare=False)
+    """The run to which the policy belongs; empty: to none."""

@@ -90,6 +90,7 @@ class RunParts:
                 sampling=config.rollout,
                 recording=config.proxy_server,
                 policy=config.model.policy,
+                trained=config.trained_policies,
                 hidden=[*self.hidden(agent, folder), *cluster.private_paths, *kept_files()],
                 shown=agent.config.shown_files,
                 finished=finished,

@@ -5,6 +5,8 @@
         run.json        step, version, states of random generators, state of the loop
         model/          the same weights as a Hugging Face checkpoint, with the tokenizer
         adapter/        with `model.lora`: the adapter in PEFT's format
+        policies/NAME/  with `trainer.policies`: `state/` and `adapter/` of each policy, in place of
+                        the folders above
 
 Invariant: a folder named `step-…` is complete: it is written under another name, flushed to disk
 and then renamed. A save that fails (disk full) leaves the earlier checkpoints untouched.
@@ -77,13 +79,14 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        learner: Saves,
+        learner: Saves | Mapping[str, Saves],
         run: Mapping[str, Any],
         model: Path,
         *,
         best: bool = False,
     ) -> Saved:
         """Writes the models' state, `run` as JSON, and the weights in the format of folder `model`.
+        Of several policies, it writes each one's state and adapter alone.
 
         Raises:
             CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
@@ -92,11 +95,14 @@ class Checkpoints:
         partial = self._folder / f".step-{step:06d}"
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            (partial / "model").mkdir(parents=True)
-            learner.save_state(partial / "state")
-            with closing(learner.weights()) as weights:
-                _export(with_untrained(weights, model), model, partial / "model")
-            learner.save_adapter(partial / "adapter")
+            partial.mkdir(parents=True)
+            for part, models in _parts(partial, learner):
+                models.save_state(part / "state")
+                models.save_adapter(part / "adapter")
+            if not isinstance(learner, Mapping):
+                (partial / "model").mkdir()
+                with closing(learner.weights()) as weights:
+                    _export(with_untrained(weights, model), model, partial / "model")
             (partial / "run.json").write_text(json.dumps({**run, "step": step, "format": FORMAT}))
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)
@@ -134,14 +140,15 @@ class Checkpoints:
             )
         return run
 
-    def load(self, saved: Saved, learner: Saves) -> None:
+    def load(self, saved: Saved, learner: Saves | Mapping[str, Saves]) -> None:
         """Loads the checkpoint's state into models of the same architecture.
 
         Raises:
             CheckpointError: it is of another architecture or another kind of optimizer.
         """
         try:
-            learner.load_state(saved.path / "state")
+            for part, models in _parts(saved.path, learner):
+                models.load_state(part / "state")
         except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
             raise CheckpointError(
                 f"{saved.path}: does not fit model.path and optimizer of this configuration "
@@ -163,6 +170,15 @@ class Checkpoints:
         for saved in self._all()[: -self._keep_last]:
             if saved.path.name not in kept:
                 shutil.rmtree(saved.path)
+
+
+def _parts(folder: Path, learner: Saves | Mapping[str, Saves]) -> Iterator[tuple[Path, Saves]]:
+    """The folder of each policy in a checkpoint, and what is saved there."""
+    if not isinstance(learner, Mapping):
+        yield folder, learner
+        return
+    for name, models in learner.items():
+        yield folder / "policies" / name, models
 
 
 def write_state(state: Mapping[str, Any], folder: Path) -> None:

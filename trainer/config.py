@@ -62,6 +62,8 @@ class TrainerConfig(ProcessesConfig):
             self._one_distribution(),
             self._groups_have_a_baseline(),
             self._teacher_teaches(),
+            self._policies_are_adapters(),
+            self._policies_are_sampled(),
         )
         if problems := list(itertools.chain(*checks)):
             raise ValueError("\n".join(problems))
@@ -168,4 +170,45 @@ class TrainerConfig(ProcessesConfig):
             yield (
                 f"rollout.temperature={temperature}: algorithm.distillation.teacher_url scores "
                 "given tokens at temperature 1; use 1, or algorithm.distillation.teacher"
+            )
+
+    def _policies_are_adapters(self) -> Iterator[str]:
+        lora, policies = self.model.lora, self.trainer.policies
+        if not policies:
+            return
+        if lora is None or lora.update != "adapter":
+            yield (
+                "trainer.policies: engines serve several policies as adapters; set "
+                "model.lora.update=adapter"
+            )
+        elif lora.policy not in policies:
+            yield (
+                f"model.lora.policy={lora.policy}: it is the policy of all model names that are "
+                f"not in remote_agent.policies; set it to one of {', '.join(policies)}"
+            )
+        if not self.trained_policies:
+            yield "trainer.policies: all are frozen; remove `frozen` from one of them"
+        for name, section in policies.items():
+            if section.lora.policy != name or (lora and section.lora.update != lora.update):
+                yield f"trainer.policies.{name}.lora: `policy` and `update` are the run's own"
+        alone = {
+            "sft": self.sft is not None,
+            "swarm": self.swarm is not None,
+            "cluster.backend=ray": self.cluster.backend == "ray",
+            f"trainer.ranks={self.trainer.ranks}": self.trainer.ranks > 1,
+            "algorithm.critic": self.algorithm.critic is not None,
+            "algorithm.distillation": self.algorithm.distillation is not None,
+            "algorithm.kl.reference": bool(self.algorithm.kl and self.algorithm.kl.reference),
+            "rollout.tree": self.rollout.tree is not None,
+            "rollout.prefix": self.rollout.prefix is not None,
+        }
+        for key in (key for key, is_set in alone.items() if is_set):
+            yield f"{key}: not supported with trainer.policies; remove one of them"
+
+    def _policies_are_sampled(self) -> Iterator[str]:
+        sampled = {name for each in self.agent_sections.values() for name in each.policies.values()}
+        for name in self.trainer.policies.keys() - sampled - {self.model.policy}:
+            yield (
+                f"trainer.policies.{name}: no agent samples from it; map a model name to it in "
+                "remote_agent.policies, or remove it"
             )

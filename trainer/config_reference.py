@@ -43,8 +43,10 @@ overrides the YAML file. Every key has the environment variable `AGENTIC_PROXY_S
 starts a proxy of its own and configures it by its section `proxy_server`; variables of other
 settings hold for that proxy, too.
 """
-REPEATED = re.compile(r"agents\.NAME\.(?!weight$|data$)")
-"""Keys that the page has already, in `remote_agent` and `data`."""
+REPEATED = re.compile(
+    r"agents\.NAME\.(?!weight$|data$)|trainer\.policies\.NAME\.(optimizer|lora)\."
+)
+"""Keys that the page has already, in `remote_agent`, `data`, `optimizer` and `model.lora`."""
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "algorithm.preset": lambda: sorted(PRESETS),
     "engines.kind": lambda: ENGINES,

@@ -22,14 +22,17 @@ from agent_loop.evaluator import EvalConfig, EvalReport
 from agent_loop.producers.protocol import Producer
 from agent_loop.records import Group
 from trainer.algorithms.token_loss import Metrics
-from trainer.batch import trained_batch
+from trainer.batch import Batch, trained_batch
 from trainer.checkpoint import Checkpoints
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError, TrainingError
-from trainer.learner import Learner, RunState, TrainerSection
+from trainer.learner import Learner, RunState
+from trainer.learners import Learners
+from trainer.ranks_config import TrainerSection
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.log import RunLog
+from trainer.run.policy_metrics import of_policies, share_metrics
 from trainer.run.rollout_metrics import rollout_metrics, staleness_metrics
 from trainer.run.token_log import TokenColumns
 
@@ -60,27 +63,39 @@ class TrainOn:
     keep_tokens: bool = False
     """Whether the result has the `tokens`."""
 
-    def on(self, learner: Learner) -> StepResult:
+    def on(self, learners: Learners) -> StepResult:
         """Executes the step.
 
         Raises:
             TrainingError: the batch has no token to train, or the tokens to train are not those
                 that were sampled.
         """
-        with learner.engines_asleep():
-            started = time.perf_counter()
-            batch = trained_batch(self.groups)
-            metrics = staleness_metrics(batch, learner.version)
-            metrics |= learner.compute_logprobs(batch)
-            learner.compute_ref_logprobs(batch)
-            learner.compute_values(batch)
-            metrics |= learner.compute_advantages(batch)
-            metrics |= learner.update(batch)
-            metrics |= learner.speed(batch, time.perf_counter() - started)
-            tokens = None
-            if self.keep_tokens:
-                tokens = TokenColumns.of(batch, learner.algorithm.trained_sequences(batch))
-        return StepResult(metrics, learner.step, learner.version, tokens)
+        metrics: dict[str, Metrics] = {}
+        tokens: list[TokenColumns] = []
+        with learners.engines_asleep():
+            for name, groups in learners.parts(self.groups).items():
+                learner = learners.trained[name]
+                batch, metrics[name] = self._train(learner, groups)
+                if name:
+                    metrics[name] |= share_metrics(batch)
+                if self.keep_tokens:
+                    trained = learner.algorithm.trained_sequences(batch)
+                    tokens.append(TokenColumns.of(batch, trained))
+        learners.step_ended()
+        shown = TokenColumns.joined(tokens) if tokens else None
+        return StepResult(of_policies(metrics), learners.step, learners.version, shown)
+
+    def _train(self, learner: Learner, groups: Sequence[Group]) -> tuple[Batch, Metrics]:
+        started = time.perf_counter()
+        batch = trained_batch(groups)
+        metrics = staleness_metrics(batch, learner.version)
+        metrics |= learner.compute_logprobs(batch)
+        learner.compute_ref_logprobs(batch)
+        learner.compute_values(batch)
+        metrics |= learner.compute_advantages(batch)
+        metrics |= learner.update(batch)
+        metrics |= learner.speed(batch, time.perf_counter() - started)
+        return batch, metrics
 
 
 class Evaluates(Protocol):

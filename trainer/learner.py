@@ -13,19 +13,15 @@ engine give different probabilities to tokens that the current weights sampled.
 from __future__ import annotations
 
 import resource
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 
-from agent_loop.producers.rollout_config import RolloutConfig
 from proxy.records import ServedPolicy
-from proxy.section import Section
-from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
@@ -36,7 +32,6 @@ from trainer.checkpoint import (
     restore_generator,
     restore_random_state,
 )
-from trainer.engine import EnginesConfig
 from trainer.errors import TrainingError, WeightSyncError
 from trainer.models import (
     ComputeLogprobs,
@@ -48,65 +43,15 @@ from trainer.models import (
     ScoreRandomAdapter,
     Update,
 )
-from trainer.optimizer import OptimizerConfig
 from trainer.policy.adapter import adapter_config
 from trainer.policy.flops import training_flops, utilisation
-from trainer.policy.model import ModelConfig
+from trainer.ranks_config import RanksConfig
 from trainer.run.rollout_metrics import mismatch_metrics
 from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync
-
-
-class TrainerSection(Section):
-    """Section `trainer`. Example: TrainerSection(steps=200, save_every=10)"""
-
-    run_dir: Path = Path("runs/default")
-    """Folder for everything that the run writes."""
-    mode: Literal["colocated", "separate"] = "colocated"
-    """`colocated`: sample and train in turn. `separate`: sample and train at the same time."""
-    steps: int = Field(100, ge=1)
-    """Number of training steps, each with at most one update of the engines' weights."""
-    seed: int = 0
-    """Seed of all random choices except the order of tasks."""
-    max_wall_s: float | None = Field(None, gt=0)
-    """Seconds after which the run ends, at the end of a step; None: no limit."""
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, or `auto`: the first GPU if there is one, else the CPU."""
-    ranks: int = Field(1, ge=1)
-    """Number of processes that train together: weights are sharded over them with FSDP2, and
-    micro-batches are divided among them. Each has its own GPU if there are GPUs. Under torchrun,
-    this must be the number of processes that torchrun starts."""
-    save_every: int = Field(10, ge=0)
-    """Number of steps between checkpoints; 0: no checkpoints by steps. A checkpoint is always
-    written at the end, when the run is stopped, and after the best evaluation so far."""
-    save_every_s: float = Field(600.0, ge=0)
-    """Seconds between checkpoints, which are written at the end of a step; 0: no checkpoints by
-    time."""
-    keep_last: int = Field(2, ge=1)
-    """Number of checkpoints to keep, in addition to the one with the best scheduled evaluation."""
-    stop_at_success: float | None = Field(None, gt=0, le=1)
-    """Success rate of a scheduled evaluation at which the run ends; None: never."""
-    no_signal_steps: int = Field(10, ge=0)
-    """Number of consecutive steps without a signal after which the run ends with an error; 0:
-    never. In a step without a signal, every advantage is 0 because rewards do not differ."""
-    resume: str = "auto"
-    """Whether a start continues an earlier run. `auto`: continue the last run in `run_dir` if it
-    has not ended and has the same configuration, else begin a new run in `run_dir`, `run_dir-2`, …;
-    `never`: begin a new run; a folder: continue the run in that folder with this configuration."""
-
-
-class RanksConfig(Section):
-    """The sections that the ranks of the trainer read."""
-
-    model: ModelConfig
-    engine: EnginesConfig = EnginesConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    trainer: TrainerSection = TrainerSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,13 +227,7 @@ class Learner:
         Raises:
             CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
         """
-        state = {
-            "step": self.step,
-            "version": self.version,
-            "generator": generator_state(self._generator),
-            "random": random_state(),
-            "loop": loop,
-        }
+        state = self.state | {"random": random_state(), "loop": loop}
         model = self.config.model.path
         checkpoints.save(self.step, self.models, state, model, best=best)
 
@@ -303,10 +242,23 @@ class Learner:
             return RunState(self.step, self.version, {})
         checkpoints.load(saved, self.models)
         state = checkpoints.read_run(saved)
-        self.step, self.version = int(state["step"]), int(state["version"])
-        restore_generator(self._generator, state["generator"])
+        self.continue_from(state)
         restore_random_state(state["random"])
         return RunState(self.step, self.version, state["loop"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Its state in a checkpoint besides that of the models, as JSON."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "generator": generator_state(self._generator),
+        }
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state`."""
+        self.step, self.version = int(state["step"]), int(state["version"])
+        restore_generator(self._generator, state["generator"])
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:

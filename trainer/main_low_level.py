@@ -31,6 +31,7 @@ from trainer.config import TrainerConfig
 from trainer.config_sources import load
 from trainer.errors import ConfigError
 from trainer.learner import Learner
+from trainer.learners import Learners
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 
@@ -71,14 +72,13 @@ async def sample(agents: RunsTrials, task: Task, learner: Learner) -> Group:
 async def run(config: TrainerConfig) -> list[Metrics]:
     """Starts the engines and the proxy around `train`, and saves at the end."""
     parts, control = assemble(config), RunControl()
-    if isinstance(parts, SwarmParts):
-        raise ConfigError("swarm: this loop draws its own tasks; remove the section")
+    if isinstance(parts, SwarmParts) or config.trainer.policies:
+        raise ConfigError("swarm, trainer.policies: this loop draws its tasks for one policy")
     folder = RunFolder.create(config.trainer.run_dir)
     learner = Learner(config, models_of_rank(config), parts.probe.tolist())
     cluster = LocalCluster(config, folder, control)
-    with OneThread(learner) as thread:
-        rank_zero = RankZero(thread.send)  # reconnects the trainer if an engine is replaced
-        around = RunServices(config, folder, control, cluster, rank_zero, print)
+    with OneThread(Learners.of(learner)) as thread:
+        around = RunServices(config, folder, control, cluster, RankZero(thread.send), print)
         async with around.running() as services:
             agents = parts.loop(folder, services.proxy, cluster)
             history = await train(learner, services.engines, agents, parts.tasks)

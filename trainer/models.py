@@ -310,8 +310,10 @@ def build_models(
     device: str | torch.device = "cpu",
     ranks: Ranks | None = None,
     batches: int | None = None,
+    weights_of: Policy | None = None,
 ) -> Models:
-    """Loads the models that the algorithm needs onto `device`.
+    """Loads the models that the algorithm needs onto `device`. The policy shares the frozen weights
+    of `weights_of`, if that is given.
 
     `batches` is the number of batches of the run, which learning-rate schedules need. With several
     `ranks`, each rank builds its own models, and then all ranks except rank 0 `follow`.
@@ -322,7 +324,14 @@ def build_models(
     check_models(model, algorithm)
     per_batch = algorithm.epochs * algorithm.mini_batches
     total_steps = None if batches is None else batches * per_batch
-    policy = Policy(model, optimizer, device=device, ranks=ranks, total_steps=total_steps)
+    policy = Policy(
+        model,
+        optimizer,
+        device=device,
+        ranks=ranks,
+        total_steps=total_steps,
+        weights_of=weights_of,
+    )
     models = Models(policy, Algorithm(algorithm))
 
     def frozen(path: Path) -> Policy:

@@ -56,7 +56,7 @@ def run_trials(run: TrialRun) -> tuple[list[TrialLine], int]:
     Raises:
         ConfigError, proxy.errors.ConfigurationError: the configuration, or a folder of another one.
     """
-    parts = _parts(run)
+    parts = trial_parts(run)
     folder = open_folder(run)
     try:
         return asyncio.run(_under_signals(run, parts, folder))
@@ -64,8 +64,13 @@ def run_trials(run: TrialRun) -> tuple[list[TrialLine], int]:
         folder.unlock()
 
 
-def _parts(run: TrialRun) -> RunParts:
-    config = run.config
+def trial_parts(run: TrialRun) -> RunParts:
+    """The tasks and agents of the trials.
+
+    Raises:
+        ConfigError, proxy.errors.ConfigurationError: the configuration.
+    """
+    config = _without_adapters(run)
     several = Agents(config.agents, config.data)
     data = with_own_tasks(config.data, config.remote_agent)
     if run.tasks == "train":
@@ -85,6 +90,22 @@ def _parts(run: TrialRun) -> RunParts:
         raise ConfigError(f"data.{run.tasks}_files: no tasks; give at least one file of tasks")
     agents = build_agents(config.agent_sections, config.data)
     return RunParts(config, tasks, agents, EMPTY_IDS)
+
+
+def _without_adapters(run: TrialRun) -> TrainerConfig:
+    """The configuration of trials that sample from the weights of a checkpoint or an endpoint.
+
+    Raises:
+        ConfigError: it has several policies, which are adapters.
+    """
+    config = run.config
+    if config.trainer.policies:
+        raise ConfigError(
+            f"trainer.policies ({', '.join(config.trainer.policies)}): these trials sample from "
+            "the weights of one checkpoint, without adapters; evaluate the policies in their run "
+            "(eval.before, eval.every, eval.after)"
+        )
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
 
 
 def open_folder(run: TrialRun) -> RunFolder:
@@ -156,7 +177,7 @@ class _Progress:
 async def _loop(
     run: TrialRun, parts: RunParts, folder: RunFolder, control: RunControl
 ) -> AsyncIterator[tuple[RunsTrials, ProxyClient | None]]:
-    config = run.config
+    config = parts.config
     async with AsyncExitStack() as stack:
         if run.endpoint is not None and not run.records:
             baseline = parts.endpoint_loop(run.endpoint, folder)

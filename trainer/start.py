@@ -30,8 +30,8 @@ from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump, load
 from trainer.fit import Ended
-from trainer.learner import RanksConfig
 from trainer.main_sft import SftParts, assemble_sft
+from trainer.ranks_config import RanksConfig
 from trainer.report import write_report
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder, replace_file, truncate_jsonl

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from agent_loop.producers.groups import is_large_enough
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Rollout
@@ -47,12 +45,7 @@ def _without_stale_tokens(group: Group, oldest_allowed: int) -> Group:
 
     def fresh(rollout: Rollout) -> Rollout:
         segments = tuple(
-            replace(
-                segment,
-                mask=(keep := segment.mask & (segment.versions >= oldest_allowed)),
-                logprobs=np.where(keep, segment.logprobs, np.float32(0)),
-                versions=np.where(keep, segment.versions, np.int32(-1)),
-            )
+            segment.training_only(segment.versions >= oldest_allowed)
             for segment in rollout.segments
         )
         return replace(rollout, segments=segments)

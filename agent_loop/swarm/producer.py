@@ -120,7 +120,7 @@ class SwarmProducer:
                 episode.episode_id,
                 task,
                 version=episode.version,
-                policy=session.policy_of(""),
+                policies=(session.policy_of(""),),
                 started_at=episode.claimed_at,
             ),
             AgentResult(AgentEnd.EXITED, wall_s=total_s),

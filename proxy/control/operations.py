@@ -74,5 +74,10 @@ OPERATIONS = {
         schema.PolicyVersion,
         refusals=(400, 409),
     ),
+    "release_policy": Operation(
+        "Lets other runs publish a policy, if it belongs to this run",
+        Nothing,
+        refusals=(400,),
+    ),
 }
 """By the handler's name in `plane.ROUTES`."""

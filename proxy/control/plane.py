@@ -22,15 +22,14 @@ from proxy.control import audit
 from proxy.control.branch_request import with_origin
 from proxy.control.event_stream import EventStream
 from proxy.control.operations import OPERATIONS
+from proxy.control.policies import PublishedPolicies
 from proxy.control.record_view import session_view, trajectories_view, turn_view
 from proxy.control.replay_view import replay_view
 from proxy.control.schema import (
     NewEngine,
     NewReward,
     NewSession,
-    PolicyVersion,
     Version,
-    check_policy,
     parsed,
 )
 from proxy.engines.protocol import Engine
@@ -39,7 +38,7 @@ from proxy.http_request import api_key, read_body
 from proxy.key_file import KeyFile
 from proxy.metrics import Metrics
 from proxy.record_format import CONTENT_TYPE, encode_record
-from proxy.records import Reward, ServedPolicy, Session, SessionKind, SessionStatus
+from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.routing import Router
 from proxy.sampling import check_pinned
 from proxy.serving.arrived_answers import Deliveries
@@ -83,6 +82,7 @@ class ControlPlane:
         self._siblings = siblings
         self._deliveries = deliveries
         self._marked, self._document = marked, document
+        self.policies = PublishedPolicies(store, router)
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "health": self._health,
@@ -104,16 +104,8 @@ class ControlPlane:
             "remove_engine": self._remove_engine,
             "set_version": self._set_version,
             "publish_policy": self._publish_policy,
+            "release_policy": self._release_policy,
         }
-
-    async def restore_policies(self) -> None:
-        """Publishes the recorded version of each policy, except of those that are published while
-        they are read."""
-        before = self._router.policies.published
-        for served in await self._store.get_policies():
-            current = self._router.policies.current(served.name)
-            if current is None or current in before:
-                await self._router.publish(served)
 
     def withdraw(self) -> None:
         """Makes `/ready` return 503 from now on."""
@@ -289,16 +281,11 @@ class ControlPlane:
         return _json({"version": version})
 
     async def _publish_policy(self, request: web.Request) -> web.Response:
-        new = parsed(PolicyVersion, await read_body(request))
-        try:
-            name = check_policy(unquote(request.match_info["name"]))
-        except ValueError as error:
-            raise RequestError(f"name: {error}", param="name") from error
-        served = ServedPolicy(name, new.version, new.adapter)
-        if not is_from_sibling(request):
-            await self._store.publish_policy(served)
-        await self._router.publish(served)
-        return _json(asdict(served))
+        return _json(asdict(await self.policies.publish(request)))
+
+    async def _release_policy(self, request: web.Request) -> web.Response:
+        await self.policies.release(request)
+        return _json({})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         others = await self._siblings.ask(request)
@@ -354,6 +341,7 @@ ROUTES = (
     ("DELETE", "/engines/{name}", "remove_engine"),
     ("PUT", "/policy_version", "set_version"),
     ("PUT", "/policies/{name}/version", "publish_policy"),
+    ("DELETE", "/policies/{name}/runs/{run}", "release_policy"),
 )
 _REPEATED_AT_SIBLINGS = frozenset(
     {"complete", "delete", "pause", "resume", "add_engine", "remove_engine", "set_version"}

@@ -170,14 +170,18 @@ class PolicyVersion(Schema):
     adapter: str = Field(min_length=1, max_length=MAX_ADAPTER_CHARS)
     """The engines' name of the LoRA adapter of this version. Each version needs a name of its own,
     because engines keep keys and values by this name."""
+    run: str = Field("", max_length=MAX_ADAPTER_CHARS)
+    """The run that publishes it, to which the policy then belongs; empty: it belongs to none."""
 
 
 class PolicyView(Schema):
-    """A policy: its name, the version that is sampled from, and that version's adapter."""
+    """A policy: its name, the version that is sampled from, that version's adapter, and the run to
+    which it belongs."""
 
     name: str
     version: int
     adapter: str
+    run: str
 
 
 class SessionCreated(Schema):

@@ -85,7 +85,7 @@ async def listen(
         reached_at = own_address(config, port, str(own_socket) if own_socket else None)
         await app[STORE].announce(reached_at)
         # Another process may have published one when this one did not listen yet.
-        await app[CONTROL_PLANE].restore_policies()
+        await app[CONTROL_PLANE].policies.restore()
         yield app, (config.public_url or f"http://{host}:{port}").rstrip("/")
     finally:
         await runner.cleanup()

@@ -8,7 +8,7 @@ PostgreSQL releases the lock when the proxy's connection ends.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import astuple, replace
 from typing import Any
@@ -18,7 +18,7 @@ import orjson
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
-from proxy.store import migrations, rows
+from proxy.store import migrations, postgres_policies, rows
 from proxy.store.postgres_browser import PostgresBrowser
 from proxy.store.postgres_owner import CONNECTION_ERRORS, OWNERS_LOCK, PostgresOwner
 from proxy.store.protocol import (
@@ -118,11 +118,6 @@ _ENDED = (
 _STILL_UNREFERRED = (
     f"SELECT session_id FROM sessions s WHERE session_id = ANY($1::text[]) AND {_UNREFERRED}"
 )
-_POLICIES = "SELECT name, version, adapter FROM policies"
-_PUBLISH = (
-    "INSERT INTO policies (name, version, adapter) VALUES ($1, $2, $3)"
-    " ON CONFLICT (name) DO UPDATE SET version = excluded.version, adapter = excluded.adapter"
-)
 _HELD = (
     "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = $1 AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -137,9 +132,10 @@ async def open_postgres(url: str, *, durability: Durability, create: bool) -> Po
 class PostgresStore:
     """Implements `proxy.store.protocol.Store`. Create it with `open`."""
 
-    def __init__(self, pool: asyncpg.Pool, owner: PostgresOwner) -> None:
+    def __init__(self, pool: asyncpg.Pool, owner: PostgresOwner, url: str) -> None:
         self._pool = pool
         self._owner = owner
+        self._url = url
         self.browser = PostgresBrowser(self._fetch)
 
     @classmethod
@@ -164,7 +160,7 @@ class PostgresStore:
             async with AsyncExitStack() as on_error:
                 on_error.push_async_callback(pool.close)
                 await _migrate(pool, url, create=create)
-                store = cls(pool, await PostgresOwner.take(url))
+                store = cls(pool, await PostgresOwner.take(url), url)
                 on_error.pop_all()
             return store
         except (*CONNECTION_ERRORS, ValueError) as error:
@@ -314,11 +310,17 @@ class PostgresStore:
         )
         return [{**orjson.loads(r[3]), "seq": r[0], "at": r[1], "kind": r[2]} for r in found]
 
-    async def publish_policy(self, served: ServedPolicy) -> None:
-        await self._changed(_PUBLISH, *astuple(served))
+    async def publish_policy(self, served: ServedPolicy) -> bool:
+        return bool(await self._fetch(postgres_policies.PUBLISH, *astuple(served)))
+
+    async def release_policy(self, name: str, run: str) -> None:
+        await self._changed(postgres_policies.RELEASE, name, run)
+
+    def policy_changes(self) -> AsyncGenerator[None]:
+        return postgres_policies.changes(self._url)
 
     async def get_policies(self) -> list[ServedPolicy]:
-        return [ServedPolicy(*row) for row in await self._fetch(_POLICIES)]
+        return [ServedPolicy(*row) for row in await self._fetch(postgres_policies.CURRENT)]
 
     async def close(self) -> None:
         await self._owner.release()

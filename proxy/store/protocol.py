@@ -6,7 +6,7 @@ Invariant: `begin_turn` returns once the intent is durable, and sampling starts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -172,8 +172,22 @@ class Store(Protocol):
         """The events with `seq > since` in order, each as `{seq, at, kind, …}`."""
         ...
 
-    async def publish_policy(self, served: ServedPolicy) -> None:
-        """Records the current version of the policy instead of the one before."""
+    async def publish_policy(self, served: ServedPolicy) -> bool:
+        """Records the current version of the policy instead of the one before. Returns False, and
+        changes nothing, if the policy belongs to another run."""
+        ...
+
+    async def release_policy(self, name: str, run: str) -> None:
+        """Makes the policy belong to no run, if it belongs to this one."""
+        ...
+
+    def policy_changes(self) -> AsyncGenerator[None]:
+        """Yields once it would notice each further change, and after each change that another
+        process has made to the policies. Ends after the first if no other proxy uses the store.
+
+        Raises:
+            StoreError: the store can no longer be watched.
+        """
         ...
 
     async def get_policies(self) -> list[ServedPolicy]:

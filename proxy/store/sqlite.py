@@ -12,7 +12,7 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple, replace
@@ -247,8 +247,15 @@ class SqliteStore:
         found = await self._read(lambda c: c.execute(sql, (session_id, since)).fetchall())
         return [{**orjson.loads(r[3]), "seq": r[0], "at": r[1], "kind": r[2]} for r in found]
 
-    async def publish_policy(self, served: ServedPolicy) -> None:
-        await self._changed(statements.PUBLISH, astuple(served))
+    async def publish_policy(self, served: ServedPolicy) -> bool:
+        return await self._changed(statements.PUBLISH, astuple(served))
+
+    async def release_policy(self, name: str, run: str) -> None:
+        await self._changed(statements.RELEASE, (name, run))
+
+    async def policy_changes(self) -> AsyncGenerator[None]:
+        """Yields once: the processes of a proxy send each other what they publish."""
+        yield
 
     async def get_policies(self) -> list[ServedPolicy]:
         found = await self._read(lambda c: c.execute(statements.POLICIES).fetchall())

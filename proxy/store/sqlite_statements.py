@@ -70,8 +70,11 @@ CUT = (
     " ON CONFLICT DO NOTHING"
 )
 IS_TURN = "SELECT 1 FROM turns WHERE session_id = ? AND idx = ?"
-POLICIES = "SELECT name, version, adapter FROM policies"
+POLICIES = "SELECT name, version, adapter, run FROM policies"
 PUBLISH = (
-    "INSERT INTO policies (name, version, adapter) VALUES (?, ?, ?)"
-    " ON CONFLICT DO UPDATE SET version = excluded.version, adapter = excluded.adapter"
+    "INSERT INTO policies (name, version, adapter, run) VALUES (?, ?, ?, ?)"
+    " ON CONFLICT DO UPDATE SET"
+    " version = excluded.version, adapter = excluded.adapter, run = excluded.run"
+    " WHERE run IN ('', excluded.run)"
 )
+RELEASE = "UPDATE policies SET run = '' WHERE name = ? AND run = ?"

@@ -78,6 +78,7 @@ CONTROL: dict[str, Callable[[], Body]] = {
     "DELETE /engines/e": dict,
     "POST /engines/resume": dict,
     "PUT /policies/default/version": lambda: {"version": 3},
+    "DELETE /policies/default/runs/r": dict,
     "GET /sessions": dict,
     "GET /sessions/S": dict,
     "GET /sessions/S/trajectories": dict,

@@ -17,7 +17,10 @@ CONFIGS = [
     *sorted((ROOT / "examples").glob("*/agentic_trainer.yaml")),
     *sorted((ROOT / "examples/environments").glob("*.yaml")),
 ]
-LAYERS = [ROOT / "examples/quickstart/adapter.yaml"]
+LAYERS = [
+    ROOT / "examples/quickstart/adapter.yaml",
+    ROOT / "examples/quickstart/planner_coder.yaml",
+]
 """Files that are given after agentic_trainer.yaml."""
 AGENTS = sorted((ROOT / "examples/agents").glob("*.yaml"))
 OF_AGENTS = [ROOT / "examples/mini_swe_agent/prompts.yaml"]

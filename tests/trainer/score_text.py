@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.learner import Learner
+from trainer.learners import Learners
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,5 +14,5 @@ class ScoreText:
 
     ids: Sequence[int]
 
-    def on(self, learner: Learner) -> list[float]:
-        return learner.score(self.ids)
+    def on(self, learners: Learners) -> list[float]:
+        return learners.only.score(self.ids)

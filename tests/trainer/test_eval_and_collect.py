@@ -26,7 +26,7 @@ from tests.proxy.hosted_model import hosted_model
 from trainer.config_sources import dump, load
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
-from trainer.sample_trials import TrialRun, open_folder, run_trials
+from trainer.sample_trials import TrialRun, open_folder, run_trials, trial_parts
 from trainer.sft.config import SftConfig
 from trainer.sft.demonstrations import read_demonstrations
 
@@ -99,6 +99,19 @@ def test_policy_as_judge_of_an_endpoint_is_refused(checkpoint: Path, tmp_path: P
     with pytest.raises(ConfigError, match=r"judge\.policy: agents call some-model .* themselves"):
         run_trials(run)
     assert not (tmp_path / "out").exists()
+
+
+def test_several_policies_are_refused_and_one_adapter_is_left_out(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, checkpoint, "http://127.0.0.1:1")
+    adapter = "model.lora={rank: 2, update: adapter, policy: planner}"
+    several = load([Path(path)], [adapter, "trainer.policies={planner: {}}"])
+    with pytest.raises(ConfigError, match=r"trainer\.policies \(planner\): these trials sample"):
+        run_trials(TrialRun(several, tmp_path / "out", "val", 1, SessionKind.EVAL, None))
+    assert not (tmp_path / "out").exists()
+    one = TrialRun(load([Path(path)], [adapter]), tmp_path / "out", "val", 1, SessionKind.EVAL)
+    assert trial_parts(one).config.model.policy == ""
 
 
 def test_folder_without_a_trial_takes_another_configuration(

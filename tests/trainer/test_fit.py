@@ -38,6 +38,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Evaluates, Fit, TrainOn
 from trainer.learner import Learner
+from trainer.learners import Learners
 from trainer.policy.policy import Policy, Scores
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder, read_jsonl, truncate_jsonl
@@ -478,7 +479,7 @@ def test_batch_without_a_trainable_rollout_is_an_error_with_the_reason(checkpoin
     rollout = asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=3))
     rollout = replace(rollout, error="the sandbox is gone")
     with pytest.raises(TrainingError, match="the sandbox is gone"):
-        TrainOn([Group("g", rollout.task, [rollout])]).on(learner)
+        TrainOn([Group("g", rollout.task, [rollout])]).on(Learners.of(learner))
 
 
 def group_with_wrong_logprobs(learner: Learner) -> Group:
@@ -494,7 +495,7 @@ def test_wrong_log_probabilities_from_the_engine_end_the_run(checkpoint: Path, p
     config = config_of(checkpoint, algorithm={"mini_batches": 1, "prox": prox})
     learner = learner_of(config)
     with pytest.raises(TrainingError, match=r"mean \|Δ log p\|"):
-        TrainOn([group_with_wrong_logprobs(learner)]).on(learner)
+        TrainOn([group_with_wrong_logprobs(learner)]).on(Learners.of(learner))
 
 
 @pytest.mark.parametrize(
@@ -517,6 +518,6 @@ def test_log_probabilities_are_computed_only_if_the_algorithm_uses_them(
         return compute(self, batch, temperature=temperature)
 
     monkeypatch.setattr(Policy, "compute_logprobs", counted)
-    trained = TrainOn([Group("g", rollouts[0].task, rollouts)]).on(learner)
+    trained = TrainOn([Group("g", rollouts[0].task, rollouts)]).on(Learners.of(learner))
     assert len(calls) == passes
     assert trained.metrics["mismatch/logp_abs_mean"] < 1e-5

@@ -16,6 +16,7 @@ from trainer import main_low_level
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import RankRequest, RankZero
 from trainer.learner import Learner
+from trainer.learners import Learners
 
 STEPS = 3
 
@@ -27,7 +28,7 @@ class DirectTrainer:
         self._learner = learner
 
     async def __call__(self, request: RankRequest[Any]) -> Any:
-        return request.on(self._learner)
+        return request.on(Learners.of(self._learner))
 
 
 def test_low_level_loop_updates_the_engine_in_every_step(

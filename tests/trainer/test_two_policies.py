@@ -64,10 +64,12 @@ async def proxy_of(model: Path, engine_url: str, folder: Path) -> AsyncIterator[
     )
     runner = web.AppRunner(build_app(config), handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with ProxyClient(f"http://127.0.0.1:{runner.addresses[0][1]}", KEY) as client:
-        yield client
-    await runner.cleanup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with ProxyClient(f"http://127.0.0.1:{runner.addresses[0][1]}", KEY) as client:
+            yield client
+    finally:
+        await runner.cleanup()
 
 
 def run_config(model: Path, policy: str) -> TrainerConfig:

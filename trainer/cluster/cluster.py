@@ -16,7 +16,7 @@ from proxy.config import RetentionConfig, TelemetryConfig
 from proxy.section import Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
-from trainer.learner import RanksConfig
+from trainer.ranks_config import RanksConfig
 
 
 class ClusterConfig(Section):

@@ -22,9 +22,9 @@ from transformers.initialization import no_init_weights
 
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
-from trainer.learner import RanksConfig
 from trainer.policy.memory import GIB, RankMemory, rank_memory
 from trainer.policy.model import load_settings
+from trainer.ranks_config import RanksConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ENGINE_SHARE = 0.92

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -48,11 +50,13 @@ class RunEngines:
         given_urls: Sequence[str] = (),
         adapters: Path | None = None,
         proxy_patience_s: float = 0.0,
+        run: str = "",
     ) -> None:
         """`replicas` were started by the run, and each is restarted at most `restarts` times.
         `given_urls` are engines that the run does not start. `adapters` is the folder for the
         versions of a LoRA adapter. `proxy_patience_s`: how long to wait for a proxy that is being
-        restarted. `say` is called with a line for the user."""
+        restarted. `run`: the run to which the policies that it publishes belong. `say` is called
+        with a line for the user."""
         self._rank_zero = rank_zero
         self._replicas = dict(enumerate(replicas))
         self._restarts = restarts
@@ -60,6 +64,9 @@ class RunEngines:
         self._given_urls = given_urls
         self._adapters = adapters
         self._proxy_patience_s = proxy_patience_s
+        self._run = run
+        self._published: set[str] = set()
+        """Names of the policies that were published."""
         self.proxy: ProxyClient | None = None
         """The proxy in which versions of an adapter are published; None before it is started."""
         self._running: set[int] = set()
@@ -106,15 +113,23 @@ class RunEngines:
                 await self._replaced(error)
 
     async def _send(self) -> Metrics:
-        """Sends the weights, and makes the proxy sample from a new version of the adapter."""
+        """Sends the weights, and makes the proxy sample from the new versions of adapters."""
         sent = await self._rank_zero.ask(SyncWeights())
-        proxy, served = self.proxy, sent.served
-        if proxy is not None and served is not None:
-            await patiently(
-                lambda: proxy.publish_policy(served.name, served.version, served.adapter),
-                self._proxy_patience_s,
-            )
+        if self.proxy is not None:
+            for served in sent.served:
+                version = served.name, served.version, served.adapter, self._run
+                publish = partial(self.proxy.publish_policy, *version)
+                await patiently(publish, self._proxy_patience_s)
+                self._published.add(served.name)
         return sent.metrics
+
+    async def release_policies(self) -> None:
+        """Lets other runs publish the policies of this run, which ends. If the proxy does not
+        answer, they still belong to this run."""
+        if self.proxy is not None and self._run:
+            for name in self._published:
+                with suppress(ProxyClientError):
+                    await self.proxy.release_policy(name, self._run)
 
     async def keep_running(self, proxy: ProxyService, client: ProxyClient) -> None:
         """Replaces every replica that ends. Never returns; ends by cancellation or an error.

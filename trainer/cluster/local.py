@@ -37,9 +37,11 @@ from trainer.cluster.ranks import (
     torchrun_seat,
 )
 from trainer.errors import TrainerError
-from trainer.learner import Learner, RanksConfig
+from trainer.learner import Learner
+from trainer.learners import Learners
 from trainer.models import Models
 from trainer.policy.parallel import Seat
+from trainer.ranks_config import RanksConfig
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
 
@@ -74,8 +76,8 @@ async def local_trainer(
             control.watch(others.ended)
         models = await control.wait_for(asyncio.to_thread(_build, config, seat, others))
         stack.callback(models.policy.ranks.leave)
-        learner = Learner(config, models, probe)
-        thread = stack.enter_context(OneThread(learner))
+        learners = await control.wait_for(asyncio.to_thread(_learners, config, models, probe))
+        thread = stack.enter_context(OneThread(learners))
         if others is not None:  # ended first, so that operations that wait for them fail
             stack.push_async_callback(others.stop)
         yield RankZero(thread.send, others.ended if others is not None else None)
@@ -115,11 +117,27 @@ class LocalCluster:
 
 
 def _build(config: ProcessesConfig, seat: Seat | None, others: _OtherRanks | None) -> Models:
+    """The models of the only policy, or of the first of `trainer.policies`."""
+    if policies := config.trainer.policies:
+        return models_of_rank(config.of_policy(next(iter(policies))))
     if others is None:
         return models_of_rank(config, seat)
     torch.set_num_threads(max(1, torch.get_num_threads() // config.trainer.ranks))
     with _on_loopback():
         return models_of_rank(config, seat)
+
+
+def _learners(config: ProcessesConfig, first: Models, probe: Sequence[int]) -> Learners:
+    """The learners of all policies, of which the first has these models."""
+    policies = config.trainer.policies
+    if not policies:
+        return Learners.of(Learner(config, first, probe))
+    learners: dict[str, Learner] = {}
+    for name in policies:
+        own = config.of_policy(name)
+        models = models_of_rank(own, weights_of=first) if learners else first
+        learners[name] = Learner(own, models, probe)
+    return Learners(learners, frozenset(policies) - set(config.trained_policies))
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmServer
 from trainer.cluster.device_plan import VISIBLE, DevicePlan
 from trainer.errors import TrainerError
-from trainer.learner import RanksConfig
 from trainer.policy.adapter import adapter_arguments
+from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
 
 HEALTH_INTERVAL_S = 1.0
@@ -40,9 +40,14 @@ def replica_server(
     if plan is not None:
         engine = plan.engine_config(engine, number, os.environ.get(VISIBLE, ""))
     if model.lora is not None and model.policy:
-        rank = engine.lora_rank or model.lora.rank
-        args = (*adapter_arguments(model.path), *engine.args)
-        engine = engine.model_copy(update={"lora_rank": rank, "args": args})
+        policies = config.trainer.policies.values()
+        ranks = [section.lora.rank for section in policies] or [model.lora.rank]
+        given = {
+            "lora_rank": engine.lora_rank or max(ranks),
+            "lora_slots": max(engine.lora_slots, 2 * len(ranks)),  # during an update, two of each
+            "args": (*adapter_arguments(model.path), *engine.args),
+        }
+        engine = engine.model_copy(update=given)
     return partial(
         server,
         engine,

@@ -16,7 +16,8 @@ from typing import Any, Protocol, Self, TypeVar
 from proxy.records import ServedPolicy
 from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints
-from trainer.learner import Learner, RunState
+from trainer.learner import RunState
+from trainer.learners import Learners
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -28,7 +29,7 @@ RANK_END_KNOWN_S = 5.0
 class RankRequest(Protocol[T_co]):
     """A request to rank 0. It is pickled if rank 0 is a Ray actor."""
 
-    def on(self, learner: Learner) -> T_co: ...
+    def on(self, learners: Learners) -> T_co: ...
 
 
 class SendRequest(Protocol):
@@ -64,10 +65,10 @@ class RankZero:
 
 class OneThread:
     """Serves requests to rank 0 one at a time, in a thread of this process. On exit it closes the
-    learner's connections."""
+    learners' connections."""
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
+    def __init__(self, learners: Learners) -> None:
+        self._learners = learners
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rank-0")
 
     def __enter__(self) -> Self:
@@ -75,11 +76,11 @@ class OneThread:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
-        self._learner.close()
+        self._learners.close()
 
     async def send(self, request: RankRequest[T]) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, request.on, self._learner)
+        return await loop.run_in_executor(self._pool, request.on, self._learners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +89,20 @@ class Restore:
 
     checkpoints: Checkpoints
 
-    def on(self, learner: Learner) -> RunState:
-        return learner.restore(self.checkpoints)
+    def on(self, learners: Learners) -> RunState:
+        return learners.restore(self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connects the learner to its engines, which do not have its weights yet."""
+    """Connects the learners to their engines, which do not have their weights yet."""
 
     engine_urls: Sequence[str]
     adapters: Path | None = None
     """Folder for the versions of the LoRA adapter."""
 
-    def on(self, learner: Learner) -> None:
-        learner.connect(self.engine_urls, self.adapters)
+    def on(self, learners: Learners) -> None:
+        learners.connect(self.engine_urls, self.adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +110,17 @@ class SentWeights:
     """What every engine has received."""
 
     metrics: Metrics
-    served: ServedPolicy | None
-    """The version of the adapter that the engines got; None if they got the trained weights."""
+    served: tuple[ServedPolicy, ...] = ()
+    """The versions of adapters that the engines have; empty if they got the trained weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncWeights:
-    """Sends the policy's weights to every engine."""
+    """Sends the weights of each policy to every engine."""
 
-    def on(self, learner: Learner) -> SentWeights:
-        metrics = learner.sync_weights()
-        return SentWeights(metrics, learner.served)
+    def on(self, learners: Learners) -> SentWeights:
+        metrics = learners.sync_weights()
+        return SentWeights(metrics, learners.served)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,5 +131,5 @@ class Save:
     loop: dict[str, Any]
     best: bool
 
-    def on(self, learner: Learner) -> None:
-        learner.save(self.checkpoints, self.loop, best=self.best)
+    def on(self, learners: Learners) -> None:
+        learners.save(self.checkpoints, self.loop, best=self.best)

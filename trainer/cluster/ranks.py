@@ -7,14 +7,17 @@ from collections.abc import Mapping
 import torch
 
 from trainer.errors import ConfigError
-from trainer.learner import RanksConfig
 from trainer.models import Models, build_models
 from trainer.policy.parallel import Ranks, Seat
+from trainer.ranks_config import RanksConfig
 
 
-def models_of_rank(config: RanksConfig, seat: Seat | None = None) -> Models:
+def models_of_rank(
+    config: RanksConfig, seat: Seat | None = None, *, weights_of: Models | None = None
+) -> Models:
     """Builds the models on the configured device. With a `seat`, waits until all ranks have joined
-    and builds this rank's part of the models.
+    and builds this rank's part of the models. With `weights_of`, the policy uses the same frozen
+    weights as the policy of these models.
 
     Raises:
         ConfigError: a path is not a checkpoint of a causal model.
@@ -29,6 +32,7 @@ def models_of_rank(config: RanksConfig, seat: Seat | None = None) -> Models:
         device=device,
         ranks=ranks,
         batches=config.trainer.steps,
+        weights_of=None if weights_of is None else weights_of.policy,
     )
 
 

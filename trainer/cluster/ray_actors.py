@@ -21,9 +21,11 @@ from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.cluster.rank_zero import RankRequest
 from trainer.cluster.ranks import models_of_rank
 from trainer.errors import TrainerError
-from trainer.learner import Learner, RanksConfig
+from trainer.learner import Learner
+from trainer.learners import Learners
 from trainer.models import Models, follow
 from trainer.policy.parallel import Seat
+from trainer.ranks_config import RanksConfig
 
 T = TypeVar("T")
 
@@ -83,7 +85,7 @@ class RankActor:
     def __init__(self, config: RanksConfig) -> None:
         self._config = config
         self._models: Models | None = None
-        self._learner: Learner | None = None
+        self._learners: Learners | None = None
 
     def meeting(self) -> str:
         """On rank 0: the address at which the ranks meet."""
@@ -99,7 +101,7 @@ class RankActor:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._models = models_of_rank(self._config, seat)
         if seat is None or seat.rank == 0:
-            self._learner = Learner(self._config, self._models, probe)
+            self._learners = Learners.of(Learner(self._config, self._models, probe))
 
     def follow(self) -> None:
         """On every other rank: executes the steps that rank 0 sends, until the end."""
@@ -109,9 +111,9 @@ class RankActor:
 
     def ask(self, request: RankRequest[T]) -> T:
         """On rank 0: the result of the request."""
-        if self._learner is None:
+        if self._learners is None:
             raise TrainerError("only rank 0 answers requests, after `join`; ask rank 0")
-        return request.on(self._learner)
+        return request.on(self._learners)
 
 
 class ActorGoneError(TrainerError):

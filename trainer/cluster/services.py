@@ -80,6 +80,7 @@ class RunServices:
             if server.url is not None:
                 key = _admin_key(server.url)
                 engines.proxy = await stack.enter_async_context(ProxyClient(server.url, key))
+                stack.push_async_callback(engines.release_policies)
                 yield Services(engines, engines.proxy)
                 return
             proxy = await self._start_proxy(engines, stack)
@@ -108,6 +109,7 @@ class RunServices:
             given_urls=engine.urls,
             adapters=adapters,
             proxy_patience_s=self.config.proxy_server.patience_s,
+            run=self.folder.run_id,
         )
         stack.push_async_callback(engines.stop)
         await starting.ready()

@@ -65,6 +65,24 @@ def adapted_modules(model: Any) -> Iterator[tuple[Any, str]]:
         yield module, stored.removesuffix(".weight")
 
 
+def share_frozen_weights(model: Any, other: Any) -> None:
+    """Makes the model use the frozen weights of the other, so that both need them only once. Both
+    have adapters on the same checkpoint, which may be on different layers."""
+    held = {
+        _unadapted(name): weight.data
+        for name, weight in other.named_parameters(remove_duplicate=False)
+        if not weight.requires_grad
+    }
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if not weight.requires_grad:
+            weight.data = held[_unadapted(name)]
+
+
+def _unadapted(name: str) -> str:
+    """The name of a weight of the model without adapters."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
 def adapter_arguments(checkpoint: Path) -> list[str]:
     """Arguments by which vLLM adapts the checkpoint's linear layers, but not its output layer. By
     default vLLM adapts that too, and then log-probabilities of a prompt, by which an update is

@@ -22,7 +22,7 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, pack
-from trainer.policy.adapter import adapter_tensors
+from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.export import checkpoint_tensors
 from trainer.policy.model import (
     DTYPES,
@@ -71,13 +71,18 @@ class Policy:
         device: str | torch.device = "cpu",
         ranks: Ranks | None = None,
         total_steps: int | None = None,
+        weights_of: Policy | None = None,
     ) -> None:
-        """Without an `optimizer` the policy is frozen, like a reference or a teacher."""
+        """Without an `optimizer` the policy is frozen, like a reference or a teacher. A policy with
+        a LoRA adapter shares the frozen weights of `weights_of`, another one on the same
+        checkpoint."""
         self.config = config
         self.ranks = ranks or Ranks()
         self.device = torch.device(device)
         place = self.ranks.placing(DTYPES[config.compute_dtype])
         self.model: Any = load_model(config, trainable=optimizer is not None, place=place)
+        if weights_of is not None:
+            share_frozen_weights(self.model, weights_of.model)
         if self.ranks.mesh is None:  # else each layer is moved when it is sharded
             self.model = self.model.to(self.device)
         self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype])

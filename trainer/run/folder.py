@@ -12,6 +12,7 @@
     trials.jsonl       one line per finished trial
     phases.jsonl       one line per phase of the trainer: sampling, training, saving, …
     tokens/            step-000010/, …: advantages and log-probabilities of the trained tokens
+    run.id             the name of the run, to which the policies belong that it publishes
     logs/              the engines' and the proxy's output
 
 Invariant: one process at a time writes to the folder (`run.lock`, which the kernel releases when
@@ -28,6 +29,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import shortuuid
 
 from proxy.file_lock import is_locked
 from trainer.errors import ConfigError
@@ -112,6 +115,15 @@ class RunFolder:
                 "trainer.run_dir"
             ) from error
         self._lock = file
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run among all runs, by which a proxy knows it again after it was
+        resumed."""
+        file = self.path / "run.id"
+        if not file.exists():
+            file.write_text(f"{self.path.name}-{shortuuid.random(8)}")
+        return file.read_text()
 
     @property
     def is_running(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,6 +67,28 @@ class TokenColumns:
                 columns[name] = column.float().numpy()
         return cls(
             batch.trial_ids,
+            [0, *np.cumsum(counts).tolist()],
+            {name: column[order] for name, column in columns.items()},
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
+        """The columns of several policies, which have trained different tokens of the trials."""
+        if len(parts) == 1:
+            return parts[0]
+        trials = tuple(dict.fromkeys(trial for part in parts for trial in part.trials))
+        number = {trial: index for index, trial in enumerate(trials)}
+        rollout = np.concatenate(
+            [np.repeat([number[t] for t in part.trials], np.diff(part.starts)) for part in parts]
+        )
+        columns = {
+            name: np.concatenate([part.columns[name] for part in parts])
+            for name in parts[0].columns
+        }
+        order = np.lexsort((columns["positions"], columns["turns"], rollout))
+        counts = np.bincount(rollout, minlength=len(trials))
+        return cls(
+            trials,
             [0, *np.cumsum(counts).tolist()],
             {name: column[order] for name, column in columns.items()},
         )

@@ -19,7 +19,9 @@ from trainer.batch import Batch, imitation_batch
 from trainer.checkpoint import Checkpoints
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError
-from trainer.learner import Learner, RunState, TrainerSection
+from trainer.learner import RunState
+from trainer.learners import Learners
+from trainer.ranks_config import TrainerSection
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.log import RunLog
 from trainer.sft.config import SftConfig
@@ -40,12 +42,12 @@ class ImitateBatch:
     demonstrations: Sequence[Demonstration]
     aggregation: Aggregation
 
-    def on(self, learner: Learner) -> Metrics:
+    def on(self, learners: Learners) -> Metrics:
         started = time.perf_counter()
         batch = batch_of(self.demonstrations)
-        metrics = learner.imitate(batch, self.aggregation)
+        metrics = learners.only.imitate(batch, self.aggregation)
         seconds = time.perf_counter() - started
-        metrics |= learner.speed(batch, seconds)
+        metrics |= learners.only.speed(batch, seconds)
         metrics["time/step_s"] = seconds
         metrics["throughput/tokens_per_s"] = batch.input_tokens / seconds
         return metrics
@@ -58,11 +60,11 @@ class HeldOutLoss:
     demonstrations: Sequence[Demonstration]
     batch_sessions: int
 
-    def on(self, learner: Learner) -> float:
+    def on(self, learners: Learners) -> float:
         total, tokens = 0.0, 0
         for start in range(0, len(self.demonstrations), self.batch_sessions):
             batch = batch_of(self.demonstrations[start : start + self.batch_sessions])
-            total += learner.imitation_loss(batch) * batch.num_tokens
+            total += learners.only.imitation_loss(batch) * batch.num_tokens
             tokens += batch.num_tokens
         return total / tokens
 

@@ -33,7 +33,6 @@ const PANELS = [
 ];
 /** The panel whose axis always has all shares, so that small differences look small. */
 const WHOLE = "Success";
-const NAMED = new Set(PANELS.flatMap(([, , lines]) => Object.values(lines)));
 const MOST_OTHERS = 60;
 
 /**
@@ -60,9 +59,11 @@ export function Curves({ runs, evaluations, open, first }) {
     band: metric === "eval/success" && n === 0 ? intervals(evaluations) : [],
   })));
   if (runs.every((run) => run.metrics.length === 0)) return html`<p class="quiet">No step has ended yet.</p>`;
-  const others = [...new Set(runs.flatMap((run) => run.metrics))]
-    .filter((metric) => !NAMED.has(metric) && metric !== "step" && metric !== "time").sort();
-  const known = PANELS.filter(([, , wanted]) => runs.some((run) => Object.values(wanted).some((metric) => run.points(metric).length > 0)));
+  const all = [...new Set(runs.flatMap((run) => run.metrics))];
+  const panels = withPolicies(all);
+  const named = new Set(panels.flatMap(([, , wanted]) => Object.values(wanted)));
+  const others = all.filter((metric) => !named.has(metric) && metric !== "step" && metric !== "time").sort();
+  const known = panels.filter(([, , wanted]) => runs.some((run) => Object.values(wanted).some((metric) => run.points(metric).length > 0)));
   const given = { cursor, point, open };
   /** @param {[string, string, Record<string, string>][]} panels */
   const charts = (panels) => html`<div class="charts" tabindex="0" role="group"
@@ -74,6 +75,18 @@ export function Curves({ runs, evaluations, open, first }) {
     ${others.length > 0 && html`<${Folded} title=${`${others.length} more metrics`}>${() => html`
       ${charts(others.slice(0, MOST_OTHERS).map((metric) => [oneLine(metric), "", { "": metric }]))}
       ${others.length > MOST_OTHERS && html`<p class="quiet">The first ${MOST_OTHERS} are shown; all are in metrics.jsonl.</p>`}`}<//>`}</section>`;
+}
+
+/**
+ * The panels; in a run with several policies, also with the metrics `policies/NAME/…` of each of them.
+ * @param {string[]} metrics @returns {[string, string, Record<string, string>][]}
+ */
+function withPolicies(metrics) {
+  const known = new Set(metrics);
+  const policies = [...new Set(metrics.map((metric) => /^policies\/([^/]+)\//.exec(metric)?.[1] ?? ""))].filter(Boolean).sort();
+  return PANELS.map(([title, unit, wanted]) => [title, unit, { ...wanted, ...Object.fromEntries(policies.flatMap((policy) =>
+    Object.entries(wanted).map(([label, metric]) => [[policy, label].filter(Boolean).join(" "), `policies/${policy}/${metric}`])
+      .filter(([, metric]) => metric !== undefined && known.has(metric)))) }]);
 }
 
 /**

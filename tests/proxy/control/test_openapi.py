@@ -49,6 +49,7 @@ async def test_responses_match_the_openapi_document(proxy: RunningProxy) -> None
     await call("PUT", "/policies/planner/version", 200, schema.PolicyView, **version)
     engines = await call("GET", "/engines", 200, schema.Engines)
     assert [(each.name, each.version) for each in engines.policies] == [("planner", 3)]
+    await call("DELETE", "/policies/planner/runs/some-run", 200, Nothing)
     await call("POST", "/engines", 201, schema.EngineAdded, url="http://127.0.0.1:9", name="x")
     await call("DELETE", "/engines/x", 200, Nothing)
     await call("POST", "/engines/pause", 200, schema.Paused)

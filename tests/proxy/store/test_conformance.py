@@ -453,7 +453,29 @@ async def test_current_version_of_each_policy_is_kept(opener: Opener) -> None:
     coder, planner = ServedPolicy("coder", 3, "coder@3.aa"), ServedPolicy("planner", 9, "p@9.bb")
     assert await store.get_policies() == []
     for served in (coder, planner, ServedPolicy("planner", 2, "p@2.cc")):
-        await store.publish_policy(served)
+        assert await store.publish_policy(served)
     again = await opener()
     found = sorted(await again.get_policies(), key=lambda served: served.name)
     assert found == [coder, ServedPolicy("planner", 2, "p@2.cc")]
+
+
+async def test_policy_of_a_run_gets_no_version_of_another_until_it_is_released(
+    opener: Opener,
+) -> None:
+    store, other = await opener(), await opener()
+
+    async def publishes(version: int, run: str) -> bool:
+        return await other.publish_policy(ServedPolicy("planner", version, f"p@{version}", run))
+
+    assert await store.publish_policy(ServedPolicy("planner", 1, "p@1"))
+    assert await publishes(2, "first")
+    assert await publishes(3, "first")
+    assert not await publishes(4, "second")
+    assert not await publishes(5, "")
+    await other.release_policy("planner", "second")
+    (served,) = await store.get_policies()
+    assert (served.version, served.run) == (3, "first")
+    await other.release_policy("planner", "first")
+    assert await publishes(6, "second")
+    (served,) = await store.get_policies()
+    assert (served.version, served.run) == (6, "second")

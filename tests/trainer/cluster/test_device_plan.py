@@ -14,7 +14,7 @@ from trainer.cluster.device_plan import DevicePlan, Gpu, plan_devices, tensor_pa
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import replica_server
 from trainer.errors import ConfigError
-from trainer.learner import RanksConfig
+from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
 
 GIB = 2**30

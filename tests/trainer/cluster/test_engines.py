@@ -6,16 +6,19 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.records import ServedPolicy
+from tests.trainer.test_two_policies import proxy_of
 from trainer.cluster.cluster import ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import Connect, RankRequest, RankZero, SentWeights, SyncWeights
 from trainer.errors import WeightSyncError
+from trainer.run.folder import RunFolder
 
 
 class AdapterTrainer:
@@ -41,7 +44,7 @@ class AdapterTrainer:
         if self.dead in self._urls:
             self.failed.set()
             raise WeightSyncError(f"{self.dead} does not answer")
-        return SentWeights({}, self.served)
+        return SentWeights({}, (self.served,))
 
 
 class DyingReplica:
@@ -95,7 +98,7 @@ class ScriptedProxy:
         self._answer("add_engine")
         self.engines.add(name)
 
-    async def publish_policy(self, name: str, version: int, adapter: str) -> None:
+    async def publish_policy(self, name: str, version: int, adapter: str, run: str) -> None:
         self.publishing.set()
         await self.answering.wait()
         self._answer("publish_policy")
@@ -254,3 +257,31 @@ async def test_replacement_that_refuses_the_weights_ends_the_run(
         run.replica.lost.set()
         with pytest.raises(WeightSyncError, match="does not answer"):
             await kept
+
+
+async def test_policy_of_a_run_is_refused_to_another_run_until_the_first_has_ended(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    def of_run(name: str, proxy: ProxyClient) -> RunEngines:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        run_id = RunFolder(folder).run_id
+        engines = RunEngines(AdapterTrainer().rank_zero, given_urls=["http://a"], run=run_id)
+        engines.proxy = proxy
+        return engines
+
+    async with proxy_of(tiny_model, "http://127.0.0.1:9", tmp_path) as proxy:
+        first, second = of_run("first", proxy), of_run("second", proxy)
+        await first.send_weights()
+        with pytest.raises(
+            ProxyClientError, match=r"'planner' belongs to the run 'first-"
+        ) as error:
+            await second.send_weights()
+        assert error.value.status == 409
+        await second.release_policies()
+        resumed = of_run("first", proxy)
+        await resumed.send_weights()
+        await resumed.release_policies()
+        await second.send_weights()
+        (served,) = await proxy.policies()
+        assert served.run == RunFolder(tmp_path / "second").run_id

@@ -53,7 +53,7 @@ class ScriptedTrainer:
         if isinstance(request, Connect):
             self.urls, self.adapters = request.engine_urls, request.adapters
         self.requests.append((type(request).__name__, len(self.urls)))
-        return SentWeights({}, None)
+        return SentWeights({})
 
 
 def test_engine_that_ends_is_replaced_and_gets_the_weights_until_its_restarts_are_used_up(

@@ -15,6 +15,7 @@ from tests.proxy.conftest import StartProxy
 from tests.proxy.view.chromium import MISSING, Tab
 from tests.proxy.view.recording import HOSTILE
 from tests.proxy.view.test_page import AXE, NO_OVERFLOW, violations
+from tests.trainer.report.written import write_run
 from tests.trainer.view.recorded_run import RecordedTraining, begin, training, whole
 from trainer.report import write_report
 from trainer.run.metrics import Transcript
@@ -69,6 +70,29 @@ async def test_curves_have_titles_units_ticks_and_intervals(
     await tab.evaluate("document.querySelector('.charts').focus()")
     await tab.press("ArrowLeft", 37)
     await tab.until("document.querySelector('.chart svg').ariaLabel.includes('at step 2')")
+    assert tab.complaints == []
+
+
+async def test_curves_of_several_policies_are_in_the_panels_of_their_metrics(
+    tab: Tab, tmp_path: Path
+) -> None:
+    values = {
+        "reward/mean": 0.5,
+        "policies/planner/reward/mean": 0.4,
+        "policies/coder/reward/mean": 0.6,
+        "policies/coder/actor/policy_loss": 0.1,
+        "policies/coder/actor/other": 0.1,
+    }
+    folder = write_run(tmp_path / "run", metrics=[{"step": n} | values for n in (1, 2)])
+    await tab.open(write_report(folder).page.as_uri())
+    await tab.until(COMPLETE)
+    await tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    await tab.until("document.querySelectorAll('.chart').length === 3")
+    names = await tab.evaluate(
+        "[...document.querySelectorAll('.chart')].map(chart =>"
+        " [...chart.querySelectorAll('.legend bdi')].map(name => name.textContent))"
+    )
+    assert names == [["training", "coder training", "planner training"], ["coder policy"], []]
     assert tab.complaints == []
 
 

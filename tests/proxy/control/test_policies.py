@@ -1,0 +1,83 @@
+"""Policies belong to runs, and all proxies on one store learn of new versions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import asyncpg
+import pytest
+
+from proxy.client import ProxyClientError
+from proxy.store import postgres_policies
+from tests.postgres_server import empty_database
+from tests.proxy.conftest import RunningProxy, StartProxy
+
+
+async def versions(proxy: RunningProxy) -> dict[str, int]:
+    return {policy.name: policy.version for policy in await proxy.control.policies()}
+
+
+async def until_published(proxy: RunningProxy, name: str, version: int) -> None:
+    async with asyncio.timeout(60):
+        while (  # noqa: ASYNC110 (the store notifies the proxy in the background)
+            (await versions(proxy)).get(name) != version
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_policy_of_another_run_is_refused_until_that_run_has_ended(
+    proxy: RunningProxy,
+) -> None:
+    control = proxy.control
+    await control.publish_policy("shop", 1, "shop@1.aa", "first-x")
+    with pytest.raises(ProxyClientError) as refused:
+        await control.publish_policy("shop", 1, "shop@1.bb", "second-y")
+    assert refused.value.status == 409
+    message = str(refused.value)
+    assert "the policy 'shop' belongs to the run 'first-x'; set model.lora.policy" in message
+    assert message.endswith("DELETE /policies/shop/runs/first-x")
+    await control.publish_policy("shop", 2, "shop@2.aa", "first-x")
+    await control.publish_policy("other", 1, "other@1.aa", "second-y")
+    assert await versions(proxy) == {"other": 1, "shop": 2}
+    await control.release_policy("shop", "first-x")
+    await control.publish_policy("shop", 1, "shop@1.bb", "second-y")
+    assert await versions(proxy) == {"other": 1, "shop": 1}
+
+
+async def test_proxy_learns_the_versions_that_another_one_publishes(
+    start_proxy: StartProxy, postgres: str
+) -> None:
+    store = await empty_database(postgres)
+    one = await start_proxy(store=store)
+    await one.control.publish_policy("planner", 1, "planner@1.aa", "first-x")
+    two = await start_proxy(store=store, engine=one.engine)
+    assert await versions(two) == {"planner": 1}
+    await one.control.publish_policy("planner", 2, "planner@2.bb", "first-x")
+    await until_published(two, "planner", 2)
+    await two.control.publish_policy("coder", 7, "coder@7.cc", "second-y")
+    await until_published(one, "coder", 7)
+    with pytest.raises(ProxyClientError, match="belongs to the run 'first-x'"):
+        await two.control.publish_policy("planner", 3, "planner@3.dd", "second-y")
+    assert await versions(one) == await versions(two) == {"planner": 2, "coder": 7}
+
+
+async def test_lost_connection_for_notifications_is_replaced(
+    start_proxy: StartProxy, postgres: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await empty_database(postgres)
+    one = await start_proxy(store=store)
+    two = await start_proxy(store=store, engine=one.engine)
+    connection = await asyncpg.connect(store)
+    listening = f"FROM pg_stat_activity WHERE query LIKE 'LISTEN %{postgres_policies.CHANNEL}%'"
+    async with asyncio.timeout(60):
+        while (  # noqa: ASYNC110 (the proxies connect in the background)
+            await connection.fetchval(f"SELECT count(*) {listening}") < 2
+        ):
+            await asyncio.sleep(0.01)
+    with caplog.at_level(logging.WARNING, "proxy.control.policies"):
+        await connection.execute(f"SELECT pg_terminate_backend(pid) {listening}")
+        await connection.close()
+        await one.control.publish_policy("planner", 3, "planner@3.aa")
+        await until_published(two, "planner", 3)
+    assert "new versions of policies are not seen: the store failed" in caplog.text

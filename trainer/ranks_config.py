@@ -1,0 +1,122 @@
+"""The sections of the configuration that the ranks of the trainer read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from agent_loop.producers.rollout_config import RolloutConfig
+from proxy.section import Section
+from trainer.algorithms import AlgorithmConfig
+from trainer.engine import EnginesConfig
+from trainer.optimizer import OptimizerConfig
+from trainer.policy.model import LoraSettings, ModelConfig
+
+
+class PolicySection(Section):
+    """One policy of a run that has several. Example: PolicySection(frozen=True)"""
+
+    frozen: bool = False
+    """Serve the policy, and do not train it: it keeps the adapter that it begins with."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The keys of the section `optimizer` that this policy has different values for."""
+    lora: LoraSettings = LoraSettings()
+    """The keys of `model.lora` that this policy has different values for: `rank`, `alpha` and
+    `target_modules`."""
+
+
+class TrainerSection(Section):
+    """Section `trainer`. Example: TrainerSection(steps=200, save_every=10)"""
+
+    run_dir: Path = Path("runs/default")
+    """Folder for everything that the run writes."""
+    mode: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: sample and train in turn. `separate`: sample and train at the same time."""
+    steps: int = Field(100, ge=1)
+    """Number of training steps, each with at most one update of the engines' weights."""
+    seed: int = 0
+    """Seed of all random choices except the order of tasks."""
+    max_wall_s: float | None = Field(None, gt=0)
+    """Seconds after which the run ends, at the end of a step; None: no limit."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, or `auto`: the first GPU if there is one, else the CPU."""
+    ranks: int = Field(1, ge=1)
+    """Number of processes that train together: weights are sharded over them with FSDP2, and
+    micro-batches are divided among them. Each has its own GPU if there are GPUs. Under torchrun,
+    this must be the number of processes that torchrun starts."""
+    save_every: int = Field(10, ge=0)
+    """Number of steps between checkpoints; 0: no checkpoints by steps. A checkpoint is always
+    written at the end, when the run is stopped, and after the best evaluation so far."""
+    save_every_s: float = Field(600.0, ge=0)
+    """Seconds between checkpoints, which are written at the end of a step; 0: no checkpoints by
+    time."""
+    keep_last: int = Field(2, ge=1)
+    """Number of checkpoints to keep, in addition to the one with the best scheduled evaluation."""
+    stop_at_success: float | None = Field(None, gt=0, le=1)
+    """Success rate of a scheduled evaluation at which the run ends; None: never."""
+    no_signal_steps: int = Field(10, ge=0)
+    """Number of consecutive steps without a signal after which the run ends with an error; 0:
+    never. In a step without a signal, every advantage is 0 because rewards do not differ."""
+    resume: str = "auto"
+    """Whether a start continues an earlier run. `auto`: continue the last run in `run_dir` if it
+    has not ended and has the same configuration, else begin a new run in `run_dir`, `run_dir-2`, …;
+    `never`: begin a new run; a folder: continue the run in that folder with this configuration."""
+    policies: Mapping[str, PolicySection] = Field(default_factory=dict)
+    """Several policies by name, which are trained at the same time from the same trials, each with
+    an adapter and an optimizer of its own (docs/adapters.md). `remote_agent.policies` maps model
+    names to them; all other names are `model.lora.policy`. Empty: one policy is trained."""
+
+
+class RanksConfig(Section):
+    """The sections that the ranks of the trainer read."""
+
+    model: ModelConfig
+    engine: EnginesConfig = EnginesConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerSection = TrainerSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _policies_have_every_key(cls, values: Any) -> Any:
+        """Gives each of `trainer.policies` the run's own values for the keys that it leaves out."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("trainer"), Mapping):
+            return values
+        policies = values["trainer"].get("policies")
+        if not isinstance(policies, Mapping) or not all(
+            each is None or isinstance(each, Mapping) for each in policies.values()
+        ):
+            return values
+        whole = {name: _with_every_key(name, each or {}, values) for name, each in policies.items()}
+        return {**values, "trainer": {**values["trainer"], "policies": whole}}
+
+    @property
+    def trained_policies(self) -> tuple[str, ...]:
+        """The policies that are trained, by name; "" if they are the engines' own weights."""
+        policies = self.trainer.policies
+        if not policies:
+            return (self.model.policy,)
+        return tuple(name for name, section in policies.items() if not section.frozen)
+
+    def of_policy(self, name: str) -> Self:
+        """The sections of one of `trainer.policies`, as of a run that has only this one."""
+        section = self.trainer.policies[name]
+        model = self.model.model_copy(update={"lora": section.lora})
+        return self.model_copy(update={"model": model, "optimizer": section.optimizer})
+
+
+def _with_every_key(
+    name: str, section: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    model, optimizer = values.get("model"), values.get("optimizer")
+    lora = model.get("lora") if isinstance(model, Mapping) else None
+    whole = dict(section)
+    for key, shared in (("optimizer", optimizer), ("lora", lora)):
+        own = section.get(key, {})
+        if isinstance(own, Mapping) and isinstance(shared or {}, Mapping):
+            whole[key] = {**(shared or {}), **({"policy": name} if key == "lora" else {}), **own}
+    return whole
