@@ -263,6 +263,9 @@ def _open_view(
         access,
         lambda: {
             "engines": router.infos,
+            "policies": [
+                {"name": each.name, "version": each.version} for each in router.policies.published
+            ],
             "paused": router.paused,
             "waiting": router.waiting,
             "rule_faults": watch.faults,

@@ -267,6 +267,7 @@ async def open_fit(
                 say(f"see everything, live: {services.page} (opens once)")
             loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
             producer = parts.own_producer(loop) or make_producer(loop, services.proxy)
+            log.follow(producer)
             evaluator = parts.evaluator(loop)
             fit = Fit(
                 config.trainer,

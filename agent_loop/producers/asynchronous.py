@@ -32,6 +32,7 @@ from agent_loop.producers.groups import (
     RunsTrials,
 )
 from agent_loop.producers.prefix_sampling import PrefixSampler
+from agent_loop.producers.protocol import Production
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.slots import TrialSlots
 from agent_loop.producers.staleness import fresh_part, is_cancelled
@@ -142,6 +143,13 @@ class AsyncProducer:
                 self._cancel(running)
         self._expire()
         self._admit()
+
+    @property
+    def production(self) -> Production:
+        config = self._config
+        return Production(
+            len(self._ready), config.groups_per_step, len(self._running), config.max_staleness
+        )
 
     def pause(self) -> None:
         """Starts no trial until `resume`; an evaluation uses the engines. Running trials

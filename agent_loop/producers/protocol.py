@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from agent_loop.records import Group
 
@@ -53,3 +54,23 @@ PRODUCER_MEMBERS = (
     "state",
 )
 """What an object needs to be a `Producer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Production:
+    """How far the next batch is, in groups. Example: Production(3, 8, 5, max_staleness=1)"""
+
+    ready: int
+    needed: int
+    """Number of groups of a batch."""
+    running: int
+    max_staleness: int
+    """Versions by which the groups of the batch may be older than the trainer's weights."""
+
+
+@runtime_checkable
+class ReportsProduction(Protocol):
+    """A producer whose progress the page shows."""
+
+    @property
+    def production(self) -> Production: ...

@@ -102,7 +102,7 @@ def build_view(
     api = ViewApi(
         lambda: store.browser,
         access,
-        lambda: {"engines": [], "paused": False, "waiting": 0, "rule_faults": []},
+        lambda: {"engines": [], "policies": [], "paused": False, "waiting": 0, "rule_faults": []},
         lambda: tokenizer,
         runs,
     )

@@ -270,10 +270,20 @@ class RuleName(TypedDict):
 
 
 @with_config(CLOSED)
+class PolicyVersionJson(TypedDict):
+    """A policy, and the version that is sampled from."""
+
+    name: str
+    version: int
+
+
+@with_config(CLOSED)
 class RecordState(TypedDict):
     """What the process that records knows besides the record."""
 
     engines: Sequence[EngineInfo]
+    policies: list[PolicyVersionJson]
+    """The policies other than the engines' own weights."""
     paused: bool
     waiting: int
     """Number of calls that wait for room in a cache."""

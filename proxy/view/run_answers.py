@@ -15,6 +15,40 @@ from proxy.record_format import MarkFields
 
 
 @with_config(CLOSED)
+class FailedTrial(TypedDict):
+    """A trial that failed in this process of the run."""
+
+    trial_id: str
+    error: str
+
+
+@with_config(CLOSED)
+class GroupsNow(TypedDict):
+    """How far the next batch is, in groups."""
+
+    ready: int
+    needed: int
+    running: int
+    max_staleness: int
+    """Versions by which the groups may be older than the trainer's weights."""
+
+
+@with_config(CLOSED)
+class NowJson(TypedDict):
+    """What a run does, as in `now.json`."""
+
+    step: int
+    phase: str
+    started_at: float
+    trials: int
+    """Number of trials of the phase; 0 if it is not known."""
+    ended: int
+    failed: int
+    groups: GroupsNow | None
+    errors: list[FailedTrial]
+
+
+@with_config(CLOSED)
 class RunStamps(TypedDict):
     """A run, and what changes when one of its files does: the file's inode and size."""
 
@@ -22,6 +56,8 @@ class RunStamps(TypedDict):
     metrics: list[int]
     trials: list[int]
     summary: list[int]
+    now: NowJson | None
+    """None if the run has ended, or does not write it. It is the last state of a killed run."""
 
 
 @with_config(OPEN)

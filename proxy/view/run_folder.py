@@ -23,6 +23,7 @@ from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
 from proxy.view.run_answers import (
     EvaluationJson,
     MetricsPage,
+    NowJson,
     RunJson,
     RunStamps,
     StepTrials,
@@ -63,7 +64,14 @@ class RecordedRun:
             "metrics": _stamp(self.path / "metrics.jsonl"),
             "trials": _stamp(self.path / "trials.jsonl"),
             "summary": _stamp(self.path / "summary.json"),
+            "now": self._now(),
         }
+
+    def _now(self) -> NowJson | None:
+        found = _json(self.path / "now.json")
+        if any(name not in found for name in NowJson.__annotations__):
+            return None
+        return cast("NowJson", {name: found[name] for name in NowJson.__annotations__})
 
     def summary(self) -> RunJson:
         """The run at a glance: its status, its evaluations, and its configuration."""

@@ -10,6 +10,7 @@
     sessions.db        the recorded sessions (agentic-proxy sessions …)
     trials/            one folder per trial: the agent's log and working directory
     trials.jsonl       one line per finished trial
+    now.json           the phase, its trials and the groups that are ready; removed at the end
     phases.jsonl       one line per phase of the trainer: sampling, training, saving, …
     tokens/            step-000010/, …: advantages and log-probabilities of the trained tokens
     run.id             the name of the run, to which the policies belong that it publishes
@@ -51,6 +52,7 @@ class RunFolder:
         self.sessions = path / "sessions.db"
         self.trials = path / "trials"
         self.trials_log = path / "trials.jsonl"
+        self.now = path / "now.json"
         self.phases = path / "phases.jsonl"
         self.tokens = path / "tokens"
         self.logs = path / "logs"

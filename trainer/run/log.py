@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from agent_loop.evaluator import EvalReport
+from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
 from proxy.config import TelemetryConfig
 from proxy.logs import LogLevel
@@ -33,6 +34,7 @@ from trainer.run.metrics import (
     Transcript,
     WandbSink,
 )
+from trainer.run.now import NowFile
 from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.phases import PhaseLog
 from trainer.run.progress import Progress
@@ -114,6 +116,7 @@ class RunLog:
             self._telemetry = RunTelemetry(sends)
         ended = (lambda _: None) if self._telemetry is None else self._telemetry.phase
         self._phases = PhaseLog(folder.phases, ended)
+        self._now = NowFile(folder.now)
         self._started = time.monotonic()
         self.progress = Progress(config.progress, steps, self._warned)
         self._metrics = MetricsLog(sinks, self.progress.say)
@@ -145,7 +148,13 @@ class RunLog:
         """The trainer begins a phase, of which the progress line shows the number of `trials`; 0 if
         it is not known. It ends with the next phase, step or evaluation."""
         self._phases.begin(step, name)
+        self._now.begin(step, name, trials)
         self.progress.phase(step, name, trials)
+
+    def follow(self, producer: Producer) -> None:
+        """Shows how far the producer's next batch is, if it reports that."""
+        if isinstance(producer, ReportsProduction):
+            self._now.production = lambda: producer.production
 
     def step(
         self,
@@ -171,6 +180,7 @@ class RunLog:
         """Shows in the progress line that a trial has ended."""
         if self._telemetry is not None:
             self._telemetry.trial_ended(rollout)
+        self._now.trial(rollout)
         success = rollout.reward is not None and rollout.reward >= self._success_at
         self.progress.trial(success=success, tokens=int(rollout.metrics.get("sampled_tokens", 0)))
 
@@ -214,6 +224,7 @@ class RunLog:
         with ExitStack() as last_first:
             if self._telemetry is not None:
                 last_first.callback(self._telemetry.close)
+            last_first.callback(self._now.close)
             last_first.callback(self._phases.close)
             last_first.callback(self._trials.close)
             last_first.callback(self._metrics.close)

@@ -1,6 +1,6 @@
 // What happens at this moment: rates, engines, running sessions, errors with their cause.
-import { ago, count, duration, number, oneLine, share, short } from "./format.js";
-import { useLive } from "./hooks.js";
+import { ago, count, duration, number, oneLine, share, short, visible } from "./format.js";
+import { useGet, useLive } from "./hooks.js";
 import { html } from "./page.js";
 import { Cause, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
@@ -10,6 +10,7 @@ import { link } from "./router.js";
 const BAR_S = 3;
 const BARS = 60;
 const ACTIVE_S = 600;
+const OVER = ["completed", "expired", "deleted"];
 
 /** @param {Head} head */
 const ended = (head) => head.started_at + (head.duration_s ?? 0);
@@ -22,6 +23,10 @@ export function Now() {
   const refused = live.events.filter((event) => event.kind === "refused" && now - event.at < 3600);
   const sessions = active(live.answered, running, now);
   const busy = sessions.filter((each) => now - each.at < 60).length;
+  const over = new Set(live.events.filter(({ kind }) => OVER.includes(kind)).map((event) => event.session_id));
+  const newest = newestVersion(live.state);
+  const behind = Math.max(-1, ...sessions.filter((each) => now - each.at < 60).map((each) => staleness(each, newest) ?? -1));
+  const runs = (live.state?.runs ?? []).filter((run) => run.now !== null);
   return html`<h1>Now</h1>
     <ul class="tiles">
       <${Tile} name="calls per second" value=${(last.length / 10).toFixed(1)} note="of the last 10 s" />
@@ -29,9 +34,11 @@ export function Now() {
       <${Tile} name="calls running" value=${running.length} note=${running.length ? `the oldest ${duration(now - Math.min(...running.map((h) => h.started_at)))}` : "none"} />
       <${Tile} name="calls waiting" value=${live.state?.waiting ?? 0} note="for room in a cache" />
       <${Tile} name="active sessions" value=${busy} note="in the last minute" />
+      <${Tile} name="staleness" value=${behind < 0 ? "–" : behind} note=${newest === null ? "several policies" : `versions behind ${newest}, the newest`} />
       <${Tile} name="refused calls" value=${refused.length} note="in the last hour" warn=${refused.length > 0} />
     </ul>
     <${Rate} answered=${live.answered} now=${now} />
+    ${runs.map((run) => html`<${Training} key=${run.name} run=${run} now=${now} />`)}
     <div class="columns">
       <section aria-labelledby="engines-title"><h2 id="engines-title">Engines</h2>
         <${Engines} state=${live.state} /></section>
@@ -40,7 +47,37 @@ export function Now() {
         <${RuleFaults} faults=${live.state?.rule_faults ?? []} now=${now} /></section>
     </div>
     <section aria-labelledby="active-title"><h2 id="active-title">Sessions at work</h2>
-      <${Active} sessions=${sessions.slice(0, 30)} now=${now} /></section>`;
+      <${Active} sessions=${sessions.slice(0, 30)} over=${over} now=${now} newest=${newest} /></section>`;
+}
+
+/** The newest version that is sampled from; null if several policies have versions of their own. @param {import("./types.d.ts").State | null} state */
+function newestVersion(state) {
+  const policies = state?.policies ?? [];
+  if (policies.length > 1) return null;
+  return Math.max(0, ...(state?.engines ?? []).map((engine) => engine.version), ...policies.map((policy) => policy.version));
+}
+
+/** Versions by which the oldest sampled token of a session is behind. @param {{oldest: number | null}} session @param {number | null} newest */
+const staleness = ({ oldest }, newest) => (newest === null || oldest === null ? null : Math.max(0, newest - oldest));
+
+/** What a run does, and what it waits for. @param {{run: import("./types.d.ts").RunStamps, now: number}} given */
+function Training({ run, now }) {
+  // A run that was killed leaves its last state: whether its process lives is asked once a minute.
+  const { data } = useGet("run", { run: run.name }, Math.floor(now / 60));
+  const status = /** @type {import("./types.d.ts").Run | null} */ (data)?.status;
+  const doing = run.now;
+  if (doing === null || (status !== "running" && status !== undefined)) return null;
+  const { groups } = doing;
+  const missing = groups && Math.max(0, groups.needed - groups.ready);
+  return html`<section class="training" aria-label=${`The run ${visible(run.name)}`}><h2><a href=${link("run", run.name)}><bdi>${oneLine(run.name)}</bdi></a></h2>
+    <p>step ${doing.step}: <strong>${oneLine(doing.phase)}</strong> for ${duration(now - doing.started_at)}${
+      (doing.ended > 0 || doing.trials > 0) && html`, ${count(doing.ended)}${doing.trials > 0 && html` of ${count(doing.trials)}`} trials ended${doing.failed > 0 && html`, ${count(doing.failed)} failed`}`}</p>
+    ${groups && html`<p>${doing.phase === "sampling" && missing ? `The trainer waits for ${missing} more ${missing === 1 ? "group" : "groups"}: ` : "The next batch: "}${
+      count(groups.ready)} of ${count(groups.needed)} groups are ready, ${count(groups.running)} run; they may be ${count(groups.max_staleness)} versions old.</p>`}
+    ${doing.phase === "sampling" && !groups && html`<p>The trainer waits for the trials of this step.</p>`}
+    ${doing.errors.length > 0 && html`<h3>Trials that failed</h3><ul class="errors">${[...doing.errors].reverse().map((failed) => html`<li>
+      <${TrialLink} id=${failed.trial_id} /> <div class="words" dir="auto">${oneLine(failed.error)}</div></li>`)}</ul>`}
+  </section>`;
 }
 
 /** @template T @param {T[]} items @param {(item: T) => number} of */
@@ -107,15 +144,16 @@ const RuleFaults = ({ faults, now }) => faults.length > 0 && html`<h3>Search rul
 
 /**
  * @param {Head[]} answered @param {Head[]} running @param {number} now
- * @returns {{id: string, at: number, last: Head, calls: number, tokens: number, running: number}[]}
+ * @returns {{id: string, at: number, last: Head, calls: number, tokens: number, running: number, oldest: number | null}[]}
  */
 function active(answered, running, now) {
-  /** @type {Map<string, {id: string, at: number, last: Head, calls: number, tokens: number, running: number}>} */
+  /** @type {Map<string, {id: string, at: number, last: Head, calls: number, tokens: number, running: number, oldest: number | null}>} */
   const found = new Map();
   for (const head of [...answered, ...running]) {
     const at = ended(head);
     if (now - at > ACTIVE_S && head.status !== "open") continue;
-    const known = found.get(head.session) ?? { id: head.session, at, last: head, calls: 0, tokens: 0, running: 0 };
+    const known = found.get(head.session) ?? { id: head.session, at, last: head, calls: 0, tokens: 0, running: 0, oldest: null };
+    for (const [version] of head.versions) known.oldest = Math.min(version, known.oldest ?? version);
     known.calls += 1;
     known.tokens += head.sampled;
     known.running += head.status === "open" ? 1 : 0;
@@ -125,18 +163,19 @@ function active(answered, running, now) {
   return [...found.values()].sort((a, b) => b.at - a.at);
 }
 
-/** @param {{sessions: ReturnType<typeof active>, now: number}} given */
-function Active({ sessions, now }) {
+/** @param {{sessions: ReturnType<typeof active>, over: Set<string>, now: number, newest: number | null}} given `over`: the sessions that have ended */
+function Active({ sessions, over, now, newest }) {
   if (!sessions.length) {
     return html`<p class="quiet">No call in the last ten minutes. <a href=${link("sessions")}>All sessions</a></p>`;
   }
   return html`<div class="scroll" tabindex="0" role="group" aria-labelledby="active-title"><table>
-    <thead><tr><th>session</th><th>last turn</th><th class="n">calls</th><th class="n">tokens</th><th class="n">took</th><th class="n">last</th></tr></thead>
-    <tbody>${sessions.map(({ id, at, last, calls, tokens, running }) => html`<tr key=${id}>
+    <thead><tr><th>session</th><th>last turn</th><th>waits for</th><th class="n">calls</th><th class="n">tokens</th><th class="n">behind</th><th class="n">took</th><th class="n">last</th></tr></thead>
+    <tbody>${sessions.map(({ id, at, last, calls, tokens, running, oldest }) => html`<tr key=${id}>
       <td><${TrialLink} id=${id} turn=${last.index} /></td>
       <td><${Status} value=${running ? "running" : last.status} /> ${last.fork && html`<${Cause} cause=${last.fork} />`}
         ${last.agent && html`<span class="tag">${oneLine(last.agent)}</span>`}</td>
-      <td class="n">${count(calls)}</td><td class="n">${short(tokens)}</td>
+      <td>${running ? "the engine" : over.has(id) ? "–" : "its agent"}</td>
+      <td class="n">${count(calls)}</td><td class="n">${short(tokens)}</td><td class="n">${staleness({ oldest }, newest) ?? "–"}</td>
       <td class="n">${duration(last.duration_s)}</td><td class="n">${ago(at, now)}</td></tr>`)}</tbody>
   </table></div>`;
 }

@@ -55,9 +55,17 @@ export interface Engine {
   details: { queued?: number; cache_used?: number; cache_hits?: number };
 }
 /** What changes when a file of a run does: its inode and its size. */
-export interface RunStamps { name: string; metrics: number[]; trials: number[]; summary: number[]; }
+export interface RunStamps {
+  name: string; metrics: number[]; trials: number[]; summary: number[]; now: RunNow | null;
+}
+/** What a run does: its phase, the trials that ended in it, and the groups of the next batch. */
+export interface RunNow {
+  step: number; phase: string; started_at: number; trials: number; ended: number; failed: number;
+  groups: { ready: number; needed: number; running: number; max_staleness: number } | null;
+  errors: { trial_id: string; error: string }[];
+}
 export interface State {
-  engines: Engine[]; paused: boolean; waiting: number; rule_faults: RuleFault[]; runs?: RunStamps[];
+  engines: Engine[]; policies: { name: string; version: number }[]; paused: boolean; waiting: number; rule_faults: RuleFault[]; runs?: RunStamps[];
 }
 /** An error while a search rule was matched; `rule` is empty and `turn` is -1 if it is not one's. */
 export interface RuleFault { rule: string; session: string; turn: number; at: number; error: string; }

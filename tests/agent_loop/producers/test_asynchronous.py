@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
 from agent_loop.producers.groups import ProductionError, rollout_seed
+from agent_loop.producers.protocol import Production
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, RolloutStatus, Task
@@ -95,6 +96,21 @@ def content(batches: list[list[Group]]) -> list[list[bytes]]:
 def without_ids(group: Group) -> Group:
     rollouts = tuple(replace(rollout, trial_id="") for rollout in group.rollouts)
     return replace(group, rollouts=rollouts)
+
+
+def test_production_is_how_far_the_next_batch_is() -> None:
+    async def main() -> list[Production]:
+        loop = ScriptedLoop(duration=lambda seed: 5.0)
+        policy = RolloutConfig(groups_per_step=2, group_size=2, concurrency=4, max_staleness=1)
+        async with producing(loop, policy) as producer:
+            producer.start(0)
+            seen = [producer.production]
+            await producer.next_batch(0)
+            return [*seen, producer.production]
+
+    before, after = run_in_virtual_time(main())
+    assert before == Production(ready=0, needed=2, running=4, max_staleness=1)
+    assert after.ready + after.running == 2
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from agent_loop.producers.protocol import Production
+from agent_loop.records import Rollout, RolloutStatus, Task
 from proxy.commands.view import build_view
 from proxy.config import ListenConfig
 from proxy.http_request import app_runner
@@ -18,7 +22,7 @@ from tests.needs import needs, skip_or_fail
 from tests.proxy.conftest import StartProxy
 from tests.proxy.view.chromium import MISSING, Tab
 from tests.proxy.view.conftest import enter, show
-from tests.proxy.view.recording import HOSTILE
+from tests.proxy.view.recording import HOSTILE, call, user
 from tests.proxy.view.test_page import AXE, NO_OVERFLOW, violations
 from tests.trainer.view.recorded_run import begin, training, whole
 from tests.trainer.view.screenshots import views
@@ -62,6 +66,17 @@ async def test_curves_grow_while_the_run_trains_and_keys_open_the_groups_of_a_st
         await save_rule(browser, rule)
     await enter(tab, proxy, "/run")
     await tab.until("document.body.innerText.includes('No step has ended yet')")
+    producer: Any = SimpleNamespace(production=Production(3, 4, 5, max_staleness=1))
+    run.log.follow(producer)
+    run.log.phase(1, "sampling", 8)
+    failed = Rollout("lost", Task("t", {}), RolloutStatus.FAILED, None, error="the disk is full")
+    run.log.trial_ended(failed)
+    await show(tab, "/now", "document.querySelector('.training .errors li')")
+    shown = await tab.text(".training")
+    assert "1 of 8 trials ended, 1 failed" in shown
+    assert "The trainer waits for 1 more group: 3 of 4 groups are ready, 5 run" in shown
+    assert "the disk is full" in shown
+    await show(tab, "/run", "document.body.innerText.includes('No step has ended yet')")
     await run.step()
     await tab.until("document.querySelectorAll('.groups tbody tr').length === 2")
     assert "Groups of step 1" in await tab.text("#step")
@@ -78,7 +93,17 @@ async def test_curves_grow_while_the_run_trains_and_keys_open_the_groups_of_a_st
     await tab.until("document.querySelectorAll('.aligned thead th').length === 4")
     await tab.until("document.querySelector('.parting q')")
     assert "Let me multiply" in await tab.evaluate("document.querySelector('.shared').textContent")
+    row = "[...document.querySelectorAll('main section:last-child tbody tr')].find(row => row"
+    await show(tab, "/now", f"{row}.innerText.includes('lamps-1'))?.cells[2].innerText === '–'")
+    session = await proxy.session(trial_id="waits")
+    await call(proxy, session, [user("Hi.")])
+    waits = f"{row}.innerText.includes('waits'))"
+    await tab.until(f"{waits}?.cells[2].innerText === 'its agent'")
+    assert await tab.evaluate(f"{waits}.cells[5].innerText") == "0"
+    await proxy.control.complete("waits")
+    await tab.until(f"{waits}.cells[2].innerText === '–'")
     run.log.close()
+    await tab.until("!document.querySelector('.training')")
     rows = "document.querySelectorAll('.run-trials tbody tr').length"
     await show(tab, "/trials/run", f"{rows} === 16")
     field = "document.querySelector('input[name=marked]')"

@@ -1,0 +1,69 @@
+"""What a run does at this moment: `now.json`, which the page shows in **Now** (docs/view.md).
+
+    {"step": 3, "phase": "sampling", "started_at": 1780000000.1, "trials": 32, "ended": 17, …}
+
+Invariant: the file is replaced whenever a phase begins or a trial ends, and removed with the run.
+It is not synchronised to the disk, because no one needs it after the machine has stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent_loop.producers.protocol import Production
+from agent_loop.records import Rollout, RolloutStatus
+from proxy.shown_config import without_secrets
+
+KEPT_ERRORS = 5
+ERROR_CHARS = 300
+
+
+class NowFile:
+    """Example: now.begin(3, "sampling", trials=32); now.trial(rollout); now.close()"""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.production: Callable[[], Production] | None = None
+        """How far the next batch is; None if the producer does not report it."""
+        self._now: dict[str, Any] = {}
+        self._errors: list[dict[str, str]] = []
+
+    def begin(self, step: int, phase: str, trials: int = 0) -> None:
+        """`trials`: number of trials of the phase; 0 if it is not known."""
+        self._now = {"step": step, "phase": phase, "started_at": time.time(), "trials": trials}
+        self._now |= {"ended": 0, "failed": 0}
+        self._write()
+
+    def trial(self, rollout: Rollout) -> None:
+        """A trial of the phase has ended."""
+        if not self._now:
+            return
+        self._now["ended"] += 1
+        if rollout.status is RolloutStatus.FAILED:
+            self._now["failed"] += 1
+            error = str(without_secrets(rollout.error or "no cause is known"))[:ERROR_CHARS]
+            self._errors.append({"trial_id": rollout.trial_id, "error": error})
+            self._errors = self._errors[-KEPT_ERRORS:]
+        self._write()
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        production = None if self.production is None else self.production()
+        groups = None
+        if production is not None:
+            groups = {
+                "ready": production.ready,
+                "needed": production.needed,
+                "running": production.running,
+                "max_staleness": production.max_staleness,
+            }
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({**self._now, "groups": groups, "errors": self._errors}))
+        temporary.replace(self._path)
