@@ -94,14 +94,16 @@ async def test_curves_grow_while_the_run_trains_and_keys_open_the_groups_of_a_st
     await tab.until("document.querySelector('.parting q')")
     assert "Let me multiply" in await tab.evaluate("document.querySelector('.shared').textContent")
     row = "[...document.querySelectorAll('main section:last-child tbody tr')].find(row => row"
-    await show(tab, "/now", f"{row}.innerText.includes('lamps-1'))?.cells[2].innerText === '–'")
+    await show(
+        tab, "/now", f"{row}.innerText.includes('lamps-1'))?.cells[2].innerText === '\\u2013'"
+    )
     session = await proxy.session(trial_id="waits")
     await call(proxy, session, [user("Hi.")])
     waits = f"{row}.innerText.includes('waits'))"
     await tab.until(f"{waits}?.cells[2].innerText === 'its agent'")
     assert await tab.evaluate(f"{waits}.cells[5].innerText") == "0"
     await proxy.control.complete("waits")
-    await tab.until(f"{waits}.cells[2].innerText === '–'")
+    await tab.until(f"{waits}.cells[2].innerText === '\\u2013'")
     run.log.close()
     await tab.until("!document.querySelector('.training')")
     rows = "document.querySelectorAll('.run-trials tbody tr').length"
