@@ -77,7 +77,7 @@ openenv: .cache/openenv/.ready ## install OpenEnv, with whose servers tests run,
 	$(BIN)/uv pip install -q --compile-bytecode --python $(@D)/bin/python $(PACKAGES)
 	touch $@
 
-# An unchanged build of Perfetto's page and of its importer, with a page that opens one trace.
+# Perfetto v20.1 with its importer and its database, built by another project to open one trace.
 perfetto: .cache/perfetto/.ready ## install Perfetto's page, which opens a trace in a test, in .cache/perfetto/ (npm)
 
 .cache/perfetto/.ready: Makefile

@@ -1,7 +1,7 @@
 """Perfetto's own page in Chromium: it reads a trace, shows it, and answers queries about it.
 
-The page is the one of https://ui.perfetto.dev as a package of npm (`make perfetto`), which holds
-Perfetto's importer and its database as WebAssembly.
+It is Perfetto v20.1 as a package of npm (`make perfetto`): its page, which the package's authors
+changed so that it opens one trace, and its importer and database as WebAssembly.
 """
 
 from __future__ import annotations
