@@ -17,12 +17,15 @@ import orjson
 from msgspec import structs
 
 from proxy.branching.divergence import RequestDifference, difference, message_text
+from proxy.branching.result_order import in_call_order, result_places, settled
 from proxy.branching.tolerance import Tolerance, Tolerated
 from proxy.conversation.message_keys import message_digest
 from proxy.conversation.messages import Conversation, Message, load_answer
 from proxy.conversation.recorded import RecordedRequest, load_request
 from proxy.records import Turn
 
+ORDER = "order"
+"""The name under which another order of results is reported."""
 MAX_TOLERATED = 20
 """Tolerated differences that are recorded per request."""
 
@@ -101,9 +104,10 @@ class RecordedPrefix:
             return self._recognise_after(conversation, conversation.continues)
         found, chain = None, self._tools(conversation)
         calls: list[str] = []
-        for message in messages:
+        ordered = in_call_order(messages)
+        for message, same in zip(ordered, settled(messages, ordered), strict=True):
             chain = self._then(chain, message, calls)
-            found = self._known.get(chain, found)
+            found = self._known.get(chain, found) if same else found
             if message.role == "assistant":
                 calls = [call.id for call in message.tool_calls]
         if found is None:
@@ -153,16 +157,18 @@ class RecordedPrefix:
             _tools_text(conversation)
         ):
             return difference(turn, None, _tools_text(recorded), _tools_text(conversation))
-        known = recorded.messages
+        known, calls = in_call_order(recorded.messages), list[str]()
         if conversation.continues is not None:
             known = known[len(known) - len(conversation.messages) :]
-        for at, (one, other) in enumerate(zip(known, conversation.messages, strict=False)):
+            after = self._turns[conversation.continues]
+            calls = after.calls if after else []
+        seen = in_call_order(conversation.messages, calls)
+        for at, (one, other) in enumerate(zip(known, seen, strict=False)):
             if same(message_text(one)) != same(message_text(other)):
                 return difference(turn, at, message_text(one), message_text(other))
-        at = min(len(known), len(conversation.messages))
+        at = min(len(known), len(seen))
         more = [
-            message_text(messages[at]) if at < len(messages) else ""
-            for messages in (known, conversation.messages)
+            message_text(messages[at]) if at < len(messages) else "" for messages in (known, seen)
         ]
         return difference(turn, at, *more)
 
@@ -172,9 +178,10 @@ class RecordedPrefix:
         if asked is None or not asked.ends:
             return Recognised(conversation, None, 0, None, complete=False)
         chain, found = asked.ends[0], None
-        for message in conversation.messages:
+        ordered = in_call_order(conversation.messages, asked.calls)
+        for message, same in zip(ordered, settled(conversation.messages, ordered), strict=True):
             chain = self._then(chain, message, asked.calls)
-            found = self._known.get(chain, found)
+            found = self._known.get(chain, found) if same else found
         before = self._size(asked) + 1
         if found is None:
             return Recognised(conversation, index, 0, index, complete=False)
@@ -186,7 +193,9 @@ class RecordedPrefix:
             len(new),
             index,
             complete=not rest,
-            tolerated=self._all_differences(new, conversation.messages),
+            tolerated=self._all_differences(
+                new, conversation.messages[: len(new)], slice(None), asked.calls
+            ),
         )
 
     def _read(self, turn: Turn) -> _Asked | None:
@@ -213,9 +222,13 @@ class RecordedPrefix:
             chains: tuple[bytes, ...] = (self._tools(Conversation([], asked.request.tools)),)
         else:
             calls, chains = previous.calls, previous.ends
-        for at, message in enumerate(asked.request.messages, asked.before + 1):
+        messages = asked.request.messages
+        ordered = in_call_order(messages, calls)
+        same = settled(messages, ordered)
+        for at, message in enumerate(ordered, asked.before + 1):
             chains = tuple(self._then(chain, message, calls) for chain in chains)
-            self._know(chains, _Place(index, at))
+            if next(same):
+                self._know(chains, _Place(index, at))
             if message.role == "assistant":
                 calls = [call.id for call in message.tool_calls]
         if asked.answer is not None:
@@ -261,21 +274,34 @@ class RecordedPrefix:
         asked = self._turns[place.turn]
         assert asked is not None
         own = slice(asked.before, place.messages)
-        found = self._all_differences(recorded.messages[own], conversation.messages[own])
+        found = self._all_differences(recorded.messages, conversation.messages, own)
         if asked.after is None:
             one, other = _tools_text(recorded), _tools_text(conversation)
             found += self._tolerance.differences(one, other)
         return found[:MAX_TOLERATED]
 
     def _all_differences(
-        self, recorded: Sequence[Message], seen: Sequence[Message]
+        self,
+        recorded: Sequence[Message],
+        seen: Sequence[Message],
+        own: slice,
+        calls: Sequence[str] = (),
     ) -> list[Tolerated]:
-        return [
+        """Of the messages `own`; `calls`: see `in_call_order`."""
+        ordered = [in_call_order(messages, calls) for messages in (recorded, seen)]
+        pairs = zip(*(messages[own] for messages in ordered), strict=False)
+        places = [
+            result_places(messages[own], same[own])
+            for messages, same in zip((recorded, seen), ordered, strict=True)
+        ]
+        moved = [Tolerated(ORDER, *places)] if places[0] != places[1] else []
+        differences = (
             difference
-            for one, other in zip(recorded, seen, strict=False)
+            for one, other in pairs
             if one.role != "assistant"
             for difference in self._tolerance.differences(one.text, other.text)
-        ][:MAX_TOLERATED]
+        )
+        return [*moved, *differences][:MAX_TOLERATED]
 
 
 def _tools_text(conversation: Conversation) -> str:

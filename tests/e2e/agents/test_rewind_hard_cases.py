@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tests.proxy.conftest import StartProxy
 
 pytestmark = [*needs_agents, pytest.mark.long]
 CLAUDE = "claude_code"
+OWN_FILES = partial(hands_out, work="echo {part} > {part}.txt")
 SUB_AGENTS_TURNS = 7
 """Two of each sub-agent and three of the main agent."""
 
@@ -38,7 +40,7 @@ def with_sub_agents() -> CommandConfig:
 @pytest.mark.parametrize(
     ("command", "prompt", "script", "faults", "context_tokens"),
     [
-        pytest.param(with_sub_agents(), HAND_OUT, hands_out, [], 131_072, id="sub-agents"),
+        pytest.param(with_sub_agents(), HAND_OUT, OWN_FILES, [], 131_072, id="sub-agents"),
         pytest.param(example(CLAUDE), PROMPT, summarises, [], 16_000, id="compaction"),
         *(
             pytest.param(example(name), PROMPT, play, [Fault("die", 6)], 131_072, id=f"cut-{name}")
@@ -67,13 +69,16 @@ async def test_session_of_several_conversations_is_rewound_to_every_turn(
     assert parent.rollout.status is RolloutStatus.DONE, parent.rollout.error
     statuses = Counter(turn.status for turn in parent.turns)
     assert statuses[TurnStatus.CUT] == len(faults)
-    paths = {parent.prompt(turn.index) for turn in parent.turns}
+    causes = Counter(turn.fork_cause for turn in parent.turns)
     for turn in range(1, len(parent.turns) + 1):
         again = await rewinder.rerun(parent, turn)
         assert again.reached, again
         assert again.early_calls == 0, again
         assert again.branch.final == parent.final, again
-        assert set(again.branch.states) <= paths, again  # nothing in them differs by nature
+        branch = again.branch
+        assert set(branch.states) == {branch.prompt(t.index) for t in branch.turns[turn:]}, again
+        assert [t.session_id for t in branch.turns[:turn]] == [parent.rollout.trial_id] * turn
+        assert Counter(t.fork_cause for t in branch.turns) <= causes, again
 
 
 async def test_proxy_killed_while_sub_agents_are_replayed(

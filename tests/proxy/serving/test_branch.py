@@ -197,6 +197,56 @@ async def test_parallel_conversations_are_replayed_in_any_order(proxy: RunningPr
         assert [t.status for t in turns] == [CONTEXT] * turn + [DONE] * (6 - turn)
 
 
+def plays_at_once(prompt: str) -> str:
+    """Three calls in the first answer, then one call."""
+    calls = (
+        f'<tool_call>\n{{"name": "shell", "arguments": {{"command": "step {n}"}}}}\n</tool_call>'
+        for n in range(3)
+    )
+    done = prompt.count("<tool_response>\n")
+    return "\n".join(calls) if done == 0 else plays(prompt)
+
+
+@pytest.mark.parametrize("recorded", [(1, 0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("seen", [(2, 1, 0), (1, 0, 2)])
+async def test_results_of_calls_at_once_may_come_in_another_order(
+    proxy: RunningProxy, recorded: tuple[int, ...], seen: tuple[int, ...]
+) -> None:
+    async def run(agent: SmallAgent, order: tuple[int, ...]) -> None:
+        await agent.run(1)
+        agent.messages[-3:] = [agent.messages[-3:][at] for at in order]
+        status, body = await agent.run()
+        assert status == 200, body
+
+    proxy.answers(plays_at_once)
+    parent = SmallAgent(proxy, await proxy.session())
+    await run(parent, recorded)
+    branch = await branch_of(parent, 2)
+    await run(branch, seen)
+    assert branch.answers == parent.answers[:2] + branch.answers[2:]
+    _, before = await proxy.record(parent.session)
+    first = proxy.engine.calls[0].prompt_ids
+    assert first[: before[2].shared_tokens] == path(before, 1).tolist()
+    assert len(proxy.engine.calls) == len(before) - 2
+    orders = [" ".join(map(str, order)) for order in (recorded, seen)]
+    moved = [{"name": "order", "recorded": orders[0], "seen": orders[1]}]
+    expected = [moved] if recorded != seen else []
+    assert [event["differences"] for event in await events(branch, "tolerated")] == expected
+
+
+async def test_result_that_differs_among_calls_at_once_diverges(proxy: RunningProxy) -> None:
+    proxy.answers(plays_at_once)
+    parent = SmallAgent(proxy, await proxy.session())
+    await parent.run()
+    branch = await branch_of(parent, 2)
+    branch.tool = lambda step: "another result" if step == 1 else result(step)
+    await branch.run(1)
+    branch.messages[-3:] = reversed(branch.messages[-3:])
+    status, body = await branch.run()
+    assert status == 403
+    assert "recorded 'result of step 1', got 'another result'" in body["error"]["message"]
+
+
 async def test_several_samples_of_one_request_are_replayed(proxy: RunningProxy) -> None:
     proxy.answers(plays)
     session = await proxy.session()

@@ -213,7 +213,7 @@ async def prove(given: argparse.Namespace, output: Path) -> None:
 
                     def lacking(count: int, done: set[int] = done) -> list[int]:
                         wanted = given.turns or range(1, count + 1)
-                        return [turn for turn in wanted if turn not in done]
+                        return [turn for turn in wanted if turn <= count and turn not in done]
 
                     proxy = await start(max_context_tokens=131_072, limits={"engine_patience_s": 0})
                     varied = varied_trial(given.seed, trial, faults=agent in RETRYING)

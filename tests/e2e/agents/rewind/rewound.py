@@ -121,7 +121,6 @@ class Rewinder:
         return state_of(max(self._trials.iterdir(), key=_created) / "work")
 
     async def record(self, origin: Origin | None = None) -> Recording:
-        """Raises AssertionError: the trial failed."""
         engine = self.proxy.engine
         self._states.clear()
         engine.calls.clear()
