@@ -28,6 +28,8 @@ SAME = [
     ("time", "\x1b[32m12:30:59\x1b[0m INFO", "\x1b[32m12:31:00\x1b[0m INFO"),
     ("time", r"\u001b[1;32m12:30:59 INFO", r"\u001b[1;32m12:31:00 INFO"),
     ("process", r"a\n[1] 4711\nb", r"a\n[1] 99\nb"),
+    ("process", "Process Group PGID: 26191", "Process Group PGID: 535"),
+    ("process", "process id 26191, ppid=26190", "process id 7, ppid=6"),
     ("commit", r"x\n1a2b3c4 Add a\n", r"x\n9b8c7d6 Add a\n"),
     ("unique", "agentId: a0b1c2d3 (with to: 'a0b1c2d3')", "agentId: a9f8e7 (with to: 'a9f8e7')"),
     ("inode", "Device: 0,45\tInode: 1234", "Device: 254,0\tInode: 99"),
