@@ -1,17 +1,17 @@
 """`agentic-train eval`: success, pass@k and mean reward per source, of a checkpoint or an endpoint.
 
-Nothing is trained. The folder `--out` holds a line per trial, and the sessions with their rewards;
-the same command continues where it was interrupted.
+Nothing is trained. The folder `--out` holds a line per trial, the sessions with their rewards, and
+the scores (`summary.json`); the same command continues where it was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agent_loop.endpoint_loop import Endpoint
-from agent_loop.evaluator import EvalConfig, pass_at_k_intervals, score
+from agent_loop.evaluator import EvalConfig, EvalReport, Score, pass_at_k_intervals, score
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.trial_list import TrialLine
 from proxy.records import SessionKind
@@ -20,6 +20,8 @@ from trainer.commands import reporting
 from trainer.config import TrainerConfig
 from trainer.config_sources import load
 from trainer.errors import ConfigError
+from trainer.run.folder import RunFolder
+from trainer.run.log import evaluation_summary
 from trainer.sample_trials import TrialRun, run_trials
 
 
@@ -33,7 +35,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     repeats = arguments.repeats or config.eval.repeats
     limit = arguments.limit or config.eval.limit
     trials = TrialRun(config, arguments.out, "val", repeats, SessionKind.EVAL, endpoint, limit)
-    return print_scores(trials, f"trials: {arguments.out}/trials.jsonl")
+    return print_scores(trials, f"trials: {arguments.out}/trials.jsonl", write_summary)
 
 
 def named_model(arguments: argparse.Namespace) -> tuple[TrainerConfig, Endpoint | None]:
@@ -46,15 +48,35 @@ def named_model(arguments: argparse.Namespace) -> tuple[TrainerConfig, Endpoint 
     return load(arguments.config, words, os.environ), endpoint
 
 
-def print_scores(run: TrialRun, last_line: str) -> int:
-    """Runs the trials and prints their scores. Returns the exit code."""
+def print_scores(
+    run: TrialRun,
+    last_line: str,
+    scored: Callable[[TrialRun, Sequence[TrialLine]], None] = lambda *_: None,
+) -> int:
+    """Runs the trials and prints their scores, after calling `scored`. Returns the exit code."""
     lines, signal_number = run_trials(run)
     if signal_number:
         print(f"interrupted; the same command continues with the trials in {run.folder}")
         return 128 + signal_number
+    scored(run, lines)
     print(scores_table(lines, run.config.eval.model_copy(update={"repeats": run.repeats})))
     print(last_line)
     return 0
+
+
+def write_summary(run: TrialRun, lines: Sequence[TrialLine]) -> None:
+    """Writes the scores, also by source and agent, to `summary.json`, which readers open."""
+    config, groups = run.config.eval.model_copy(update={"repeats": run.repeats}), groups_of(lines)
+
+    def scores(of: Callable[[Task], str]) -> dict[str, Score]:
+        names = sorted({of(group.task) for group in groups} - {""})
+        chosen = {name: [g for g in groups if of(g.task) == name] for name in names}
+        return {name: score(some, config) for name, some in chosen.items()}
+
+    sources, agents = scores(lambda task: task.source), scores(lambda task: task.agent)
+    report = EvalReport(0, score(groups, config), sources, (), agents)
+    summary = {"eval": {"evaluation": evaluation_summary(0, report)}}
+    RunFolder.open(run.folder).write_summary(summary)
 
 
 def _endpoint(arguments: argparse.Namespace) -> Endpoint:

@@ -61,6 +61,18 @@ class RunStamps(TypedDict):
 
 
 @with_config(OPEN)
+class SourceScore(TypedDict):
+    """The scores of an evaluation on the tasks of one source; other numbers may follow."""
+
+    name: str
+    success: NotRequired[float | None]
+    interval: NotRequired[list[float]]
+    reward: NotRequired[float | None]
+    trials: NotRequired[int]
+    failed: NotRequired[int]
+
+
+@with_config(OPEN)
 class EvaluationJson(TypedDict):
     """An evaluation, and the numbers that `summary.json` has of it."""
 
@@ -73,6 +85,8 @@ class EvaluationJson(TypedDict):
     tasks: NotRequired[int]
     trials: NotRequired[int]
     failed: NotRequired[int]
+    sources: NotRequired[list[SourceScore]]
+    """If the tasks have several."""
 
 
 @with_config(CLOSED)

@@ -32,6 +32,7 @@ from proxy.view.run_answers import (
 from proxy.view.run_tokens import RunTokens, TrialTokens
 from proxy.view.trial_filter import TrialFilter
 
+MAX_SOURCES = 50
 STEP_TRIALS = 5_000
 """Trials of one step in one answer."""
 _TRIAL_FIELDS = [name for name in TrialJson.__annotations__ if name != "marks"]
@@ -175,8 +176,23 @@ class RecordedRuns(Mapping[str, RecordedRun]):
 
 
 def _evaluation(name: str, result: dict[str, Any]) -> EvaluationJson:
-    small = {key: value for key, value in result.items() if _is_small(value)}
-    return cast("EvaluationJson", {"name": name, **small})
+    sources = result.get("per_source")
+    found = [
+        {
+            **_small(score),
+            "name": source[:MAX_CHARS],
+            "reward": score.get("mean_reward"),
+            "trials": score.get("rollouts"),
+        }
+        for source, score in (sources if isinstance(sources, dict) else {}).items()
+        if isinstance(score, dict)
+    ]
+    several = {"sources": found[:MAX_SOURCES]} if len(found) > 1 else {}
+    return cast("EvaluationJson", {"name": name, **_small(result), **several})
+
+
+def _small(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if _is_small(value)}
 
 
 def _is_small(value: Any) -> bool:

@@ -21,6 +21,7 @@ from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
+from proxy.view.run_folder import RecordedRun
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
 from tests.proxy.hosted_model import hosted_model
 from trainer.config_sources import dump, load
@@ -148,6 +149,10 @@ async def test_evaluations_continue_and_are_compared(
     assert header.split()[:6] == ["source", "tasks", "trials", "failed", "mean", "reward"]
     assert row.split()[:6] == ["heldout", "2", "4", "0", "0.500", "0.500"]
     assert row.split()[-3] == "0.500"  # pass@2
+    (evaluation,) = RecordedRun(Path(first)).summary()["evaluations"]
+    assert (evaluation["success"], evaluation["trials"]) == (0.5, 4)
+    summary = json.loads(Path(first, "summary.json").read_text())["eval"]["evaluation"]
+    assert summary["per_source"]["heldout"]["interval"] == summary["interval"]
     code, said = await agentic_train(*begin, "rollout.temperature=0.5")
     assert code == 2
     assert "has trials of another configuration or model; choose another --out" in said

@@ -187,9 +187,6 @@ class RunLog:
     def evaluation(self, step: int, name: str, report: EvalReport) -> None:
         """`name` is `before`, `after`, or the step of a scheduled evaluation."""
         self._phases.end()
-        values = report.as_dict()
-        values["reward"] = values.pop("mean_reward")
-        values["trials"] = values.pop("rollouts")
         overall = report.overall
         scores = {"eval/success": overall.success, "eval/reward": overall.mean_reward}
         scores |= {f"eval/pass_at_{k}": share for k, share in overall.pass_at_k.items() if k > 1}
@@ -208,7 +205,7 @@ class RunLog:
             f"evaluation {name}: success {overall.success:.3f} (95% {low:.2f} to {high:.2f}), "
             f"{overall.rollouts} trials of {overall.tasks} tasks, {overall.failed} failed"
         )
-        self._summarise(eval=self.evaluations | {name: {"step": step} | values})
+        self._summarise(eval=self.evaluations | {name: evaluation_summary(step, report)})
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
         """Gives the services the report of the run, which has ended. A service that does not take
@@ -272,6 +269,14 @@ class RunLog:
 
 _TIMES = ("opening", "agent", "verifier")
 """The phases of a trial whose times are logged in addition to its total."""
+
+
+def evaluation_summary(step: int, report: EvalReport) -> dict[str, Any]:
+    """What `summary.json` has of an evaluation."""
+    values = {"step": step} | report.as_dict()
+    values["reward"] = values.pop("mean_reward")
+    values["trials"] = values.pop("rollouts")
+    return values
 
 
 def _sinks(

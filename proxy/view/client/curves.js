@@ -115,7 +115,12 @@ export function Evaluations({ evaluations }) {
     <div class="scroll" tabindex="0" role="group" aria-labelledby="evaluations-title"><table>
     <thead><tr><th>evaluation</th><th class="n">step</th><th class="n">success</th><th class="n">95 % interval</th><th class="n">reward</th>
       <th class="n">trials</th><th class="n">failed</th></tr></thead>
-    <tbody>${evaluations.map((each) => html`<tr key=${each.name}><td>${oneLine(each.name)}</td><td class="n">${each.step}</td>
-      <td class="n">${number(each.success)}</td><td class="n">${each.interval ? `${each.interval[0].toFixed(2)} to ${each.interval[1].toFixed(2)}` : "–"}</td>
-      <td class="n">${number(each.reward)}</td><td class="n">${each.trials ?? "–"}</td><td class="n">${each.failed ?? "–"}</td></tr>`)}</tbody></table></div></section>`;
+    <tbody>${evaluations.map((each) => html`<tr key=${each.name}><td>${oneLine(each.name)}</td><td class="n">${each.step}</td><${Numbers} score=${each} /></tr>
+      ${(each.sources ?? []).map((source) => html`<tr key=${`${each.name}/${source.name}`} class="source"><td><span class="meta">source</span> <bdi>${
+        oneLine(source.name)}</bdi></td><td></td><${Numbers} score=${source} /></tr>`)}`)}</tbody></table></div></section>`;
 }
+
+/** @param {{score: import("./types.d.ts").Score}} given */
+const Numbers = ({ score }) => html`
+  <td class="n">${number(score.success)}</td><td class="n">${score.interval ? `${score.interval[0].toFixed(2)} to ${score.interval[1].toFixed(2)}` : "–"}</td>
+  <td class="n">${number(score.reward)}</td><td class="n">${score.trials ?? "–"}</td><td class="n">${score.failed ?? "–"}</td>`;

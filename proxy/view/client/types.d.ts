@@ -69,10 +69,12 @@ export interface State {
 }
 /** An error while a search rule was matched; `rule` is empty and `turn` is -1 if it is not one's. */
 export interface RuleFault { rule: string; session: string; turn: number; at: number; error: string; }
-export interface Evaluation {
-  name: string; step: number; success: number; reward: number | null; trials?: number; failed?: number;
+export interface Score {
+  name: string; success: number; reward: number | null; trials?: number; failed?: number;
   interval?: [number, number];
 }
+/** `sources`: its scores by the source of the tasks, if there are several. */
+export interface Evaluation extends Score { step: number; sources?: Score[]; }
 export interface Run {
   name: string; status: string | null; steps: number | null; policy_version: number | null;
   wall_s: number | null; tokens_sampled: number | null; tokens_trained: number | null;

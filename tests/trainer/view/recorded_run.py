@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ async def training(
     proxy = await start_proxy(store=store, run=folder.path, telemetry=telemetry.model_dump())
     config = LoggingConfig(tensorboard=False, progress="none", token_bytes=token_bytes)
     log = RunLog(config, folder, steps=STEPS, telemetry=telemetry)
-    tasks = [Task(name, {}, source="shop") for name in task_ids or ("lamps", "chairs")]
+    named = zip(task_ids or ("lamps", "chairs"), cycle(("shop", "street")), strict=False)
+    tasks = [Task(name, {}, source=source) for name, source in named]
     return proxy, RecordedTraining(folder, log, ScriptedAgent(proxy), tasks)
 
 

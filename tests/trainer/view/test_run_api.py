@@ -203,6 +203,12 @@ async def test_summary_has_status_evaluations_and_configuration(
         "after",
         3,
     )
+    scores = {each["name"]: each for each in after["sources"]}
+    assert scores.keys() == {"shop", "street"}
+    for each in scores.values():
+        assert each["trials"] == 1
+        assert each["interval"][0] <= each["success"] <= each["interval"][1]
+        assert each["reward"] == each["success"]
     low, high = after["interval"]
     assert low <= after["success"] <= high
     assert (await reader.ask("run", run="other"))[0] == 404
