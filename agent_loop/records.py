@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from agent_loop.routing import Routing
 from proxy.records import Ids, Logprobs, Session, Turn
 from proxy.wall import Wall
 
@@ -180,6 +181,8 @@ class Segment:
     """`[T]`, the version of the weights that sampled the token; -1 where `mask` is False."""
     turns: Ids
     """`[T]`, index of the turn that the token belongs to (its prompt or its answer)."""
+    routing: Routing | None = None
+    """The experts that the engine's router chose for the tokens; None: not recorded."""
 
     def training_only(self, chosen: Mask) -> Segment:
         """The segment, of whose trained tokens only those that are `chosen` (`[T]`) are trained."""
@@ -204,6 +207,7 @@ class Trajectory:
     logprobs: Logprobs
     versions: Ids
     turns: Ids
+    routing: Routing | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
+from agent_loop.routing import Routing
+from proxy import routed_experts
 
 FORMAT = 1
 """Number of the format, increased when a field changes its meaning; other numbers are refused."""
@@ -40,6 +42,8 @@ class _Segment(msgspec.Struct, array_like=True):
     logprobs: bytes
     versions: bytes
     turns: bytes
+    experts: bytes | None = None
+    routed: bytes = b""
 
 
 class _Rollout(msgspec.Struct, array_like=True):
@@ -84,6 +88,7 @@ def _encode(rollout: Rollout) -> _Rollout:
                 segment.logprobs.astype("<f4", copy=False).tobytes(),
                 segment.versions.astype("<i4", copy=False).tobytes(),
                 segment.turns.astype("<i4", copy=False).tobytes(),
+                *_encode_routing(segment.routing),
             )
             for segment in rollout.segments
         ],
@@ -91,6 +96,17 @@ def _encode(rollout: Rollout) -> _Rollout:
         list(rollout.truncated_turns),
         {**plain, **mappings, "status": rollout.status.value},
     )
+
+
+def _encode_routing(routing: Routing | None) -> tuple[bytes | None, bytes]:
+    if routing is None:
+        return None, b""
+    return routed_experts.dump(routing.experts), routing.known.tobytes()
+
+
+def _decode_routing(experts: bytes | None, known: bytes) -> Routing | None:
+    rows = routed_experts.load(experts)
+    return None if rows is None else Routing(rows, np.frombuffer(known, np.bool_))
 
 
 def _decode(fields: _Rollout, task: Task) -> Rollout:
@@ -106,6 +122,7 @@ def _decode(fields: _Rollout, task: Task) -> Rollout:
                 np.frombuffer(segment.logprobs, "<f4"),
                 np.frombuffer(segment.versions, "<i4"),
                 np.frombuffer(segment.turns, "<i4"),
+                _decode_routing(segment.experts, segment.routed),
             )
             for segment in fields.segments
         ),

@@ -20,6 +20,7 @@ import numpy as np
 
 from agent_loop.errors import TrajectoryError
 from agent_loop.records import Mask, Segment, Trajectory
+from agent_loop.routing import Routing, joined, routing_of
 from proxy.records import Ids, Logprobs, Turn
 
 
@@ -37,11 +38,12 @@ def build_segments(
         TrajectoryError: the turns are not a tree of sampled tokens.
     """
     blocks = []
+    routings = routing_of(turns)
     for index, turn in enumerate(turns):
         _check_tree(turn, index)
         if turn.sampled and not imitated and index not in untrained:
             _check_sampled(turn, index)
-        blocks.append(_block(turn, index, index not in untrained))
+        blocks.append(_block(turn, index, index not in untrained, routings[index]))
     hangs = _attach(turns)
     return prune(_cut(blocks, hangs))
 
@@ -70,6 +72,7 @@ def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
                 logprobs=np.where(mask, logprobs, np.float32(0)),
                 versions=np.where(mask, versions, np.int32(-1)),
                 turns=np.concatenate([part.turns for part in parts]),
+                routing=joined([(len(part.ids), part.routing) for part in parts]),
             )
         )
     return trajectories
@@ -84,6 +87,7 @@ class _Block:
     logprobs: Logprobs
     versions: Ids
     turn: int
+    routing: Routing | None
 
     def piece(self, parent: int, start: int, end: int) -> Segment:
         return Segment(
@@ -93,6 +97,7 @@ class _Block:
             logprobs=self.logprobs[start:end],
             versions=self.versions[start:end],
             turns=np.full(end - start, self.turn, np.int32),
+            routing=None if self.routing is None else self.routing[start:end],
         )
 
 
@@ -104,7 +109,7 @@ class _Hang:
     offset: int
 
 
-def _block(turn: Turn, index: int, credited: bool) -> _Block:
+def _block(turn: Turn, index: int, credited: bool, routing: Routing | None) -> _Block:
     prompt, sampled = len(turn.prompt_ids), len(turn.sampled_ids)
     trained = turn.sampled and credited
     mask = np.zeros(prompt + sampled, bool)
@@ -116,7 +121,7 @@ def _block(turn: Turn, index: int, credited: bool) -> _Block:
         for span in turn.versions:
             versions[prompt + span.start : prompt + span.end] = span.version
     ids = np.concatenate([turn.prompt_ids, turn.sampled_ids]).astype(np.int32, copy=False)
-    return _Block(ids, mask, logprobs, versions, index)
+    return _Block(ids, mask, logprobs, versions, index, routing)
 
 
 def _check_tree(turn: Turn, index: int) -> None:
@@ -218,6 +223,7 @@ def _head(piece: Segment, length: int) -> Segment:
         piece.logprobs[:length],
         piece.versions[:length],
         piece.turns[:length],
+        None if piece.routing is None else piece.routing[:length],
     )
 
 
@@ -229,6 +235,7 @@ def _join(parent: int, parts: Sequence[Segment]) -> Segment:
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=np.concatenate([part.versions for part in parts]),
         turns=np.concatenate([part.turns for part in parts]),
+        routing=joined([(len(part.ids), part.routing) for part in parts]),
     )
 
 

@@ -94,6 +94,9 @@ class SamplingConfig(Section):
     """Maximum number of model calls per trial; None: the proxy's own limit."""
     seeded: bool = False
     """Make sampling reproducible from the run's seed; slower in large batches on a GPU."""
+    routed_experts: bool = False
+    """Record the experts that the router of a mixture-of-experts model chose for each token
+    (docs/models.md). `model.router_replay: replay` does so in any case."""
 
     @property
     def pinned(self) -> dict[str, float | int]:
@@ -103,6 +106,8 @@ class SamplingConfig(Section):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
+        if self.routed_experts:
+            pinned["routed_experts"] = 1
         if self.max_tokens is not None:
             pinned["max_tokens"] = self.max_tokens
         return pinned

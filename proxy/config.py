@@ -80,12 +80,20 @@ class SessionsConfig(Section):
     """Seconds from a session's creation to its expiry, unless its creator sets another value."""
     cached: int = Field(default=1000, ge=1)
     """Number of sessions whose token trees stay in memory; others are read from the store."""
+    routed_experts: bool = False
+    """Whether the experts that the router of a mixture-of-experts model chose are recorded with
+    each turn, unless the session's `sampling.routed_experts` says otherwise (docs/models.md)."""
     max_turns: int = Field(default=10_000, ge=1)
     """Number of calls per session; further calls get 403."""
     max_tokens: int = Field(default=50_000_000, ge=1)
     """Number of sampled tokens per session; calls after that get 403."""
     max_concurrent_calls: int = Field(default=256, ge=1)
     """Number of calls that a session may have in flight; further calls get 429."""
+
+    @property
+    def recorded(self) -> dict[str, int]:
+        """What every session records in addition, as sampling parameters."""
+        return {"routed_experts": 1} if self.routed_experts else {}
 
 
 class LimitsConfig(Section):

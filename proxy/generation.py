@@ -39,7 +39,7 @@ from proxy.engines.answer_check import AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
 from proxy.policies import BASE
-from proxy.records import FinishReason, Ids, VersionSpan
+from proxy.records import FinishReason, Ids, RoutedExperts, VersionSpan
 from proxy.replicas import Replicas
 
 FIRST_BACKOFF_S = 0.1
@@ -123,6 +123,9 @@ class Generation:
         self._patience_s = replicas.patience_s
         self._ids: list[int] = []
         self._spans: list[VersionSpan] = []
+        self.routed_experts: RoutedExperts | None = None
+        """The rows that the last call reported, which also are of the tokens that earlier calls
+        sampled: it computed them again. None if the call broke."""
         self._served = BASE
         """The version of the policy that the current call samples from."""
         self._sampler = ""
@@ -172,6 +175,7 @@ class Generation:
                                 raise _CutShort("the engine cut this generation short")
                             if chunk.finish_reason is not None:
                                 self._end(chunk.versions, begun)
+                                self.routed_experts = chunk.routed_experts
                             yield chunk
                 if self.state is GenerationState.SAMPLING:
                     raise EngineError(NO_FINISH, status=502)
@@ -288,7 +292,10 @@ class Generation:
 
     def _check_of(self, engine: Engine) -> AnswerCheck:
         return AnswerCheck(
-            self._left, vocab_size=self._replicas.vocab_size, text_only=engine.info.text_only
+            self._left,
+            vocab_size=self._replicas.vocab_size,
+            text_only=engine.info.text_only,
+            prompt_tokens=len(self._prompt) + len(self._ids),
         )
 
     def _take(self, engine: Engine, chunk: Chunk) -> list[Seam]:

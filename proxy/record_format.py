@@ -1,7 +1,8 @@
 """The compact binary form of a recorded session, which the trainer reads and `export` writes.
 
 One msgpack map `{format, session, turns}`; arrays are raw little-endian bytes (ids int32,
-log-probabilities float32), so that a session of 128k tokens is 1 MB and decodes in a millisecond.
+log-probabilities float32), so that a session of 128k tokens is 1 MB and decodes in a millisecond;
+routed experts, which are much larger, are bytes of `.npy`.
 Invariant: `decode_record(encode_record(session, turns)) == (session, turns)`, bit for bit, except
 for the digest of the API key, which is left out.
 """
@@ -15,6 +16,7 @@ import numpy as np
 from pydantic import with_config
 from typing_extensions import TypedDict
 
+from proxy import routed_experts
 from proxy.openapi import CLOSED
 from proxy.records import (
     BranchMode,
@@ -157,6 +159,7 @@ class _TurnFields(msgspec.Struct, array_like=True):
     recorded_by: str | None = None
     """The session that recorded the turn, if it is another one (`proxy.records.Origin`)."""
     engine: str = ""
+    routed_experts: bytes | None = None
 
 
 class _Record(msgspec.Struct):
@@ -246,6 +249,7 @@ def _encode_turn(session_id: str, turn: Turn) -> _TurnFields:
         turn.request,
         None if turn.session_id == session_id else turn.session_id,
         turn.engine,
+        routed_experts.dump(turn.routed_experts),
     )
 
 
@@ -273,4 +277,5 @@ def _decode_turn(session_id: str, fields: _TurnFields) -> Turn:
         duration_s=fields.duration_s,
         request=fields.request,
         engine=fields.engine,
+        routed_experts=routed_experts.load(fields.routed_experts),
     )

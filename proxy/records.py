@@ -25,6 +25,10 @@ Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities under the distribution that was sampled, `[T]`."""
 
+RoutedExperts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+"""The experts that a router chose, `[R, layers, k]`: for each token and layer, in any order. Layers
+without experts have 0."""
+
 EMPTY_IDS: Ids = np.zeros(0, np.int32)
 EMPTY_LOGPROBS: Logprobs = np.zeros(0, np.float32)
 
@@ -220,6 +224,10 @@ class Turn:
     engine: str = ""
     """Name of the engine that sampled the last token; empty: no engine sampled one, or an earlier
     program recorded the turn."""
+    routed_experts: RoutedExperts | None = None
+    """The experts of `R` tokens of the path: `[path_tokens - 1 - R, path_tokens - 1)`. They begin
+    at the latest where the rows of the turns before this one end, and the last sampled token has
+    none, because no forward pass had it as an input yet. None: not recorded."""
 
     @property
     def policy(self) -> str:

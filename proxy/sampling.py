@@ -26,7 +26,8 @@ _BENDING = (
     "repetition_penalty",
     "seed",
 )
-PINNABLE = frozenset((*_BENDING, "max_tokens"))
+PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts"))
+"""`routed_experts`: 1 to record which experts the router of each layer chose, 0 not to."""
 
 
 def resolve(
@@ -39,10 +40,11 @@ def resolve(
     policy: str = "",
     conversation: Conversation | None = None,
     sibling: int = 0,
+    routed_tokens: int = 0,
 ) -> Sampling:
     """`conversation` is what the prompt says. `sibling` is an answer's index among the `n` of a
     call; it is added to the seed, so that a pinned or requested seed does not make all answers
-    equal.
+    equal. `routed_tokens` is the number of tokens of the prompt whose routed experts are recorded.
 
     Raises:
         ContextOverflow: the prompt leaves no room for a token.
@@ -64,6 +66,7 @@ def resolve(
         trained=session.kind is SessionKind.TRAIN,
         policy=policy,
         conversation=conversation,
+        experts_from=routed_tokens if session.sampling.get("routed_experts") else None,
         **values,
     )
 

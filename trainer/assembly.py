@@ -87,7 +87,7 @@ class RunParts:
                 agent.rewards,
                 folder.trials,
                 trial=agent.config,
-                sampling=config.rollout,
+                sampling=config.sampled,
                 recording=config.proxy_server,
                 policy=config.model.policy,
                 trained=config.trained_policies,

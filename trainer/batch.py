@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agent_loop.records import Group, Rollout, Segment
+from agent_loop.records import Group, Rollout, Segment, Trajectory
+from agent_loop.routing import Routing
 from agent_loop.trajectory import flatten
 from proxy.records import Ids
 from trainer.errors import TrainingError
@@ -72,6 +73,9 @@ class Batch:
     prefixes: tuple[str, ...] = ()
     """`[R]`, the recorded turns with which each rollout began, as `Rollout.prefix`; empty: no
     rollout did."""
+    routing: tuple[Routing | None, ...] = ()
+    """`[S]`, the experts that the engine's router chose for the tokens of each sequence; empty: no
+    sequence has any."""
     sources: tuple[Source, ...] = ()
     """`[R]`, for text to imitate: where the tokens of each rollout come from. Empty: the policy of
     this run sampled all of them."""
@@ -173,12 +177,14 @@ def imitation_batch(rollouts: Sequence[Rollout], sources: Sequence[Source]) -> B
 def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
     """The batch of these rollouts, each with the index of its group."""
     sequences: list[Ids] = []
+    routing: list[Routing | None] = []
     sequence_rollout: list[int] = []
     columns: list[tuple[Column, ...]] = []
     for index, (_, rollout) in enumerate(rollouts):
-        for ids, fields in _sequences(rollout):
+        for path, fields in _sequences(rollout):
             columns.append((np.full(len(fields[0]), len(sequences)), *fields))
-            sequences.append(ids)
+            sequences.append(path.ids)
+            routing.append(path.routing)
             sequence_rollout.append(index)
     merged = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.zeros(0)] * 8
     sequence, position, token, turn, version, logprob, returns, shares = merged
@@ -188,6 +194,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
         group=_shared_baselines(rollouts),
         rewards=_float([rollout.reward for _, rollout in rollouts]),
         sequences=tuple(sequences),
+        routing=tuple(routing) if any(each is not None for each in routing) else (),
         sequence_rollout=_int(sequence_rollout),
         sequence=_int(sequence),
         position=_int(position),
@@ -200,7 +207,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
     )
 
 
-def _sequences(rollout: Rollout) -> Iterator[tuple[Ids, tuple[Column, ...]]]:
+def _sequences(rollout: Rollout) -> Iterator[tuple[Trajectory, tuple[Column, ...]]]:
     """The rollout's paths from a root to a leaf, each with the columns of its trained tokens."""
     for path in flatten(rollout.segments):
         mask = path.mask
@@ -216,7 +223,7 @@ def _sequences(rollout: Rollout) -> Iterator[tuple[Ids, tuple[Column, ...]]]:
         shares = np.array([rollout.turn_shares.get(int(t), 1.0) for t in turns])
         position = np.flatnonzero(mask)
         columns = (position, path.ids[mask], turns, path.versions[mask], path.logprobs[mask])
-        yield path.ids, (*columns, returns, shares)
+        yield path, (*columns, returns, shares)
 
 
 def _check(rollout: Rollout, index: int, segment: Segment) -> None:

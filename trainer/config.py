@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from agent_loop.agents import OneOfAgents
 from agent_loop.evaluator import EvalConfig
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.swarm.config import SwarmConfig
 from agent_loop.tasks import DataConfig
@@ -68,6 +69,12 @@ class TrainerConfig(ProcessesConfig):
         if problems := list(itertools.chain(*checks)):
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def sampled(self) -> RolloutConfig:
+        """The section `rollout`, which also records the experts that the trainer replays."""
+        records = self.rollout.routed_experts or self.model.router_replay == "replay"
+        return self.rollout.model_copy(update={"routed_experts": records})
 
     def _some_agent(self) -> Iterator[str]:
         if self.sft is not None:

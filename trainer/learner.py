@@ -46,6 +46,7 @@ from trainer.models import (
 from trainer.policy.adapter import adapter_config
 from trainer.policy.flops import training_flops, utilisation
 from trainer.ranks_config import RanksConfig
+from trainer.routing_mismatch import routing_metrics
 from trainer.run.rollout_metrics import mismatch_metrics
 from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
@@ -115,13 +116,14 @@ class Learner:
 
         Raises:
             TrainingError: trainer and engine give different probabilities to tokens that the
-                current weights sampled.
+                current weights sampled; or the engine's routing is to be replayed and not recorded.
         """
+        metrics = routing_metrics(self.models, batch, self.config.rollout.temperature)
         if not self.algorithm.needs_prox:
-            return {}
+            return metrics
         step = ComputeLogprobs(batch, self.config.rollout.temperature)
         scores = self.models.together(step)
-        metrics = mismatch_metrics(batch, scores.logprobs, self.version)
+        metrics |= mismatch_metrics(batch, scores.logprobs, self.version)
         metrics["actor/entropy_before"] = float(scores.entropy.mean())
         self._check_mismatch(metrics.get("mismatch/logp_abs_mean", 0.0))
         return metrics

@@ -47,7 +47,7 @@ def swarm_hello(config: TrainerConfig, proxy: ProxyClient, run_dir: Path) -> Tra
         proxy_url=proxy.base_url,
         proxy_admin_key=proxy.admin_key or "",
         swarm=config.swarm or SwarmConfig(),
-        rollout=config.rollout,
+        rollout=config.sampled,
         profile=config.proxy_server.profile,
         policy=config.model.policy,
         run_dir=str(run_dir.absolute()),

@@ -58,7 +58,7 @@ class AdaptersOff:
 
     def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
         with self.policy.adapters_off():
-            return self.policy.compute_logprobs(batch, temperature=temperature)
+            return self.policy.compute_logprobs(batch, temperature=temperature, replay=False)
 
 
 @dataclass(slots=True)
@@ -335,11 +335,13 @@ def build_models(
     models = Models(policy, Algorithm(algorithm))
 
     def frozen(path: Path) -> Policy:
-        settings = model.model_copy(update={"path": path, "lora": None})
+        changes = {"path": path, "lora": None, "router_replay": "off"}
+        settings = model.model_copy(update=changes)
         return Policy(settings, device=device, ranks=ranks)
 
     if algorithm.critic is not None:
-        settings = model.model_copy(update={"path": algorithm.critic.path or model.path})
+        changes = {"path": algorithm.critic.path or model.path, "router_replay": "off"}
+        settings = model.model_copy(update=changes)
         models.critic = Critic(
             settings,
             algorithm.critic.optimizer,

@@ -120,6 +120,9 @@ class MicroBatch:
     """`[M]` int64, indices of the batch's trained tokens that are predicted here; ascending."""
     predictors: Tensor
     """`[M]` int64, index in `[T]` of the token before each target."""
+    experts: Tensor | None = None
+    """`[T, L, K]` int32, the recorded experts of each layer; -1 for a token without a row. None: no
+    token has any."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on that device."""
@@ -129,6 +132,7 @@ class MicroBatch:
             self.layout.to(device),
             self.targets.to(device),
             self.predictors.to(device),
+            None if self.experts is None else self.experts.to(device),
         )
 
 
@@ -243,6 +247,7 @@ def _lay_out(
     ids: list[Ids] = []
     positions, targets, predictors = ([np.zeros(0, np.int64)] for _ in range(3))
     ends = np.empty(sum(unit.tokens for unit in units), np.int64)
+    experts = _no_experts(batch, units, len(ends))
     used = 0
     for unit in units:
         previous = np.zeros(0, np.int32)
@@ -258,6 +263,10 @@ def _lay_out(
             trained = slice(int(bounds[index]), int(bounds[index + 1]))
             targets.append(np.arange(trained.start, trained.stop))
             predictors.append(path[batch.position[trained].numpy() - 1])
+            if experts is not None and (routing := batch.routing[index]) is not None:
+                # A prefix that several trials share has the rows of the first of them.
+                new = routing.known & (experts[path, 0, 0] < 0)
+                experts[path[new]] = routing.experts[new]
             used += len(fresh)
             previous = sequence
         ends[path] = used
@@ -270,7 +279,17 @@ def _lay_out(
         layout=Layout(torch.as_tensor(ends), longest),
         targets=torch.as_tensor(merged_targets[order]),
         predictors=torch.as_tensor(np.concatenate(predictors)[order]),
+        experts=None if experts is None else torch.as_tensor(experts),
     )
+
+
+def _no_experts(batch: Batch, units: Sequence[_Unit], tokens: int) -> npt.NDArray[np.int32] | None:
+    """`[T, L, K]` of -1; None if no sequence of the units has recorded experts."""
+    routings = (batch.routing[i] for unit in units for i in unit.sequences if batch.routing)
+    some = next((routing for routing in routings if routing is not None), None)
+    if some is None:
+        return None
+    return np.full((tokens, *some.experts.shape[1:]), -1, np.int32)
 
 
 def common_prefix(a: Ids, b: Ids) -> int:

@@ -248,6 +248,7 @@ def _output(
         response_ids=branch.ids[start:end].tolist(),
         response_mask=mask.astype(int).tolist(),
         response_logprobs=branch.logprobs[start:end].tolist(),
+        routed_experts=_experts(branch, end),
         reward_score=rollout.reward if rollout.trainable else 0.0,
         num_turns=rollout.num_turns,
         metrics={
@@ -269,6 +270,14 @@ def _output(
             "branches_left_out": left_out,
         },
     )
+
+
+def _experts(branch: Trajectory, end: int) -> Any:
+    """`[T - 1, L, K]`, the recorded experts up to the token before the last one; None if one of
+    these tokens lacks them, because verl would replay expert 0 for it."""
+    if branch.routing is None or not branch.routing.known[: end - 1].all():
+        return None
+    return branch.routing.experts[: end - 1].astype(np.int16)
 
 
 def _first_trained(branch: Trajectory) -> int:

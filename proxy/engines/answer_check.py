@@ -2,8 +2,9 @@
 
 Every chunk of every engine passes an `AnswerCheck` before anything is recorded or sent. Invariant:
 a checked answer can be recorded and trained. Each id is in the vocabulary and has one
-log-probability; there are at most `max_tokens` ids; one finish reason ends the answer; and the
-version spans, if the engine reports any, cover the answer without gap or overlap.
+log-probability; there are at most `max_tokens` ids; one finish reason ends the answer; the version
+spans, if the engine reports any, cover the answer without gap or overlap; and routed experts, if it
+reports any, are those of every requested token.
 """
 
 from __future__ import annotations
@@ -26,9 +27,17 @@ MAX_VERSION = 2**31 - 1
 class AnswerCheck:
     """Checks the chunks of one call, in order."""
 
-    def __init__(self, sampling: Sampling, *, vocab_size: int, text_only: bool = False) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        vocab_size: int,
+        text_only: bool = False,
+        prompt_tokens: int = 0,
+    ) -> None:
         """`text_only`: the engine does not report token ids, and each log-probability is NaN."""
         self._max_tokens = sampling.max_tokens
+        self._rows_before = prompt_tokens - 1 - (sampling.experts_from or 0)
         self._vocab_size = vocab_size
         self._text_only = text_only
         self._tokens = 0
@@ -50,6 +59,7 @@ class AnswerCheck:
             self._finished = True
             if chunk.finish_reason is not FinishReason.CUT:
                 _check_versions(chunk.versions, self._tokens)
+                self._check_experts(chunk)
         return chunk
 
     def _check_tokens(self, chunk: Chunk) -> None:
@@ -66,6 +76,11 @@ class AnswerCheck:
         for value in (value for top in tops for _, value in top):
             if not value <= MAX_LOGPROB:
                 raise _nonsense(f"sent the log-probability {value} of an alternative, which is > 0")
+
+    def _check_experts(self, chunk: Chunk) -> None:
+        rows, expected = chunk.routed_experts, self._rows_before + self._tokens
+        if rows is not None and len(rows) != expected:
+            raise _nonsense(f"sent routed experts of {len(rows)} tokens, expected {expected}")
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids or (min(ids) >= 0 and max(ids) < self._vocab_size):

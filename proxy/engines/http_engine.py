@@ -23,7 +23,7 @@ import msgspec
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
-from proxy.engines.upstream import NOT_OFFERED, NotFound, Upstream
+from proxy.engines.upstream import MAX_EVENT_BYTES, NOT_OFFERED, NotFound, Upstream
 from proxy.errors import EngineError, MissingAdapter, ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.tokenizer import Tokenizer
@@ -33,6 +33,9 @@ CONTROL_TIMEOUT_S = 30.0
 END_WAIT_S = 1.0
 """How long to wait for the end of a stream after the finish reason. The remaining events are
 checked, and a connection that is read to its end can be reused."""
+MAX_EXPERTS_BYTES = 2**30
+"""Maximum size of an event with routed experts: in base64, those of 2 million tokens of a model
+with 48 layers and 8 experts per token."""
 MAX_REST = 16
 """Number of events that are read after the finish reason; engines send one or two (usage,
 `[DONE]`)."""
@@ -232,7 +235,9 @@ class HttpEngine(ABC, Generic[A]):
 
     async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         given, finished = 0, False
-        async with aclosing(self._upstream.events(self.route, body)) as events:
+        limit = MAX_EVENT_BYTES if sampling.experts_from is None else MAX_EXPERTS_BYTES
+        stream = self._upstream.events(self.route, body, event_bytes=limit)
+        async with aclosing(stream) as events:
             async for payloads in events:
                 for chunk in self._read(_said(payloads), sampling, given):
                     given += len(chunk.ids)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.conversation.messages import Conversation
-from proxy.records import FinishReason, Ids, VersionSpan
+from proxy.records import FinishReason, Ids, RoutedExperts, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class Sampling:
     adapter: str = ""
     """The engine's name of the adapter that samples: one version of the policy. `Generation` sets
     it for each call."""
+    experts_from: int | None = None
+    """Index in the prompt of the first token whose routed experts are wanted; None: none are."""
     conversation: Conversation | None = None
     """What the prompt says, for engines that take messages instead of ids (`chat`)."""
 
@@ -64,6 +66,9 @@ class Chunk:
     """The stop string or token that ended the call, if the engine reports it."""
     versions: tuple[VersionSpan, ...] = ()
     """In the last chunk: spans over the whole answer, or empty."""
+    routed_experts: RoutedExperts | None = None
+    """In the last chunk: the rows from `Sampling.experts_from` to the token before the last one of
+    the answer, if they are wanted and the engine reports them."""
 
 
 @dataclass(slots=True)

@@ -8,12 +8,17 @@ log-probabilities in every format.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
+
+from proxy import routed_experts
 from proxy.engines import completions, sglang, vllm
+from proxy.records import RoutedExperts
 
 FaultKind = Literal["error", "die", "stall", "abort", "missing_logprob", "nonsense"]
 
@@ -82,6 +87,21 @@ def scripted_logprob(previous_id: int, token_id: int) -> float:
     return -((previous_id * 31 + token_id * 17) % 1024 + 1) / 512
 
 
+def scripted_experts(ids: Sequence[int]) -> RoutedExperts:
+    """The experts of each token, `[T, 2, 2]`: of 8 in each of two layers, by position and id."""
+    first = np.arange(len(ids))[:, None] + np.array(ids, np.int64)[:, None] + np.arange(2)
+    return (np.stack([first, first + 3], -1) % 8).astype(np.uint8)
+
+
+def _experts_text(call: ScriptedCall, end: int) -> str | None:
+    """What vLLM sends with the last token, if the call says from which token on."""
+    start = call.sampling.get("routed_experts_prompt_start")
+    if start is None:
+        return None
+    rows = scripted_experts([*call.prompt_ids, *call.answer_ids[:end]])[start:-1]
+    return b64encode(routed_experts.dump(rows) or b"").decode()
+
+
 def _read_vllm(body: dict[str, Any]) -> ScriptedCall:
     return ScriptedCall(
         request_id=body.get("request_id", ""),
@@ -113,6 +133,7 @@ def _write_vllm(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
         "finish_reason": finish,
         "stop_reason": None,
         "weight_versions": list(_spans(call.versions)) if finish else None,
+        "routed_experts": _experts_text(call, end) if finish else None,
     }
     answer: dict[str, Any] = {"request_id": call.request_id, "choices": [choice]}
     if call.sampling.get("prompt_logprobs") is not None:

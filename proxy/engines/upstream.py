@@ -84,14 +84,21 @@ class Upstream:
         async with self._request("POST", path, body, timeout_s) as response:
             return await response.read()
 
-    async def events(self, path: str, body: bytes) -> AsyncGenerator[list[bytes], None]:
-        """Yields the `data:` payloads of a stream; those that arrived together are in one list."""
+    async def events(
+        self, path: str, body: bytes, *, event_bytes: int = MAX_EVENT_BYTES
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Yields the `data:` payloads of a stream; those that arrived together are in one list.
+        Raises EngineError for an event of more than `event_bytes`."""
         async with self._request("POST", path, body) as response:
-            rest = b""
+            parts: list[bytes] = []
             while read := await response.part():
-                *whole, rest = (rest + read).replace(b"\r\n", b"\n").split(b"\n\n")
-                if len(rest) > MAX_EVENT_BYTES:
-                    raise self.fault(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
+                parts.append(read)
+                whole: list[bytes] = []
+                if b"\n" in read:  # joined only here, because a large event has many parts
+                    *whole, rest = b"".join(parts).replace(b"\r\n", b"\n").split(b"\n\n")
+                    parts = [rest]
+                if sum(map(len, parts)) > event_bytes:
+                    raise self.fault(f"sent an event of more than {event_bytes} bytes")
                 payloads = [e[5:].strip() for e in whole if e.startswith(b"data:")]
                 if payloads:
                     yield payloads

@@ -18,7 +18,8 @@ from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
 from proxy.errors import EngineError
-from proxy.records import Ids, VersionSpan
+from proxy.records import Ids, RoutedExperts, VersionSpan
+from proxy.routed_experts import load_text
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -57,6 +58,7 @@ class _Choice(Choice, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[_Version] | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(Answer, gc=False):
@@ -142,6 +144,8 @@ class VllmEngine(HttpEngine[_Answer]):
                 chunk.finish_reason = self._finish_reason(choice.finish_reason)
                 chunk.stop_reason = choice.stop_reason
                 chunk.versions = self._versions(choice.weight_versions or ())
+                if sampling.experts_from is not None and choice.routed_experts is not None:
+                    chunk.routed_experts = self._experts(choice.routed_experts)
         chunk.logprobs = [token.logprob for token in tokens]
         self._check(chunk, tokens)
         if sampling.top_logprobs:
@@ -155,6 +159,12 @@ class VllmEngine(HttpEngine[_Answer]):
         if versions:
             self._info.version = versions[-1].version
         return versions
+
+    def _experts(self, text: str) -> RoutedExperts:
+        try:
+            return load_text(text)
+        except ValueError as error:
+            raise self._upstream.fault(f"sent unreadable routed experts: {error}") from error
 
     def _check(self, chunk: Chunk, tokens: list[_Token]) -> None:
         if chunk.ids != [token.token_id for token in tokens]:
@@ -189,4 +199,6 @@ def sampling_params(s: Sampling) -> dict[str, Any]:
         params["stop_token_ids"] = list(s.stop_token_ids)
     if s.structured is not None:
         params["structured_outputs"] = s.structured
+    if s.experts_from is not None:
+        params["routed_experts_prompt_start"] = s.experts_from
     return params

@@ -75,6 +75,9 @@ class VllmConfig(Section):
     lora_slots: int = Field(4, ge=1)
     """Number of adapters that the server samples with at the same time; calls of further ones wait.
     During an update a policy has two."""
+    routed_experts: bool = False
+    """Return the experts that the router of each layer chose, if a call asks for them (vLLM's
+    `--enable-return-routed-experts`); only for mixture-of-experts models."""
     weight_transfer: str | None = None
     """Name of the backend by which the server receives new weights; None: it receives none."""
 
@@ -255,6 +258,7 @@ def server_arguments(config: VllmConfig) -> list[str]:
     argv += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     argv += ["--enforce-eager"] if is_cpu_build() else []
     argv += ["--enable-sleep-mode"] if config.sleep else []
+    argv += ["--enable-return-routed-experts"] if config.routed_experts else []
     argv += _lora_arguments(config.lora_rank, config.lora_slots)
     for flag, value in optional.items():
         argv += [flag, str(value)] if value is not None else []

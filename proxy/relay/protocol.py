@@ -17,14 +17,17 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from proxy import routed_experts
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.records import FinishReason, VersionSpan
+from proxy.records import FinishReason, RoutedExperts, VersionSpan
 
 PROTOCOL_VERSION = 1
 PATH = "/relay"
 
 FRAME_BYTES = 32 * 2**20
 """Size of the largest message: enough for a prompt of 8 M tokens (int32)."""
+EXPERTS_BYTES = FRAME_BYTES // 2
+"""Size above which the routed experts of a call are left out of its last frame."""
 
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -96,6 +99,7 @@ class Frame(msgspec.Struct, tag="frame", array_like=True):
     error: str | None = None
     refused: bool = False
     """With `error`: the engine refuses the request itself, and another replica would too."""
+    routed_experts: bytes | None = None
 
     @property
     def last(self) -> bool:
@@ -185,6 +189,7 @@ def frame_of(call: int, number: int, chunk: Chunk) -> Frame:
         finish=chunk.finish_reason,
         stop=chunk.stop_reason,
         versions=tuple((span.version, span.start, span.end) for span in chunk.versions),
+        routed_experts=_dumped(chunk),
     )
 
 
@@ -206,7 +211,20 @@ def chunk_of(frame: Frame) -> Chunk:
         finish_reason=None if frame.finish is None else FinishReason(frame.finish),
         stop_reason=frame.stop,
         versions=tuple(VersionSpan(*span) for span in frame.versions),
+        routed_experts=_experts(frame),
     )
+
+
+def _dumped(chunk: Chunk) -> bytes | None:
+    rows = routed_experts.dump(chunk.routed_experts)
+    return None if rows is None or len(rows) > EXPERTS_BYTES else rows
+
+
+def _experts(frame: Frame) -> RoutedExperts | None:
+    try:
+        return routed_experts.load(frame.routed_experts)
+    except ValueError as error:
+        raise ProtocolError(f"call {frame.call}: unreadable routed experts: {error}") from error
 
 
 def _decode(data: bytes, kind: Any) -> Any:

@@ -141,6 +141,7 @@ class LiveAnswer:
             first_token_s=self._first_token_s,
             duration_s=time.perf_counter() - self._begun,
             engine=self._generation.engine,
+            routed_experts=None if cut else self._generation.routed_experts,
             answer=dump_answer(said) if size else b"",
             answer_key=self.key.stored() if size else b"",
         )

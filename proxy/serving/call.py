@@ -212,7 +212,6 @@ class LiveCall:
         """The answer, with the tool call that the agent requires if the model made none."""
         if not self.watchers or not lacks_call(self.asked, said):
             return said
-
         live, backend = self.live, self.backend
 
         async def begin() -> Fresh | Replayed:
@@ -276,6 +275,7 @@ class LiveCall:
             policy=asked.policy,
             conversation=asked.request.conversation,
             sibling=choice,
+            routed_tokens=live.tree.routed(placement.parent, placement.shared_tokens),
         )
         turn = Turn(
             session_id=live.session.session_id,

@@ -188,7 +188,7 @@ class Sessions:
             status=SessionStatus.OPEN,
             created_at=now,
             expires_at=now + (ttl_s or self._config.ttl_s),
-            sampling=dict(sampling or {}),
+            sampling={**self._config.recorded, **(sampling or {})},
             profile=profile,
             limits=dict(limits or {}),
             metadata=dict(metadata or {}),

@@ -51,6 +51,8 @@ class Node:
     """Number of turns that continue its answer. (Siblings share only its prompt.)"""
     truncated_at: int | None = None
     """The `max_tokens` at which the answer was truncated."""
+    routed: int = 0
+    """Number of tokens of the path, from its start, whose routed experts are recorded."""
     sampled: bool = False
     """Whether it counts as a turn of the session, that is, was not cut before its first token."""
 
@@ -130,6 +132,7 @@ class TokenTree:
             turn.prompt_ids,
             request_key or key_from_stored(turn.request_key),
             turn.status,
+            routed=self.routed(turn.parent, turn.shared_tokens),
         )
         self.nodes.append(node)
         self._by_request.setdefault(node.request_key.chain, []).append(turn.index)
@@ -159,6 +162,8 @@ class TokenTree:
         self.sampled_turns -= node.sampled
         node.status = turn.status
         node.sampled_ids = turn.sampled_ids
+        if turn.routed_experts is not None:
+            node.routed = node.path_tokens - 1
         node.sampled = turn.status is not TurnStatus.CUT or len(turn.sampled_ids) > 0
         self.sampled_turns += node.sampled
         if turn.finish_reason is FinishReason.LENGTH:
@@ -205,6 +210,10 @@ class TokenTree:
     def path(self, index: int) -> Ids:
         """A turn's whole path including its answer, `[T]`."""
         return path(self.nodes, index)
+
+    def routed(self, parent: int | None, shared_tokens: int) -> int:
+        """Number of tokens of a prompt, from its start, whose routed experts are recorded."""
+        return 0 if parent is None else min(self.nodes[parent].routed, shared_tokens)
 
     def prompt_end(self, node: Node) -> Ids:
         """The last tokens of a turn's prompt: its own, or those of the turn that it resamples."""

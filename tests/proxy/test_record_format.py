@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from proxy.record_format import RecordFormatError, decode_record, encode_record
 from proxy.records import (
@@ -15,6 +16,11 @@ from proxy.records import (
     TurnStatus,
     VersionSpan,
 )
+
+
+def experts() -> st.SearchStrategy[np.ndarray]:  # type: ignore[type-arg]
+    shapes = st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2))
+    return st.one_of(arrays(np.uint8, shapes), arrays(np.uint16, shapes))
 
 
 @st.composite
@@ -36,6 +42,7 @@ def turns(draw: st.DrawFn) -> Turn:
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
         status=draw(st.sampled_from(TurnStatus)),
         answer=draw(st.binary(max_size=30)),
+        routed_experts=draw(st.none() | experts()),
         request=draw(st.binary(max_size=30)),
     )
 
@@ -51,7 +58,10 @@ def test_record_survives_encoding_and_decoding_bit_for_bit(recorded: list[Turn])
     assert decoded_session == session
     assert len(decoded) == len(recorded)
     for got, want in zip(decoded, recorded, strict=True):
-        for name in ("prompt_ids", "sampled_ids", "logprobs"):
+        assert (got.routed_experts is None) == (want.routed_experts is None)
+        for name in ("prompt_ids", "sampled_ids", "logprobs", "routed_experts"):
+            if getattr(want, name) is None:
+                continue
             assert getattr(got, name).tobytes() == getattr(want, name).tobytes()
             assert getattr(got, name).dtype == getattr(want, name).dtype
         assert (got.versions, got.status, got.fork_cause) == (

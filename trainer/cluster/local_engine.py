@@ -39,6 +39,8 @@ def replica_server(
     engine, model = config.engine, config.model
     if plan is not None:
         engine = plan.engine_config(engine, number, os.environ.get(VISIBLE, ""))
+    if model.router_replay == "replay":
+        engine = engine.model_copy(update={"routed_experts": True})
     if model.lora is not None and model.policy:
         policies = config.trainer.policies.values()
         ranks = [section.lora.rank for section in policies] or [model.lora.rank]

@@ -23,6 +23,7 @@ from trainer.policy.adapter import check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
 from trainer.policy.loading import Place, load_weights
 from trainer.policy.proof import prove
+from trainer.policy.router_replay import check_replay, replay_routing
 from trainer.policy.scorer import use_packed_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,6 +68,14 @@ class ModelConfig(BaseModel):
     gradient_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass, and recompute the rest, which saves
     memory."""
+    router_replay: Literal["off", "replay"] = "off"
+    """Mixture of experts: `replay` computes each token with the experts that the engine chose for
+    it when it sampled or read it, weighted by its own router (R3, arXiv 2510.11370), which
+    removes the differences of the two routers. The engines and sessions of the run then record
+    them (docs/models.md)."""
+    router_compared: int = Field(1, ge=0)
+    """With `router_replay`: number of micro-batches per step and rank that are computed with and
+    without it, to log the difference to the engine both ways. Each costs two forward passes."""
     lora: LoraSettings | None = None
 
     @property
@@ -93,6 +102,9 @@ def load_model(
     """
     settings = without_noise(load_settings(config.path))
     prove(settings, config.path)
+    replays = config.router_replay == "replay" and trainable
+    if replays:
+        check_replay(settings, config.path)
     adapted = config.lora is not None and trainable  # adapters are added to whole layers
 
     def placed(layer: nn.Module) -> None:
@@ -108,6 +120,8 @@ def load_model(
     )
     check_model(model, config.path)
     use_packed_rows(model)
+    if replays:
+        replay_routing(model)
     if config.gradient_checkpointing and trainable:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora is not None and trainable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from trainer.policy.model import (
     vocabulary,
 )
 from trainer.policy.parallel import Ranks
+from trainer.policy.router_replay import check_rows
 from trainer.policy.scorer import CausalScorer
 
 CPU_FILL_TOKENS = 4096
@@ -99,19 +100,50 @@ class Policy:
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
         """The batch (or some of its sequences) as this rank's micro-batches.
 
-        Raises TrainingError for a rollout longer than the model's context.
+        Raises TrainingError for a rollout longer than the model's context, or with the routed
+        experts of another model.
         """
+        if self.replays:
+            check_rows(self.model, batch)
         return pack_for(self.model, self.config, self.ranks, batch, sequences)
 
+    @property
+    def replays(self) -> bool:
+        """Whether it replays the engine's routing; only a policy in training does."""
+        return self.config.router_replay == "replay" and self._stepper is not None
+
     @torch.no_grad()
-    def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
-        """Log-probability and entropy of every trained token at the rollout's temperature."""
+    def compute_logprobs(self, batch: Batch, *, temperature: float, replay: bool = True) -> Scores:
+        """Log-probability and entropy of every trained token at the rollout's temperature. Without
+        `replay`, the policy routes by itself."""
         self.scorer.eval()
         logprobs, entropy = torch.zeros(2, batch.num_tokens)
         for micro in self.pack(batch):
+            micro = micro if replay else replace(micro, experts=None)
             scores = self._score(micro, batch, temperature, entropy_grad=False)
             logprobs[micro.targets], entropy[micro.targets] = (score.cpu() for score in scores)
         return Scores(self.ranks.sum(logprobs), self.ranks.sum(entropy))
+
+    @torch.no_grad()
+    def compare_routing(self, batch: Batch, *, temperature: float) -> Metrics:
+        """The mean |Δ log p| to the engine on the tokens of some micro-batches, with the engine's
+        routing and with the policy's own."""
+        self.scorer.eval()
+        sums = {"tokens": 0.0, "replayed": 0.0, "routed": 0.0}
+        for micro in self.pack(batch)[: self.config.router_compared]:
+            recorded = batch.logprobs[micro.targets]
+            ways = {"replayed": micro, "routed": replace(micro, experts=None)}
+            for name, way in ways.items():
+                logprobs, _ = self._score(way, batch, temperature, entropy_grad=False)
+                sums[name] += float((logprobs.cpu() - recorded).abs().double().sum())
+            sums["tokens"] += len(micro.targets)
+        sums = self.ranks.sum_metrics(sums)
+        if not sums["tokens"]:
+            return {}
+        return {
+            "mismatch/with_replay_abs_mean": sums["replayed"] / sums["tokens"],
+            "mismatch/without_replay_abs_mean": sums["routed"] / sums["tokens"],
+        }
 
     def forward_backward(
         self,
@@ -173,6 +205,7 @@ class Policy:
         self, micro: MicroBatch, batch: Batch, temperature: float, *, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         ids = batch.ids[micro.targets].to(self.device)
+        micro = micro if self.replays else replace(micro, experts=None)
         scores: tuple[Tensor, Tensor] = self.scorer(
             micro.to(self.device), ids, temperature, entropy_grad=entropy_grad
         )

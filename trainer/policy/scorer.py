@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from trainer.packing import MicroBatch
 from trainer.policy.attention import packed_attention
 from trainer.policy.delta_rule import fork_states
+from trainer.policy.router_replay import ARGUMENT
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 
 ATTENTION = "packed_paths"
@@ -43,21 +44,31 @@ class CausalScorer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`(log-probabilities, entropies)`, both `[M]`, of the tokens `ids` `[M]` as the targets of
         the micro-batch."""
-        hidden = last_hidden(self.model.get_decoder(), micro, self.compute_dtype)
+        decoder = self.model.get_decoder()
+        hidden = last_hidden(decoder, micro, self.compute_dtype, experts=micro.experts)
         rows = hidden[micro.predictors].to(self.compute_dtype)
         head = output_layer(self.model)
         return token_logprobs(rows, head, ids, temperature, entropy_grad=entropy_grad)
 
 
-def last_hidden(decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
-    """The output of the decoder, `[T, D]`, for a packed row."""
+def last_hidden(
+    decoder: nn.Module,
+    micro: MicroBatch,
+    compute_dtype: torch.dtype,
+    *,
+    experts: Tensor | None = None,
+) -> Tensor:
+    """The output of the decoder, `[T, D]`, for a packed row. `experts` `[T, L, K]` are replayed by
+    a decoder that `replay_routing` has prepared."""
     device = micro.ids.device.type
+    replayed = {} if experts is None else {ARGUMENT: experts}
     with torch.autocast(device, compute_dtype, enabled=compute_dtype != torch.float32):
         output = decoder(
             input_ids=micro.ids[None],
             position_ids=micro.positions[None],
             layout=micro.layout,
             use_cache=False,
+            **replayed,
         )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden

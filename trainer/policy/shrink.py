@@ -34,7 +34,7 @@ _WIDTHS = {
 }
 """Sizes that no other setting must fit → the largest in a small copy."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size")
 
 
@@ -67,7 +67,7 @@ def _narrow(small: Any) -> None:
         _lower(small, name, size)
     for name in EXPERTS:
         _lower(small, name, max(8, 2 * (getattr(small, "n_group", None) or 1)))
-    for name in _CHOSEN:
+    for name in CHOSEN:
         _lower(small, name, 3)
     for name in _WINDOWS:
         _lower(small, name, WINDOW)

@@ -1,5 +1,5 @@
-"""Registers the `shm` weight-transfer backend in every vLLM process (entry point
-`vllm.general_plugins`).
+"""Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
+`shm` weight-transfer backend, and makes a vLLM on CPU return routed experts.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: the engine is loaded when it is used.
@@ -8,6 +8,8 @@ trainer's shared memory. Importing this module costs nothing: the engine is load
 from __future__ import annotations
 
 import contextlib
+
+from trainer import cpu_routed_experts
 
 
 def register() -> None:
@@ -18,3 +20,4 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             "shm", "trainer.weight_sync.vllm_engine", "SharedMemoryEngine"
         )
+    cpu_routed_experts.install()

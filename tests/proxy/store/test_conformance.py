@@ -112,6 +112,23 @@ async def test_turn_is_read_back_bit_for_bit(store: Store) -> None:
     assert await store.get_turns("nobody") == []
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+async def test_routed_experts_are_read_back_in_their_type(store: Store, dtype: type) -> None:
+    await store.create_session(a_session())
+    experts = (np.arange(12).reshape(3, 2, 2) * 20).astype(dtype)
+    turns = [
+        replace(answered(an_intent()), routed_experts=experts),
+        answered(an_intent(index=1)),
+    ]
+    for turn in turns:
+        await store.begin_turn(turn)
+        await store.commit_turn(turn)
+    for stored, turn in zip(await store.get_turns("task/7-a"), turns, strict=True):
+        assert_same(stored, turn)
+        if turn.routed_experts is not None and stored.routed_experts is not None:
+            assert stored.routed_experts.shape == turn.routed_experts.shape
+
+
 async def test_turn_without_answer_is_open_while_its_proxy_lives(store: Store) -> None:
     await store.create_session(a_session())
     await store.begin_turn(an_intent())
