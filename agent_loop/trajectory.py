@@ -37,14 +37,15 @@ def build_segments(
     Raises:
         TrajectoryError: the turns are not a tree of sampled tokens.
     """
-    blocks = []
-    routings = routing_of(turns)
     for index, turn in enumerate(turns):
         _check_tree(turn, index)
         if turn.sampled and not imitated and index not in untrained:
             _check_sampled(turn, index)
-        blocks.append(_block(turn, index, index not in untrained, routings[index]))
     hangs = _attach(turns)
+    blocks = [
+        _block(turn, index, index not in untrained, routing)
+        for index, (turn, routing) in enumerate(zip(turns, routing_of(turns), strict=True))
+    ]
     return prune(_cut(blocks, hangs))
 
 

@@ -170,6 +170,7 @@ def imitation_batch(rollouts: Sequence[Rollout], sources: Sequence[Source]) -> B
     `logprobs` are NaN, so that only a loss of imitation can be computed."""
     batch = _merged([(0, rollout) for rollout in rollouts])
     batch.logprobs = torch.full_like(batch.logprobs, torch.nan)
+    batch.routing = ()  # of another model
     batch.sources = tuple(sources)
     return batch
 

@@ -1,4 +1,4 @@
-"""Replayed routing against a real vLLM in bfloat16: the mismatch that the two routers make is gone."""
+"""Replayed routing against a real vLLM in bfloat16: the routers no longer make a mismatch."""
 
 from __future__ import annotations
 
