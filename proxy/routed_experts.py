@@ -10,14 +10,19 @@ from __future__ import annotations
 import binascii
 import io
 from base64 import b64decode
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numpy.lib import format as npy
 
 from proxy.records import RoutedExperts
 
 MAX_EXPERT = 2**16 - 1
-_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_HEADERS: dict[tuple[int, int], Any] = {
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+}
 
 
 def dump(rows: RoutedExperts | None) -> bytes | None:
@@ -25,7 +30,7 @@ def dump(rows: RoutedExperts | None) -> bytes | None:
     if rows is None:
         return None
     file = io.BytesIO()
-    npy.write_array(file, np.ascontiguousarray(rows), allow_pickle=False)
+    np.save(file, np.ascontiguousarray(rows), allow_pickle=False)
     return file.getvalue()
 
 
@@ -37,19 +42,20 @@ def load(data: bytes | None) -> RoutedExperts | None:
     if data is None:
         return None
     file = io.BytesIO(data)
-    version = npy.read_magic(file)
+    version = npy.read_magic(file)  # type: ignore[no-untyped-call]
     if version not in _HEADERS:
         raise ValueError(f"version {version} of .npy")
     shape, in_columns, dtype = _HEADERS[version](file)
     if len(shape) != 3 or in_columns or dtype.kind not in "iu":
         raise ValueError(f"an array {dtype} of the shape {list(shape)}")
-    rows = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
+    rows: npt.NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
     if dtype in (np.uint8, np.dtype("<u2")):
         return rows
     if rows.size and not 0 <= rows.min() <= rows.max() <= MAX_EXPERT:
         raise ValueError(f"an expert outside of 0 to {MAX_EXPERT}")
-    narrow = np.uint8 if not rows.size or rows.max() < 256 else np.uint16
-    return rows.astype(narrow)
+    if not rows.size or rows.max() < 256:
+        return rows.astype(np.uint8)
+    return rows.astype(np.uint16)
 
 
 def load_text(text: str) -> RoutedExperts:
