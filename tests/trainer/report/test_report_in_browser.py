@@ -84,7 +84,8 @@ async def test_curves_of_several_policies_are_in_the_panels_of_their_metrics(
         "policies/coder/actor/other": 0.1,
     }
     folder = write_run(tmp_path / "run", metrics=[{"step": n} | values for n in (1, 2)])
-    await tab.open(write_report(folder).page.as_uri())
+    report = await asyncio.to_thread(write_report, folder)
+    await tab.open(report.page.as_uri())
     await tab.until(COMPLETE)
     await tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
     await tab.until("document.querySelectorAll('.chart').length === 3")
