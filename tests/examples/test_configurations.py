@@ -16,6 +16,7 @@ CONFIGS = [
     ROOT / "examples/quickstart/algorithms.yaml",
     *sorted((ROOT / "examples").glob("*/agentic_trainer.yaml")),
     *sorted((ROOT / "examples/environments").glob("*.yaml")),
+    ROOT / "benchmarks/rewind/agentic_trainer.yaml",
 ]
 LAYERS = [
     ROOT / "examples/quickstart/adapter.yaml",

@@ -38,6 +38,11 @@ SHIPPED = {
         "examples.mini_swe_agent.expert:transcript",
         ("--epochs", "4"),
     ),
+    "rewind": Shipped(
+        EXAMPLES.parent / "benchmarks/rewind/model",
+        "benchmarks.rewind.expert:transcript",
+        ("--transcripts", "2560", "--epochs", "2"),
+    ),
 }
 
 
