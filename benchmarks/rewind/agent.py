@@ -39,7 +39,7 @@ from openai import OpenAI  # noqa: E402
 # Each fork would otherwise read certificates, and import these parts, in its first call: 0.1 s of
 # processor time.
 litellm.client_session = httpx.Client(timeout=120)
-litellm.completion("openai/none", [{"role": "user", "content": "-"}], mock_response="-")
+litellm.completion("gpt-4o", [{"role": "user", "content": "-"}], mock_response="-")
 OpenAI(api_key="-", http_client=litellm.client_session).chat.completions  # noqa: B018
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())

@@ -1,7 +1,8 @@
-"""Writes train.jsonl and heldout.jsonl: `python -m benchmarks.rewind.make_tasks`.
+"""Writes train.jsonl and eval.jsonl: `python -m benchmarks.rewind.make_tasks`.
 
-Invariant: no house is in both files. There are few houses to train in, so that each is seen again
-soon: prefix sampling begins with recorded turns of the same task.
+There are few houses, so that each is seen in every step: prefix sampling begins with recorded turns
+of the same task. Evaluations are walks through the same houses, each of which is listed several
+times in `eval.jsonl`.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from benchmarks.rewind.house import new_house
 
-_TRAIN, _HELDOUT = 8, 32
+_HOUSES, _WALKS = 4, 8
 _SEED = 3
 
 
 def main() -> None:
     rng = random.Random(_SEED)
-    listed = [new_house(rng) for _ in range(_TRAIN + _HELDOUT)]
-    for name, houses in (("train", listed[:_TRAIN]), ("heldout", listed[_TRAIN:])):
-        lines = [json.dumps({"task_id": f"{name}-{i}", **house}) for i, house in enumerate(houses)]
-        Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    houses = [new_house(rng) for _ in range(_HOUSES)]
+    _write("train", houses)
+    _write("eval", houses * _WALKS)
+
+
+def _write(name: str, houses: list[dict[str, Any]]) -> None:
+    lines = [json.dumps({"task_id": f"{name}-{i}", **house}) for i, house in enumerate(houses)]
+    Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ FOLDER = ROOT / "benchmarks" / "rewind"
 MINI = ROOT / ".agents" / "python" / "bin" / "mini"
 HOUSES = {
     name: [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
-    for name in ("train", "heldout")
+    for name in ("train", "eval")
 }
 CALL = """
 import sys, json
@@ -34,10 +35,10 @@ agent.run(AgentCall(task, task["prompt"], "policy", sys.argv[2], "key", Path.cwd
 """
 
 
-def test_held_out_houses_are_not_trained_in() -> None:
-    rooms = {name: {tuple(h["rooms"]) for h in houses} for name, houses in HOUSES.items()}
-    assert len(rooms["train"]) == len(HOUSES["train"])
-    assert not rooms["train"] & rooms["heldout"]
+def test_every_house_is_evaluated_equally_often() -> None:
+    walks = Counter(tuple(house["rooms"]) for house in HOUSES["eval"])
+    assert walks == {tuple(house["rooms"]): 8 for house in HOUSES["train"]}
+    assert len(walks) == len(HOUSES["train"])
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 3, 5])
@@ -62,10 +63,11 @@ def test_walk_that_ends_early_has_no_reward(tmp_path: Path) -> None:
 def test_real_agent_sends_what_the_expert_writes(tmp_path: Path) -> None:
     written = transcript(random.Random(5)).messages
     said = [message for message in written if message["role"] == "assistant"]
+    asked = [message["content"] for message in written if message["role"] in ("user", "tool")]
+    rooms = [content.strip().splitlines()[-1] for content in asked]
     lines = [json.loads(m["tool_calls"][0]["function"]["arguments"])["command"] for m in said]
-    rooms = [written[1]["content"].splitlines()[-1]]
-    rooms += [message["content"].strip() for message in written if message["role"] == "tool"]
-    house = {"prompt": rooms[0], "rooms": rooms, "right": [line.split()[-1] for line in lines]}
+    right = [line.split()[-1] for line in lines]
+    house = {"prompt": rooms[0], "rooms": rooms, "right": right}
     with openai_server(said) as (url, seen):
         subprocess.run(
             [sys.executable, "-c", CALL, json.dumps(house), url],
