@@ -6,9 +6,9 @@
 
 The task is that of `benchmarks/rewind`. The runs follow one another; each is a complete
 `agentic-train` with a real vLLM. It is stopped when two evaluations in a row have a success of at
-least `GOAL`. A run that has reached the goal or the last step is not started again, so that an
-interrupted benchmark goes on with the next run. Prints a Markdown table, and writes the curves as
-an SVG file.
+least `GOAL`. A run that has reached the goal or the last step, or has failed, is not started again,
+so that an interrupted benchmark goes on with the next run. Prints a Markdown table, and writes the
+curves as an SVG file.
 
 What is counted: the steps and the sampled tokens before the first of the two evaluations. Replayed
 tokens are not sampled, and the tokens of evaluations are not counted. An evaluation is 32 walks
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(arm: str, seed: int, steps: int, folder: Path) -> None:
     """Runs the training until it reaches the goal or its last step."""
-    if is_over(Curve.read(folder), steps):
+    if is_over(Curve.read(folder), steps) or has_failed(folder):
         return
     command = [
         str(Path(sys.executable).with_name("agentic-train")),
@@ -144,12 +144,18 @@ def train(arm: str, seed: int, steps: int, folder: Path) -> None:
             process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
-    if not is_over(Curve.read(folder), steps):
+    if not is_over(Curve.read(folder), steps) and not has_failed(folder):
         raise SystemExit(f"the run {folder} ended with exit code {process.returncode}")
 
 
 def is_over(curve: Curve, steps: int) -> bool:
     return curve.goal is not None or curve.steps >= steps
+
+
+def has_failed(folder: Path) -> bool:
+    """Whether the run ended with an error: ten steps in a row had nothing to learn from."""
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_text()).get("status") == "failed"
 
 
 def row(arm: str, seed: int, curve: Curve) -> str:
