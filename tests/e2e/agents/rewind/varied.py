@@ -106,7 +106,7 @@ COMMANDS: dict[str, Command] = {
     "machine": lambda _r, _n: "uname -a; nproc; id -un",
     "commit": lambda _, n: (
         f"test -d .git || git init -q -b main .; echo {n} > {n}.txt; git add {n}.txt; "
-        f"git -c user.name=A -c user.email=a@b.c commit -m 'Add {n}'; git log --oneline; git log"
+        f"git -c user.name=A -c user.email=a@b.c commit -m 'Add {n}'; git log"
     ),
     "tests": lambda _, n: (
         f"printf 'import unittest\\nclass T(unittest.TestCase):\\n"
