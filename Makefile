@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-scheduling bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -240,8 +240,8 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
 locks: setup ## write docker/*.lock again from pyproject.toml
 	$(LOCK) pyproject.toml --extra telemetry --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra ray $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra ray --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra kubernetes --extra ray $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra kubernetes --extra ray --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 
 LOCKS := proxy harbor trainer-cpu trainer-cuda
@@ -267,6 +267,9 @@ bench-salvage: setup ## lost trials that are continued compared with starting ov
 
 bench-scale: setup ## simulated fleets of 10 to 1,000 GPUs
 	$(BIN)/python -m benchmarks.scale $(ARGS)
+
+bench-agents: setup ## 10,000 agents at once on two proxies and PostgreSQL: ARGS="--agents 1000 --kill"
+	$(BIN)/python -m benchmarks.agents $(ARGS)
 
 bench-view: setup ## the page in the browser: a large store, scrolling, cost per viewer
 	$(BIN)/python -m benchmarks.view $(ARGS)

@@ -21,8 +21,8 @@ ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 
 
 class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
-    """The agent: one of `command`, `python`, `http`, `launcher`, or (by `agent_name` or
-    `agent_import_path`) an agent of Harbor."""
+    """The agent: one of `command`, `python`, `http`, `kubernetes`, `launcher`, or (by `agent_name`
+    or `agent_import_path`) an agent of Harbor."""
 
     @property
     def fields_hidden(self) -> frozenset[str]:

@@ -85,6 +85,14 @@ class AgentRunClient:
         if self._session is not None:
             await self._session.close()
 
+    async def is_up(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            await self._json("GET", "/health", timeout_s=10.0)
+        except AgentRunError:
+            return False
+        return True
+
     async def submit(
         self,
         request: AgentRunRequest,

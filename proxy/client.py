@@ -80,7 +80,8 @@ class ProxyClient:
         self.admin_key = admin_key or client_key(base_url)
         self._headers = {"Authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
         self._timeout_s = timeout_s
-        self._max_connections = max_connections
+        self._places = asyncio.Semaphore(max_connections)
+        """Outside the connector, whose queue would count towards a call's time limit."""
         self._http: aiohttp.ClientSession | None = None
         self._streams: aiohttp.ClientSession | None = None
 
@@ -316,13 +317,16 @@ class ProxyClient:
         if body is not None:
             all_headers["Content-Type"] = "application/json"
         try:
-            async with self._client().request(
-                method,
-                self.base_url + path,
-                data=None if body is None else orjson.dumps(body),
-                headers=all_headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s or self._timeout_s),
-            ) as response:
+            async with (
+                self._places,
+                self._client().request(
+                    method,
+                    self.base_url + path,
+                    data=None if body is None else orjson.dumps(body),
+                    headers=all_headers,
+                    timeout=aiohttp.ClientTimeout(total=timeout_s or self._timeout_s),
+                ) as response,
+            ):
                 await _raise_for_status(response)
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -358,8 +362,7 @@ class ProxyClient:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
-            connector = aiohttp.TCPConnector(limit=self._max_connections)
-            self._http = aiohttp.ClientSession(connector=connector)
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self._http
 
 

@@ -95,9 +95,15 @@ def agent_environment(
 ) -> dict[str, str]:
     """The inherited variables and those named in `pass_env`, then the trial's, then `extra` with
     its placeholders replaced; later values replace earlier ones."""
-    env = inherited_environment(pass_env)
+    env = inherited_environment(pass_env) | session_variables(trial)
+    env["PWD"] = str(trial.workspace.absolute())  # some agents read it instead of calling getcwd
+    return env | {name: expand(value, trial) for name, value in extra.items()}
+
+
+def session_variables(trial: Trial) -> dict[str, str]:
+    """The variables by which an agent finds its session and its task."""
     root = trial.base_url.removesuffix("/v1")
-    env |= {
+    env = {
         "OPENAI_BASE_URL": trial.base_url,
         "OPENAI_API_BASE": trial.base_url,
         "OPENAI_API_KEY": trial.api_key,
@@ -107,12 +113,11 @@ def agent_environment(
         "OPENAI_MODEL": trial.model,
         "ANTHROPIC_MODEL": trial.model,
         "AGENT_SEED": str(trial.seed),
-        "PWD": str(trial.workspace.absolute()),  # some agents read it instead of calling getcwd
         "TASK_FILE": str(trial.task_file.absolute()),
     }
     if len(trial.task.prompt.encode()) <= PROMPT_BYTES:
         env["TASK_PROMPT"] = trial.task.prompt
-    return env | {name: expand(value, trial) for name, value in extra.items()}
+    return env
 
 
 def agent_result(ended: Ended, reward: Graded = NO_REWARD) -> AgentResult:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError
 from agent_loop.harbor_tasks import resolve_task_dir
+from agent_loop.launchers.harbor_servers import HarborServers
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
 from harbor_sdk import (
@@ -36,7 +36,6 @@ from harbor_sdk import (
 from proxy.errors import ConfigurationError
 from proxy.section import Section
 
-TOKEN_VARIABLE = "HARBOR_SERVER_TOKEN"
 RUN_FILE = "harbor_run.json"
 """Name of the file in the trial's directory that holds Harbor's complete result."""
 
@@ -82,6 +81,13 @@ class HarborConfig(Section):
     harbor_server_url: str | None = None
     """URL of a harbor-server; its token, if it has one, is read from HARBOR_SERVER_TOKEN, or from
     the file that HARBOR_SERVER_TOKEN_FILE names."""
+    harbor_server_urls: tuple[str, ...] = ()
+    """URLs of several harbor-servers with the same token, in place of `harbor_server_url`. A trial
+    goes to the one that has the fewest of this run's trials and answers."""
+    harbor_server_trials: int | None = Field(None, ge=1)
+    """Maximum number of this run's trials at each server at the same time; further trials wait in
+    this process, for at most `harbor_server_timeout`. None: all are sent, and wait in the servers'
+    queues."""
     harbor_server_timeout: float = Field(1800.0, gt=0)
     """Seconds after which a whole run (queue, set-up, agent and verifier) is cancelled."""
     use_local_trial: bool = False
@@ -96,12 +102,15 @@ class HarborLauncher:
         """Raises ConfigurationError: neither a server nor local Harbor is configured, or both."""
         self._settings = settings
         self._task_roots = tuple(task_roots)
-        self._client: AgentRunClient | None = None
-        if (settings.harbor_server_url is None) is not settings.use_local_trial:
-            raise ConfigurationError(
-                f"harbor_server_url={settings.harbor_server_url!r} and "
-                f"use_local_trial={settings.use_local_trial}: give one of them, and only one"
-            )
+        self._open: HarborServers | None = None
+        given = {
+            "harbor_server_url": settings.harbor_server_url,
+            "harbor_server_urls": list(settings.harbor_server_urls),
+            "use_local_trial": settings.use_local_trial,
+        }
+        if sum(map(bool, given.values())) != 1:
+            found = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ConfigurationError(f"{found}: give one of them, and only one")
         if settings.use_local_trial and find_spec("harbor") is None:
             raise ConfigurationError(
                 "use_local_trial: this Python has no harbor package (it needs 3.12); start a "
@@ -110,7 +119,8 @@ class HarborLauncher:
 
     @property
     def overhead_s(self) -> float:
-        return self._settings.harbor_server_timeout
+        waits = 1 if self._settings.harbor_server_trials is None else 2
+        return self._settings.harbor_server_timeout * waits
 
     async def run(self, trial: Trial) -> AgentResult:
         started = time.monotonic()
@@ -127,8 +137,8 @@ class HarborLauncher:
         return self._result(run, time.monotonic() - started)
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        if self._open is not None:
+            await self._open.close()
 
     def _request(self, trial: Trial, task_dir: Path | None) -> AgentRunRequest:
         settings, data = self._settings, trial.task.data
@@ -166,7 +176,22 @@ class HarborLauncher:
     async def _run_there(
         self, request: AgentRunRequest, trial: Trial, task_dir: Path | None
     ) -> AgentRun:
-        client = self._server()
+        servers = self._servers()
+        for others in reversed(range(len(servers))):
+            async with servers.place() as server:
+                try:
+                    return await self._run_at(server.client, request, trial, task_dir)
+                except AgentRunError as error:
+                    if error.code in ("unreachable", "queue_full"):
+                        server.avoid()
+                    # Only a refused run is submitted elsewhere: one whose answer was lost may run.
+                    if error.code != "queue_full" or not others:
+                        raise
+        raise AssertionError("the last server's answer or error has left the loop")
+
+    async def _run_at(
+        self, client: AgentRunClient, request: AgentRunRequest, trial: Trial, task_dir: Path | None
+    ) -> AgentRun:
         upload = task_dir if self._settings.upload_tasks else None
         submitting = asyncio.ensure_future(
             client.submit(request, task=upload, idempotency_key=trial.trial_id)
@@ -204,12 +229,14 @@ class HarborLauncher:
         except Exception as error:  # a boundary: Harbor, the task's and agent's code
             raise LaunchError(f"harbor: {type(error).__name__}: {error}") from error
 
-    def _server(self) -> AgentRunClient:
-        if self._client is None:
-            assert self._settings.harbor_server_url is not None
-            token = os.environ.get(TOKEN_VARIABLE)
-            self._client = AgentRunClient(self._settings.harbor_server_url, token=token)
-        return self._client
+    def _servers(self) -> HarborServers:
+        if self._open is None:
+            one, several = self._settings.harbor_server_url, self._settings.harbor_server_urls
+            urls = several if one is None else (one,)
+            self._open = HarborServers(
+                urls, self._settings.harbor_server_trials, self._settings.harbor_server_timeout
+            )
+        return self._open
 
     def _result(self, run: AgentRun, wall_s: float) -> AgentResult:
         if run.status not in (RunStatus.COMPLETED, RunStatus.TIMEOUT):

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.launchers.harbor import HarborConfig, HarborLauncher
 from agent_loop.launchers.http import HttpConfig
+from agent_loop.launchers.kubernetes import KubernetesConfig
 from agent_loop.launchers.openenv import OpenEnvConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
 from agent_loop.launchers.python import PythonConfig
@@ -45,6 +46,8 @@ class AgentConfig(HarborConfig):
     """A Python function, `python.target`, in a process of its own."""
     http: HttpConfig | None = None
     """A service that runs agents, at `http.url`."""
+    kubernetes: KubernetesConfig | None = None
+    """A pod of a Kubernetes Job for each trial, from `kubernetes.image`."""
     verifiers: VerifiersConfig | None = None
     """An environment of the package `verifiers`: `verifiers.env`. It brings tasks and rewards."""
     openenv: OpenEnvConfig | None = None
@@ -70,7 +73,7 @@ class AgentConfig(HarborConfig):
         if not self.agents:
             raise ConfigurationError(
                 "remote_agent: no agent: set command.argv to the program that starts it, or one of "
-                "python, http, agent_name, launcher"
+                "python, http, kubernetes, agent_name, launcher"
             )
         return HarborLauncher(self, task_roots)
 

@@ -1,7 +1,8 @@
-"""A fake vLLM that costs little CPU: every answer has the same 200 tokens and log-probabilities.
+"""A fake vLLM that costs little CPU: every answer has the same tokens and log-probabilities.
 
-It serves `/inference/v1/generate` and `/v1/chat/completions`, streamed (one event per token, at
-`--tokens-per-s`) or not, and prints its URL.
+It serves `/inference/v1/generate` with `--tokens` tokens, streamed (one event per token, at
+`--tokens-per-s`) or not, and `/v1/chat/completions` with 200 tokens, not streamed. It prints its
+URL.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _TOKEN = 75
 """An arbitrary id, because the text of the answer does not matter."""
 
 
-def generate_choice(count: int, finish: str | None) -> dict[str, object]:
+def generate_choice(count: int, finish: str | None, tokens: int) -> dict[str, object]:
     token = {"token_id": _TOKEN, "logprob": -0.693147, "rank": 1}
     content = [{**token, "top_logprobs": [token]}] * count
-    versions = [{"version": "1", "start": 0, "end": TOKENS}] if finish else None
+    versions = [{"version": "1", "start": 0, "end": tokens}] if finish else None
     return {
         "index": 0,
         "token_ids": [_TOKEN] * count,
@@ -34,8 +35,8 @@ def generate_choice(count: int, finish: str | None) -> dict[str, object]:
     }
 
 
-def generate_body() -> bytes:
-    choices = [generate_choice(TOKENS, "length")]
+def generate_body(tokens: int) -> bytes:
+    choices = [generate_choice(tokens, "length", tokens)]
     return orjson.dumps({"request_id": "r", "model": "fake", "choices": choices})
 
 
@@ -53,9 +54,9 @@ def chat_body() -> bytes:
     return orjson.dumps({**answer, "choices": [choice], "usage": usage})
 
 
-def generate_events() -> Iterator[bytes]:
-    for at in range(TOKENS):
-        choice = generate_choice(1, "length" if at + 1 == TOKENS else None)
+def generate_events(tokens: int) -> Iterator[bytes]:
+    for at in range(tokens):
+        choice = generate_choice(1, "length" if at + 1 == tokens else None, tokens)
         yield b"data: " + orjson.dumps({"request_id": "r", "choices": [choice]}) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
@@ -90,8 +91,9 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def build_app(tokens_per_s: float) -> web.Application:
-    whole, chat, events = generate_body(), chat_body(), [_chunk(e) for e in generate_events()]
+def build_app(tokens: int, tokens_per_s: float) -> web.Application:
+    whole, chat = generate_body(tokens), chat_body()
+    events = [_chunk(event) for event in generate_events(tokens)]
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -123,15 +125,17 @@ async def _ok() -> web.Response:
     return web.Response()
 
 
-async def _serve(tokens_per_s: float) -> None:
-    runner = web.AppRunner(build_app(tokens_per_s), access_log=None)
+async def _serve(tokens: int, tokens_per_s: float) -> None:
+    runner = web.AppRunner(build_app(tokens, tokens_per_s), access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
     print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--tokens-per-s", type=float, default=30.0)
-    uvloop.run(_serve(parser.parse_args().tokens_per_s))
+    given = parser.parse_args()
+    uvloop.run(_serve(given.tokens, given.tokens_per_s))

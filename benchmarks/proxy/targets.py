@@ -40,7 +40,7 @@ class Target:
     def cpu_s(self) -> float:
         """CPU time of its whole process tree so far."""
         pids = [self.process.pid, *_descendants(self.process.pid)]
-        return sum(_cpu_s(pid) for pid in pids)
+        return sum(process_cpu_s(pid) for pid in pids)
 
     def resident_bytes(self) -> int:
         pids = [self.process.pid, *_descendants(self.process.pid)]
@@ -181,6 +181,6 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _cpu_s(pid: int) -> float:
+def process_cpu_s(pid: int) -> float:
     """CPU time of all its threads, with a resolution of nanoseconds (clock_getcpuclockid(3))."""
     return time.clock_gettime((~pid << 3) | 2)

@@ -1,0 +1,356 @@
+"""The kubernetes launcher against a fake API server (`fake_kubernetes.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from pydantic import ValidationError
+
+from agent_loop.errors import LaunchError
+from agent_loop.launchers import kubernetes_client
+from agent_loop.launchers.kubernetes import KubernetesConfig, KubernetesLauncher
+from agent_loop.records import AgentEnd, AgentResult, Trial
+from tests.agent_loop.conftest import MakeTrial
+from tests.agent_loop.launchers.fake_kubernetes import (
+    FakeKubernetes,
+    ended,
+    evicted,
+    fake_kubernetes,
+    running,
+    waiting,
+)
+from tests.needs import needs
+
+pytestmark = needs(
+    None
+    if find_spec("kubernetes_asyncio")
+    else "kubernetes_asyncio is not installed: pip install -e '.[kubernetes]'"
+)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[FakeKubernetes]:
+    async with fake_kubernetes(tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def trial(make_trial: MakeTrial) -> Trial:
+    return make_trial(answer="hidden")
+
+
+def launcher_of(cluster: FakeKubernetes, **settings: Any) -> KubernetesLauncher:
+    given = {"image": "agent:1", "kubeconfig": cluster.kubeconfig, "patience_s": 1, **settings}
+    return KubernetesConfig.model_validate(given).build()
+
+
+async def run(
+    cluster: FakeKubernetes, trial: Trial, *statuses: dict[str, Any], **settings: Any
+) -> AgentResult:
+    """Runs the trial, whose pod gets these statuses one after the other."""
+    launcher = launcher_of(cluster, **settings)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    try:
+        job = await cluster.job(0)
+        for status in statuses:
+            cluster.set_status(job, status)
+        return await trial_ends
+    finally:
+        await launcher.close()
+
+
+def environment(job: dict[str, Any]) -> dict[str, Any]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+async def test_agent_that_ends_by_itself(cluster: FakeKubernetes, trial: Trial) -> None:
+    message = '{"reward": 0.5, "style": 1.0}'
+    result = await run(cluster, trial, running(), ended(message=message))
+    assert (result.end, result.error, result.wall_s) == (AgentEnd.EXITED, None, 7.0)
+    assert (result.reward, result.reward_parts) == (0.5, {"reward": 0.5, "style": 1.0})
+    assert (trial.directory / "agent.log").read_bytes() == cluster.logs
+    assert cluster.deleted == []  # Kubernetes deletes it after `ttl_s`
+
+
+async def test_job_and_secret_are_valid_and_the_key_is_in_the_secret_only(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    trial = replace(trial, hidden_fields=frozenset({"answer"}))
+    settings = {
+        "argv": ["agent", "--task", "{task_file}", "echo $(OPENAI_API_KEY)"],
+        "env": {"WHAT": "{prompt}"},
+        "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi"}},
+        "node_selector": {"pool": "agents"},
+        "labels": {"app": "agent"},
+        "pod": {"imagePullSecrets": [{"name": "registry"}], "tolerations": [{"key": "spot"}]},
+    }
+    await run(cluster, trial, ended(), **settings)
+    (job,) = cluster.created
+    (secret,) = cluster.secrets.values()
+    for made in (job, secret):
+        kubernetes_validate.validate(made, "1.33", strict=True)
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["command"][2:] == ["/agentic-trial/task.json", "echo $$(OPENAI_API_KEY)"]
+    assert environment(job)["WHAT"] == "do it"
+    assert environment(job)["OPENAI_BASE_URL"] == trial.base_url
+    assert environment(job)["OPENAI_API_KEY"]["secretKeyRef"]["name"] == job["metadata"]["name"]
+    assert trial.api_key not in str(job)
+    assert secret["stringData"]["api-key"] == trial.api_key
+    assert secret["stringData"]["task.json"] == '{"prompt":"do it"}'
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+    assert spec["automountServiceAccountToken"] is False
+    assert (spec["nodeSelector"], spec["imagePullSecrets"]) == (
+        {"pool": "agents"},
+        [{"name": "registry"}],
+    )
+    assert next(each["key"] for each in spec["tolerations"]) == "spot"
+    assert (job["spec"]["backoffLimit"], spec["restartPolicy"]) == (0, "Never")
+    assert job["spec"]["activeDeadlineSeconds"] > trial.timeout_s
+
+
+async def test_agent_that_fails_has_crashed(cluster: FakeKubernetes, trial: Trial) -> None:
+    result = await run(cluster, trial, running(), ended(137, "OOMKilled", "Killed"))
+    assert (result.end, result.error) == (AgentEnd.CRASHED, "exit code 137 (OOMKilled)")
+    assert result.reward is None
+
+
+async def test_image_that_cannot_be_pulled_fails_the_trial_with_a_remedy(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    pulling = waiting("ContainerCreating", "")
+    failed = waiting("ImagePullBackOff", 'Back-off pulling image "agent:1"')
+    with pytest.raises(LaunchError, match=r"Back-off pulling.*remote_agent\.kubernetes\.image"):
+        await run(cluster, trial, pulling, failed)
+    assert cluster.jobs == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (evicted("PreemptionByScheduler"), "PreemptionByScheduler"),
+        ({**ended(137, "Error"), "reason": "Evicted", "message": "low on memory"}, "Evicted: low"),
+        ({"phase": "Failed", "reason": "NodeAffinity"}, "NodeAffinity"),
+    ],
+)
+async def test_evicted_pod_is_lost_although_its_container_ended_with_a_code(
+    cluster: FakeKubernetes, trial: Trial, status: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(LaunchError, match=f"was lost: {why}"):
+        await run(cluster, trial, running(), status)
+    assert cluster.jobs == {}
+
+
+@pytest.mark.parametrize(
+    ("condition", "end"), [("", None), ("FailureTarget", AgentEnd.TIMED_OUT)], ids=str
+)
+async def test_container_that_ends_because_its_pod_is_deleted_has_not_crashed(
+    cluster: FakeKubernetes, trial: Trial, condition: str, end: AgentEnd | None
+) -> None:
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    failed = {"type": condition, "status": "True", "reason": "DeadlineExceeded"}
+    cluster.jobs[job]["status"] = {"conditions": [failed]}
+    cluster.pods[job]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:07Z"
+    cluster.set_status(job, ended(143, "Error"))
+    if end is None:
+        with pytest.raises(LaunchError, match="was lost: it was deleted"):
+            await trial_ends
+    else:
+        assert (await trial_ends).end is end
+    await launcher.close()
+
+
+async def test_pod_whose_sidecar_does_not_end_is_deleted(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    status = ended(2, "Error")
+    sidecar = {"name": "proxy", "state": {"running": {}}}
+    status = {"phase": "Running", "containerStatuses": [sidecar, *status["containerStatuses"]]}
+    assert (await run(cluster, trial, running(), status)).error == "exit code 2 (Error)"
+    assert cluster.jobs == {}
+
+
+async def test_pod_that_is_deleted_with_its_node_is_lost(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    cluster.delete_pod(job)
+    with pytest.raises(LaunchError, match="was lost: it was deleted"):
+        await trial_ends
+    assert cluster.deleted == [job]
+    await launcher.close()
+
+
+async def test_straggler_is_ended_at_the_deadline_and_its_log_is_kept(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    result = await run(cluster, replace(trial, timeout_s=0.2), running())
+    assert result.end is AgentEnd.TIMED_OUT
+    assert (cluster.jobs, cluster.pods) == ({}, {})
+    assert (trial.directory / "agent.log").read_bytes() == cluster.logs
+
+
+async def test_jobs_own_deadline_is_a_timeout(cluster: FakeKubernetes, trial: Trial) -> None:
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    failed = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}
+    cluster.jobs[job]["status"] = {"conditions": [failed]}
+    cluster.delete_pod(job)
+    assert (await trial_ends).end is AgentEnd.TIMED_OUT
+    await launcher.close()
+
+
+async def test_cancelled_trial_deletes_its_job_before_it_raises(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    trial_ends.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trial_ends
+    assert (cluster.deleted, cluster.pods) == ([job], {})
+    await launcher.close()
+
+
+async def test_further_trials_wait_for_one_of_the_jobs(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    launcher = launcher_of(cluster, jobs=1)
+    trials = [replace(trial, trial_id=f"t-{number}") for number in range(3)]
+    ends = [asyncio.create_task(launcher.run(each)) for each in trials]
+    for number in range(3):
+        job = await cluster.job(number)
+        assert len(cluster.created) == number + 1
+        cluster.set_status(job, ended())
+    assert [(await end).end for end in ends] == [AgentEnd.EXITED] * 3
+    await launcher.close()
+
+
+async def test_trial_that_gets_no_job_in_time_fails(cluster: FakeKubernetes, trial: Trial) -> None:
+    launcher = launcher_of(cluster, jobs=1, start_timeout_s=0.1)
+    async with launcher.place():
+        with pytest.raises(LaunchError, match=r"none of 1 Jobs.*remote_agent\.kubernetes\.jobs"):
+            await launcher.run(trial)
+    assert cluster.created == []
+    await launcher.close()
+
+
+@pytest.mark.parametrize("gone_as_status", [True, False])
+@pytest.mark.parametrize("forget", [True, False])
+async def test_end_during_a_gap_of_the_watch_is_seen(
+    cluster: FakeKubernetes,
+    trial: Trial,
+    monkeypatch: pytest.MonkeyPatch,
+    forget: bool,
+    gone_as_status: bool,
+) -> None:
+    monkeypatch.setattr(kubernetes_client, "RETRY_S", 0.01)
+    cluster.gone_as_status = gone_as_status
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    cluster.end_watches(forget=forget)
+    cluster.set_status(job, ended(3, "Error"))
+    assert (await trial_ends).error == "exit code 3 (Error)"
+    assert cluster.lists == (2 if forget else 1)
+    await launcher.close()
+
+
+async def test_pod_that_is_missing_in_a_new_list_is_lost(
+    cluster: FakeKubernetes, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_client, "RETRY_S", 0.01)
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    cluster.end_watches(forget=True)
+    await cluster.listed_again()
+    cluster.end_watches(forget=True)
+    cluster.pods.clear()
+    with pytest.raises(LaunchError, match="was lost: it was deleted"):
+        await trial_ends
+    await launcher.close()
+
+
+async def test_pod_that_never_starts_is_reported_with_its_reason(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    unschedulable = {
+        "phase": "Pending",
+        "conditions": [
+            {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": "0/3 nodes are available",
+            }
+        ],
+    }
+    with pytest.raises(LaunchError, match="Unschedulable: 0/3 nodes are available"):
+        await run(cluster, trial, unschedulable, start_timeout_s=2)
+    assert cluster.jobs == {}
+
+
+async def test_job_without_a_pod_is_reported(cluster: FakeKubernetes, trial: Trial) -> None:
+    cluster.without_pods = True
+    with pytest.raises(LaunchError, match="no pod was created"):
+        await run(cluster, trial, start_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("kind", ["jobs", "pods", "secrets"])
+async def test_missing_permission_fails_the_trial_with_the_missing_role(
+    cluster: FakeKubernetes, trial: Trial, kind: str
+) -> None:
+    cluster.refused[kind] = f"{kind} is forbidden: cannot create"
+    launcher = launcher_of(cluster)
+    with pytest.raises(LaunchError, match=rf"403 {kind} is forbidden.*the role in docs"):
+        await launcher.run(trial)
+    await launcher.close()
+
+
+async def test_cluster_that_does_not_answer_fails_the_trial(tmp_path: Path, trial: Trial) -> None:
+    async with fake_kubernetes(tmp_path) as cluster:
+        launcher = launcher_of(cluster)
+    with pytest.raises(LaunchError, match="kubernetes: POST"):
+        await launcher.run(trial)
+    await launcher.close()
+
+
+async def test_task_that_no_secret_holds_is_refused(
+    cluster: FakeKubernetes, make_trial: MakeTrial
+) -> None:
+    launcher = launcher_of(cluster)
+    with pytest.raises(LaunchError, match="a Secret holds 900000; put its files into the image"):
+        await launcher.run(make_trial(files="x" * 1_000_000))
+    assert cluster.jobs == {}
+    await launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"argv": ["{python}", "agent.py"]}, "a place on the trainer's machine"),
+        ({"pod": {"containers": []}}, "the launcher sets containers"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        KubernetesConfig.model_validate({"image": "agent:1", **settings})
