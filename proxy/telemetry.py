@@ -27,6 +27,7 @@ from proxy.conversation.messages import load_answer
 from proxy.errors import ConfigurationError
 from proxy.metrics import Metrics
 from proxy.records import FinishReason, Turn, TurnStatus
+from proxy.valid_json import valid_text
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
@@ -336,7 +337,7 @@ def _call_attributes(turn: Turn) -> dict[str, Any]:
 
 def plain_text(value: str) -> str:
     """The text as it can be sent: lone surrogates have no UTF-8."""
-    return value[:MAX_CHARS].encode(errors="replace").decode()
+    return valid_text(value[:MAX_CHARS])
 
 
 def _sendable(attributes: Attributes) -> dict[str, Any]:

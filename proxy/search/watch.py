@@ -27,8 +27,10 @@ from proxy.openapi import CLOSED
 from proxy.records import Mark, RuleAction, Turn, TurnStatus
 from proxy.search.rules import ActiveRule, RuleConfig, saved_rules
 from proxy.search.terms import MatchingTime
+from proxy.shown_config import without_credentials
 from proxy.store.browser import WrittenTurn
 from proxy.store.protocol import Store
+from proxy.valid_json import valid_text
 
 RULE_S = 0.5
 """Seconds of matching a rule with a turn."""
@@ -228,7 +230,7 @@ class RuleWatch:
             exc_info=error,
         )
         self._metrics.rule_failed(rule)
-        said = f"{type(error).__name__}: {error}"[:FAULT_CHARS]
+        said = valid_text(without_credentials(f"{type(error).__name__}: {error}"))[:FAULT_CHARS]
         self._faults.append(
             {"rule": rule, "session": session_id, "turn": turn, "at": time.time(), "error": said}
         )
@@ -276,4 +278,4 @@ def _found(
 
 def _storable(text: str) -> str:
     """PostgreSQL stores neither NUL nor lone surrogates."""
-    return text.replace("\0", "\ufffd").encode(errors="replace").decode()
+    return valid_text(text.replace("\0", "\ufffd"))

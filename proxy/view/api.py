@@ -41,7 +41,7 @@ from proxy.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.view.fork import fork_json
 from proxy.view.json_answer import ViewHandler, answer
 from proxy.view.live import LiveFeed
-from proxy.view.query import choice, count, number, session_id, turn_index
+from proxy.view.query import choice, count, number, session_id, turn_index, turn_indexes
 from proxy.view.run_folder import RecordedRuns
 from proxy.view.run_requests import RunRequests
 from proxy.view.session_turns import SessionTurns
@@ -192,8 +192,7 @@ class ViewApi:
 
     async def _turns(self, request: web.Request) -> web.Response:
         """The messages of up to CONVERSATION_TURNS turns."""
-        given = request.query.get("turns", "").split(",")[:CONVERSATION_TURNS]
-        indexes = [int(each) for each in given if each.isascii() and each.isdecimal()]
+        indexes = turn_indexes(request, CONVERSATION_TURNS)
         found = await self._browser().turns(session_id(request), indexes)
         return answer(TurnsAnswer(turns=[turn_json(turn) for turn in found]))
 

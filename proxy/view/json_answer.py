@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-import orjson
 from aiohttp import web
 
+from proxy.valid_json import write_json
 from proxy.view import pages
 
 ViewHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -16,5 +16,5 @@ HEADERS = {**pages.HEADERS, "Cache-Control": "no-store"}
 def answer(data: Mapping[str, object], status: int = 200) -> web.Response:
     """`data`: one of the types of `answers`, or `{}`."""
     return web.Response(
-        body=orjson.dumps(data), status=status, content_type="application/json", headers=HEADERS
+        body=write_json(data), status=status, content_type="application/json", headers=HEADERS
     )

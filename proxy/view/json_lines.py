@@ -6,17 +6,14 @@ end, which is being written, is not read.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from proxy.valid_json import read_json
+
 PIECE_BYTES = 2 * 2**20
 """About 7,000 lines of trials; half of a tenth of a second of work."""
-
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a character as JSON escapes it."""
 
 Line = dict[str, Any]
 
@@ -134,15 +131,8 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(raw: bytes) -> Line:
-    """The line's object; `{}` for anything else, which a foreign program may have written. Lone
-    surrogates, which no store can look up and no page can show, are replaced by `?`."""
-    try:
-        line = json.loads(raw)
-        if _SURROGATE.search(raw):
-            text = json.dumps(line, ensure_ascii=False)
-            line = json.loads(text.encode(errors="replace"))
-    except (ValueError, RecursionError):
-        return {}
+    """The line's object; `{}` for anything else, which a foreign program may have written."""
+    line = read_json(raw)
     return line if isinstance(line, dict) else {}
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import orjson
 from aiohttp import web
 
 from proxy.errors import RequestError
 from proxy.store.browser import Browser, Position
+from proxy.valid_json import write_json
 from proxy.view.answers import StateJson
 from proxy.view.summaries import recent_json
 
@@ -71,9 +71,9 @@ class LiveFeed:
             news = position is None or recent.position != position
             position = recent.position
             if news:
-                event = orjson.dumps(recent_json(recent), option=orjson.OPT_SERIALIZE_NUMPY)
+                event = write_json(recent_json(recent))
                 await response.write(f"id: {position}\ndata: ".encode() + event + b"\n\n")
-            now = orjson.dumps(self._state())
+            now = write_json(self._state())
             if now != state:
                 state = now
                 await response.write(b"event: state\ndata: %b\n\n" % state)

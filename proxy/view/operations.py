@@ -92,7 +92,7 @@ OPERATIONS = {
         TurnsAnswer,
         query={**_SESSION, "turns": {"type": "string", "pattern": r"^\d+(,\d+)*$"}},
         needs=("session", "turns"),
-        refusals=(503,),
+        refusals=(400, 503),
     ),
     "text": Operation(
         "A piece of a long text, which begins at the character `from`",

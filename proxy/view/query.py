@@ -13,6 +13,9 @@ from aiohttp import web
 from proxy.errors import RequestError
 from proxy.view.trial_filter import TrialFilter
 
+MAX_TURN = 2**31 - 1
+MAX_DIGITS = 19
+"""Digits of an integer, which then has at most 64 bits."""
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -21,14 +24,25 @@ def session_id(request: web.Request) -> str:
 
 
 def turn_index(request: web.Request) -> int:
-    return count(request, "turn", -1, most=2**31 - 1, least=0)
+    return count(request, "turn", -1, most=MAX_TURN, least=0)
 
 
 def count(request: web.Request, name: str, default: int, *, most: int, least: int = 1) -> int:
-    given = request.query.get(name, str(default))
-    if not (given.isascii() and given.isdecimal()) or not least <= int(given[:20]) <= most:
-        raise RequestError(f"{name}: {given[:40]!r} is not an integer from {least} to {most}")
-    return int(given)
+    return integer(request.query.get(name, str(default)), name, most=most, least=least)
+
+
+def integer(text: str, name: str, *, most: int, least: int = 0) -> int:
+    if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS:
+        value = int(text)
+        if least <= value <= most:
+            return value
+    raise RequestError(f"{name}: {text[:40]!r} is not an integer from {least} to {most}")
+
+
+def turn_indexes(request: web.Request, most: int) -> list[int]:
+    """The first `most` turns of a list such as `0,3`."""
+    given = request.query.get("turns", "").split(",")[:most]
+    return [integer(each, "turns", most=MAX_TURN) for each in given if each]
 
 
 def number(text: str, name: str) -> float:

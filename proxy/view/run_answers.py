@@ -1,11 +1,12 @@
 """The types of what the page is sent of training runs; `/openapi.json` has their schemas.
 
-A line of a run's file is sent as it was written: by `agentic-train`, or by another trainer.
+The files may be those of another trainer: of a line of `trials.jsonl` and of `summary.json`, a
+value of another type than here counts as missing. A line of `metrics.jsonl` is sent as it is.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Any, NotRequired
 
 from pydantic import with_config
 from typing_extensions import TypedDict
@@ -124,15 +125,16 @@ class MetricsPage(TypedDict):
 class TrialJson(TypedDict):
     """A line of `trials.jsonl`, without its times; null for what it lacks."""
 
-    step: int
-    kind: Literal["train", "eval"]
+    step: int | None
+    kind: str | None
+    """`train` or `eval`; `agentic-train eval` writes none."""
     group: str | None
     evaluation: str | None
-    trial_id: str
-    task_id: str
+    trial_id: str | None
+    task_id: str | None
     source: str | None
     agent: str | None
-    status: str
+    status: str | None
     reward: float | None
     turns: int | None
     sampled_tokens: int | None

@@ -6,7 +6,6 @@ may be that of a run that is still going on, or of another trainer that writes t
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from proxy.file_lock import is_locked
 from proxy.shown_config import MAX_CHARS, flat_config
 from proxy.store import open_store
 from proxy.store.browser import Browser
+from proxy.valid_json import read_json, valid_json
 from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
 from proxy.view.run_answers import (
     EvaluationJson,
@@ -26,12 +26,19 @@ from proxy.view.run_answers import (
     NowJson,
     RunJson,
     RunStamps,
+    SourceScore,
     StepTrials,
     TrialJson,
 )
 from proxy.view.run_tokens import RunTokens, TrialTokens
 from proxy.view.trial_filter import TrialFilter
+from proxy.view.typed_fields import as_type, fitting
 
+FILE_BYTES = 8 * 2**20
+"""Of a summary or a configuration; a larger file counts as empty."""
+NOW_BYTES = 64 * 2**10
+"""`agentic-train` writes less than 4 KiB."""
+NOW_ERRORS = 20
 MAX_SOURCES = 50
 STEP_TRIALS = 5_000
 """Trials of one step in one answer."""
@@ -69,22 +76,28 @@ class RecordedRun:
         }
 
     def _now(self) -> NowJson | None:
-        found = _json(self.path / "now.json")
-        if any(name not in found for name in NowJson.__annotations__):
-            return None
-        return cast("NowJson", {name: found[name] for name in NowJson.__annotations__})
+        """Read once per second and reader: a file of another form or size is left out."""
+        found = _object(self.path / "now.json", read_json, NOW_BYTES)
+        known = {name: found[name] for name in NowJson.__annotations__ if name in found}
+        now = as_type(NowJson, known)
+        if now is not None:
+            now["phase"] = now["phase"][:MAX_CHARS]
+            now["errors"] = [
+                {"trial_id": each["trial_id"][:MAX_CHARS], "error": each["error"][:MAX_CHARS]}
+                for each in now["errors"][-NOW_ERRORS:]
+            ]
+        return now
 
     def summary(self) -> RunJson:
         """The run at a glance: its status, its evaluations, and its configuration."""
-        summary = _json(self.path / "summary.json")
+        written = _object(self.path / "summary.json", read_json)
+        summary = fitting(RunJson, written)
         if summary.get("status") == "running" and not is_locked(self.path / "run.lock"):
             summary["status"] = "killed"
-        if not isinstance(summary.get("status"), str):
-            summary["status"] = None
-        found = summary.get("eval")
+        found = written.get("eval")
         return {
             "name": self.name,
-            "status": summary["status"],
+            "status": summary.get("status"),
             "steps": summary.get("steps"),
             "policy_version": summary.get("policy_version"),
             "wall_s": summary.get("wall_s"),
@@ -178,59 +191,72 @@ class RecordedRuns(Mapping[str, RecordedRun]):
 def _evaluation(name: str, result: dict[str, Any]) -> EvaluationJson:
     sources = result.get("per_source")
     found = [
-        {
-            **_small(score),
-            "name": source[:MAX_CHARS],
-            "reward": score.get("mean_reward"),
-            "trials": score.get("rollouts"),
-        }
+        _small(
+            score
+            | {
+                "name": source[:MAX_CHARS],
+                "reward": score.get("mean_reward"),
+                "trials": score.get("rollouts"),
+            },
+            SourceScore,
+        )
         for source, score in (sources if isinstance(sources, dict) else {}).items()
         if isinstance(score, dict)
     ]
     several = {"sources": found[:MAX_SOURCES]} if len(found) > 1 else {}
-    return cast("EvaluationJson", {"name": name, **_small(result), **several})
+    whole = result | several | {"name": name}
+    return cast("EvaluationJson", _small(whole, EvaluationJson))
 
 
-def _small(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if _is_small(value)}
+def _small(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """The numbers and the intervals of an evaluation, those of `kind` with its types."""
+    numbers = {key: value for key, value in values.items() if _is_small(value)}
+    more = {key: value for key, value in numbers.items() if key not in kind.__annotations__}
+    return more | fitting(kind, values)
 
 
 def _is_small(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, list) and len(value) <= 2)
+    if isinstance(value, list):
+        return len(value) <= 2 and all(isinstance(each, int | float) for each in value)
+    return isinstance(value, int | float)
 
 
 def trial_fields(line: Line) -> TrialJson:
     """What the page shows of a line of trials.jsonl."""
-    found = {
-        name: value[:MAX_CHARS] if isinstance(value := line.get(name), str) else value
+    found = fitting(TrialJson, {name: line.get(name) for name in _TRIAL_FIELDS})
+    shown = {
+        name: value[:MAX_CHARS] if isinstance(value := found.get(name), str) else value
         for name in _TRIAL_FIELDS
     }
-    return cast("TrialJson", found)
+    return cast("TrialJson", shown)
 
 
 def _stamp(path: Path) -> list[int]:
     """Changes when the file is replaced (first number) or grows."""
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return [0, 0]
     return [found.st_ino, found.st_size]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return _object(path, json.loads)
-
-
 def _yaml(path: Path) -> dict[str, Any]:
-    return _object(path, yaml.safe_load)
+    return _object(path, _read_yaml)
 
 
-def _object(path: Path, load: Callable[[str], Any]) -> dict[str, Any]:
-    """The file's object; `{}` if there is no such file, or none in it."""
-    if not path.is_file():
-        return {}
+def _read_yaml(raw: bytes) -> Any:
     try:
-        found = load(path.read_text())
-    except (ValueError, yaml.YAMLError):
+        return valid_json(yaml.safe_load(raw.decode(errors="replace")))
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def _object(path: Path, read: Callable[[bytes], Any], most: int = FILE_BYTES) -> dict[str, Any]:
+    """The file's object; `{}` if it cannot be read, has more than `most` bytes, or has none."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most + 1)
+    except OSError:
         return {}
+    found = read(raw) if len(raw) <= most else None
     return found if isinstance(found, dict) else {}

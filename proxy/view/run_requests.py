@@ -97,9 +97,11 @@ def _batches(found: Sequence[tuple[int, TrialJson]]) -> Iterator[Sequence[tuple[
         yield found[start : start + MARKED_TRIALS]
 
 
-async def _marks(browser: Browser | None, trial_ids: list[str]) -> dict[str, list[MarkFields]]:
+async def _marks(
+    browser: Browser | None, trial_ids: Sequence[str | None]
+) -> dict[str, list[MarkFields]]:
     """The marks of those of the sessions that have any. `browser`: None if the run has none."""
     if browser is None:
         return {}
-    found = await browser.marks([each for each in trial_ids if isinstance(each, str)])
+    found = await browser.marks([each for each in trial_ids if each])
     return {each: [mark_fields(mark) for mark in marks] for each, marks in found.items()}

@@ -6,7 +6,6 @@ rows of one trial.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,21 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypedDict
 
+from proxy.valid_json import read_json
 from proxy.view.answers import TrainedTokens
 from proxy.view.turn_tokens import TokenSpan
+from proxy.view.typed_fields import as_type
 
 COLUMNS = ("advantages", "logprobs", "trained")
+
+
+class _Rows(TypedDict):
+    """`trials.json`: the trials of a step, and the row at which each begins."""
+
+    trials: list[str]
+    starts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +82,12 @@ class RunTokens:
                 for name in COLUMNS
                 if (folder / f"{name}.npy").is_file()
             }
-        except FileNotFoundError:  # removed since, to make room for newer steps
+            step = int(folder.name.removeprefix("step-"))
+            if any(each.shape != turns.shape for each in (positions, *columns.values())):
+                return None
+            return TrialTokens(step, _key(turns, positions), columns)
+        except (OSError, EOFError, ValueError):  # removed since, or written by another program
             return None
-        step = int(folder.name.removeprefix("step-"))
-        return TrialTokens(step, _key(turns, positions), columns)
 
     def _read_new(self) -> None:
         if not self._folder.is_dir():
@@ -91,11 +102,11 @@ class RunTokens:
                 trial: place for trial, place in self._places.items() if place[0] not in gone
             }
         for path, _ in sorted(there - self._read):
-            index = json.loads((path / "trials.json").read_text())
-            for trial, start, end in zip(
-                index["trials"], index["starts"], index["starts"][1:], strict=False
-            ):
-                self._places[trial] = (path, start, end)
+            index = as_type(_Rows, read_json((path / "trials.json").read_bytes()))
+            if index is not None:
+                ends = index["starts"][1:]
+                for trial, start, end in zip(index["trials"], index["starts"], ends, strict=False):
+                    self._places[trial] = (path, start, end)
         self._read = there
 
 

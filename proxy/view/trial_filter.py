@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from proxy.view.json_lines import Line
 
@@ -31,15 +32,20 @@ class TrialFilter:
             return False
         if self.errors and not line.get("error"):
             return False
-        reward = line.get("reward")
+        reward = _number(line.get("reward"))
         if self.min_reward is not None and (reward is None or reward < self.min_reward):
             return False
         if self.max_reward is not None and (reward is None or reward > self.max_reward):
             return False
-        if self.min_tokens and (line.get("sampled_tokens") or 0) < self.min_tokens:
+        if self.min_tokens and (_number(line.get("sampled_tokens")) or 0) < self.min_tokens:
             return False
         return not self.text or self._has_text(line)
 
     def _has_text(self, line: Line) -> bool:
         fields = (line.get(name) for name in ("trial_id", "task_id", "agent", "source", "error"))
         return any(self.text.lower() in str(each).lower() for each in fields if each)
+
+
+def _number(value: Any) -> float | None:
+    """None for a value of another type, which a foreign program may have written."""
+    return value if isinstance(value, int | float) else None

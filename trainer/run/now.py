@@ -17,7 +17,8 @@ from typing import Any
 
 from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus
-from proxy.shown_config import without_secrets
+from proxy.shown_config import without_credentials
+from proxy.valid_json import valid_text
 
 KEPT_ERRORS = 5
 ERROR_CHARS = 300
@@ -46,8 +47,9 @@ class NowFile:
         self._now["ended"] += 1
         if rollout.status is RolloutStatus.FAILED:
             self._now["failed"] += 1
-            error = str(without_secrets(rollout.error or "no cause is known"))[:ERROR_CHARS]
-            self._errors.append({"trial_id": rollout.trial_id, "error": error})
+            error = valid_text(without_credentials(rollout.error or "no cause is known"))
+            trial_id = valid_text(rollout.trial_id)
+            self._errors.append({"trial_id": trial_id, "error": error[:ERROR_CHARS]})
             self._errors = self._errors[-KEPT_ERRORS:]
         self._write()
 

@@ -43,17 +43,18 @@ const INVISIBLE =
 /**
  * Makes characters visible that control a terminal, change the direction of text, or have no shape,
  * such as the tags (U+E0000 to U+E007F) with which text can be hidden from people.
- * @param {string} text
+ * Nothing, as a trial of another trainer may lack its name, is an empty text.
+ * @param {string | null | undefined} text
  */
 export function visible(text) {
-  return text.replace(INVISIBLE, (char) => {
+  return (text ?? "").replace(INVISIBLE, (char) => {
     const code = /** @type {number} */ (char.codePointAt(0));
     if (code < 0x20) return String.fromCharCode(0x2400 + code);
     return code === 0x7f ? "\u2421" : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });
 }
 
-/** A token on one line. @param {string} text */
+/** A token on one line. @param {string | null | undefined} text */
 export const oneLine = (text) => visible(text).replaceAll("\n", "↵").replaceAll("\t", "⇥");
 
 /** What each cause of a fork means (proxy/records.py, ForkCause). @type {Record<string, string>} */

@@ -255,6 +255,18 @@ async def test_error_of_what_a_rule_does_ends_neither_the_matching_nor_the_sessi
     assert watch.faults[0]["error"] == "RuntimeError: cannot end it"
 
 
+async def test_fault_is_shown_without_credentials_and_without_half_a_character(
+    store: Store,
+) -> None:
+    async def broken(session_id: str, mark: Mark) -> None:
+        raise RuntimeError("http://user:hunter2@agent:9 said \ud800")
+
+    await written(store)
+    watch = RuleWatch(store, [a_rule("ends", "end", regex="(?s).")], Metrics(), broken)
+    await watch.settled("s")
+    assert watch.faults[0]["error"] == "RuntimeError: http://agent:9 said ?"
+
+
 async def test_saved_rules_that_fail_to_load_leave_the_configured_ones(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from typing import Any
 
 from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus, Task
-from proxy.view.run_folder import RecordedRun
+from proxy.shown_config import MAX_CHARS
+from proxy.view.run_folder import NOW_BYTES, RecordedRun
 from trainer.run.folder import RunFolder
 from trainer.run.log import LoggingConfig, RunLog
-from trainer.run.now import ERROR_CHARS, KEPT_ERRORS
+from trainer.run.now import ERROR_CHARS, KEPT_ERRORS, NowFile
 
 
 def a_rollout(name: str, status: RolloutStatus, error: str | None = None) -> Rollout:
@@ -20,7 +22,11 @@ def a_rollout(name: str, status: RolloutStatus, error: str | None = None) -> Rol
 
 
 def now(folder: RunFolder) -> Any:
-    return RecordedRun(folder.path).stamps()["now"]
+    return now_of(folder.path)
+
+
+def now_of(path: Path) -> Any:
+    return RecordedRun(path).stamps()["now"]
 
 
 def test_phase_and_its_trials_are_shown_until_the_run_ends(tmp_path: Path) -> None:
@@ -73,7 +79,33 @@ def test_errors_are_bounded(tmp_path: Path) -> None:
     assert {len(each["error"]) for each in errors} == {ERROR_CHARS}
 
 
+def test_error_of_an_agent_with_half_a_character_can_be_sent(tmp_path: Path) -> None:
+    file = NowFile(tmp_path / "now.json")
+    file.begin(1, "sampling")
+    file.trial(a_rollout("a", RolloutStatus.FAILED, "agent said \ud800"))
+    written = json.loads((tmp_path / "now.json").read_text())
+    assert written["errors"] == [{"trial_id": "a", "error": "agent said ?"}]
+
+
+VALID: dict[str, Any] = {
+    "step": 1,
+    "phase": "sampling",
+    "started_at": 1.5,
+    "trials": 0,
+    "ended": 0,
+    "failed": 0,
+    "groups": None,
+    "errors": [],
+}
+
+
 def test_file_of_another_program_is_left_out(tmp_path: Path) -> None:
-    for text in ("[]", "{}", '{"step": 1}', "{"):
+    fields = {"step": 10**30, "errors": None, "phase": 5, "groups": {}, "more": "x" * NOW_BYTES}
+    foreign = [json.dumps(VALID | {name: value}) for name, value in fields.items()]
+    deep = '{"step": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    for text in ("[]", "{}", '{"step": 1}', "{", deep, *foreign):
         (tmp_path / "now.json").write_text(text)
-        assert RecordedRun(tmp_path).stamps()["now"] is None
+        assert RecordedRun(tmp_path).stamps()["now"] is None, text[:80]
+    (tmp_path / "now.json").write_text(json.dumps(VALID | {"phase": "x" * 9_999, "more": "\ud800"}))
+    shown = now_of(tmp_path)
+    assert shown == VALID | {"phase": "x" * MAX_CHARS}
