@@ -1,8 +1,7 @@
 """JSON of agents, of other trainers and of other programs, as the page and a store can take it.
 
 Invariant: what `valid_json` returns can be written as JSON for any reader: texts have no lone
-surrogates, integers have at most 64 bits, and there are at most `MAX_LEVELS` levels. Nothing here
-raises for the value that it is given.
+surrogates, integers have at most 64 bits, and there are at most `MAX_LEVELS` levels.
 """
 
 from __future__ import annotations

@@ -1,0 +1,45 @@
+"""The stream of the page."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from proxy.store import open_store
+from proxy.view.answers import StateJson
+from proxy.view.live import LiveFeed
+
+
+async def allowed() -> bool:
+    return True
+
+
+async def test_text_that_is_not_utf_8_does_not_end_the_stream(tmp_path: Path) -> None:
+    store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
+    state: dict[str, Any] = {"runs": [{"name": "\ud800", "step": 10**30}]}
+    feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", state))
+
+    async def live(request: web.Request) -> web.StreamResponse:
+        return await feed.stream(request, allowed)
+
+    app = web.Application()
+    app.router.add_get("/", live)
+    try:
+        async with (
+            TestServer(app) as server,
+            ClientSession() as http,
+            http.get(server.make_url("/")) as response,
+        ):
+            sent = b""
+            async with asyncio.timeout(60):
+                while b"event: state\n" not in sent:
+                    sent = await response.content.readuntil(b"\n\n")
+            feed.close()
+        assert orjson.loads(sent.partition(b"data: ")[2]) == {"runs": [{"name": "?", "step": 1e30}]}
+    finally:
+        await store.close()
