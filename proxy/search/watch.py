@@ -111,10 +111,9 @@ class RuleWatch:
 
     def recorded(self, session_id: str, turn: Turn) -> None:
         """Takes a turn that is recorded; `session_id` is the session that made the call."""
-        size = len(turn.request) + len(turn.answer)
-        fits = self._bytes + size <= WAITING_BYTES
-        self._bytes += size if fits else 0
-        self._waiting.setdefault(session_id, {})[turn.index] = turn if fits else None
+        kept = turn if self._bytes + _bytes_of(turn) <= WAITING_BYTES else None
+        self._bytes += _bytes_of(kept)
+        self._waiting.setdefault(session_id, {})[turn.index] = kept
         self._arrived.set()
 
     async def settled(self, session_id: str) -> None:
@@ -129,8 +128,10 @@ class RuleWatch:
                 known = self._matched.get(session_id, set())
                 waiting = self._waiting.setdefault(session_id, {})
                 for turn in await self._turns(session_id):
-                    if turn.index not in known and turn.status is not TurnStatus.OPEN:
-                        waiting.setdefault(turn.index, turn)
+                    known_or_waiting = turn.index in known or turn.index in waiting
+                    if not known_or_waiting and turn.status is not TurnStatus.OPEN:
+                        waiting[turn.index] = turn
+                        self._bytes += _bytes_of(turn)
             await self._match(session_id)
             self._matched.pop(session_id, None)
 
@@ -165,25 +166,30 @@ class RuleWatch:
             self._rules = self._configured + active
 
     async def _match(self, session_id: str) -> None:
-        """Matches the waiting turns of a session. If it fails, they wait again."""
-        given = self._waiting.pop(session_id, {})
+        """Matches the waiting turns of a session. If it fails at one, this one and the later ones
+        go on waiting, behind those of other sessions."""
+        waiting = self._waiting.get(session_id, {})
         try:
-            for index in sorted(given) if self._rules else ():
-                turn = given[index]
-                if turn is None:
-                    turns = await self._turns(session_id, index, index + 1)
-                    turn = next(iter(turns), None)
-                if turn is not None:
-                    await self._mark(session_id, turn)
-        except BaseException:
-            later = self._waiting.setdefault(session_id, {})
-            self._waiting[session_id] = given | later
-            self._arrived.set()
-            raise
-        if self._rules:
-            self._remember(session_id, set(given))
+            for index in sorted(waiting):
+                if self._rules:
+                    await self._match_turn(session_id, index, waiting[index])
+                    self._remember(session_id, index)
+                self._bytes -= _bytes_of(waiting.pop(index))
+        finally:
+            if waiting:
+                self._waiting.move_to_end(session_id)
+                self._arrived.set()
+            else:
+                self._waiting.pop(session_id, None)
         if not self._waiting:
             self._bytes = 0
+
+    async def _match_turn(self, session_id: str, index: int, turn: Turn | None) -> None:
+        """`turn`: None if it is to be read from the store."""
+        if turn is None:
+            turn = next(iter(await self._turns(session_id, index, index + 1)), None)
+        if turn is not None:
+            await self._mark(session_id, turn)
 
     async def _turns(self, session_id: str, start: int = 0, stop: int | None = None) -> list[Turn]:
         """Turns of the session; none if they cannot be read for another reason than the store."""
@@ -196,22 +202,24 @@ class RuleWatch:
             return []
 
     async def _mark(self, session_id: str, turn: Turn) -> None:
+        """Errors that are not the store's are reported last, so that those of a turn which is
+        matched again because the store failed are reported once."""
         found, given_up, failed = await asyncio.to_thread(_found, self._rules, turn)
-        for rule, error in failed:
-            self._failed(rule.name, session_id, turn.index, error)
-        for rule in given_up:
-            _log.warning(
-                "search rule %s took longer than %g s for turn %d of session %s and was given up",
-                *(rule.name, RULE_S, turn.index, session_id),
-            )
-            self._metrics.rule_given_up(rule.name)
         for rule, text in found:
             try:
                 await self._apply(rule, session_id, turn.index, text)
             except StoreError:
                 raise
             except Exception as error:  # noqa: BLE001 (the other rules are applied)
-                self._failed(rule.name, session_id, turn.index, error)
+                failed.append((rule, error))
+        for rule, fault in failed:
+            self._failed(rule.name, session_id, turn.index, fault)
+        for rule in given_up:
+            _log.warning(
+                "search rule %s took longer than %g s for turn %d of session %s and was given up",
+                *(rule.name, RULE_S, turn.index, session_id),
+            )
+            self._metrics.rule_given_up(rule.name)
 
     async def _apply(self, rule: ActiveRule, session_id: str, turn: int, text: str) -> None:
         mark = Mark(rule.name, rule.action, turn, time.time(), text)
@@ -235,16 +243,20 @@ class RuleWatch:
             {"rule": rule, "session": session_id, "turn": turn, "at": time.time(), "error": said}
         )
 
-    def _remember(self, session_id: str, indexes: set[int]) -> None:
-        self._matched.setdefault(session_id, set()).update(indexes)
+    def _remember(self, session_id: str, index: int) -> None:
+        self._matched.setdefault(session_id, set()).add(index)
         self._matched.move_to_end(session_id)
         while len(self._matched) > KNOWN_SESSIONS:
             self._matched.popitem(last=False)
 
 
+def _bytes_of(turn: Turn | None) -> int:
+    return 0 if turn is None else len(turn.request) + len(turn.answer)
+
+
 def _ended(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.critical("search rules are matched no more; restart the proxy", exc_info=error)
+        _log.critical("search rules are no longer matched; restart the proxy", exc_info=error)
 
 
 def _found(

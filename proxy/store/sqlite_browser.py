@@ -22,8 +22,8 @@ class SqliteBrowser(SqlBrowser):
 
     SEQUENCE, LEAST = "rowid", "min"
 
-    def __init__(self, path: Path, writer: GroupWriter) -> None:
-        """`writer` commits the grants."""
+    def __init__(self, path: Path, writer: GroupWriter | None) -> None:
+        """`writer` commits changes; None: the file is opened for reading only."""
         self._path = path
         self._writer = writer
         self._connection: sqlite3.Connection | None = None
@@ -42,12 +42,18 @@ class SqliteBrowser(SqlBrowser):
             raise StoreError(f"the store failed to read: {error}") from error
 
     async def _change(self, sql: str, *values: Any) -> Sequence[Any]:
+        if self._writer is None:
+            raise StoreError(f"the store {self._path} is open for reading only")
         return await self._writer.write(lambda c: c.execute(sql, values).fetchall())
 
     def _read(self, sql: str, values: Sequence[Any]) -> list[Any]:
         if self._connection is None:
+            mode = "ro" if self._writer is None else "rw"
             self._connection = sqlite3.connect(
-                self._path, timeout=BUSY_TIMEOUT_S, check_same_thread=False
+                f"{self._path.absolute().as_uri()}?mode={mode}",
+                timeout=BUSY_TIMEOUT_S,
+                check_same_thread=False,
+                uri=True,
             )
             self._connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             self._connection.execute("PRAGMA query_only = ON")

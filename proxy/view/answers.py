@@ -6,13 +6,10 @@ The handlers build their answers as these types, so that the document cannot dif
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import (
-    Any,
-    NotRequired,  # Python 3.11's own has no schema in pydantic
-)
+from typing import Any, NotRequired
 
 from pydantic import with_config
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic has no schema for Python 3.11's own
 
 from proxy.engines.protocol import EngineInfo
 from proxy.openapi import CLOSED, OPEN

@@ -18,6 +18,7 @@ from proxy.file_lock import is_locked
 from proxy.shown_config import MAX_CHARS, flat_config
 from proxy.store import open_store
 from proxy.store.browser import Browser
+from proxy.store.sqlite_browser import SqliteBrowser
 from proxy.valid_json import read_json, valid_json
 from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
 from proxy.view.run_answers import (
@@ -135,7 +136,7 @@ class RecordedRun:
 
 @asynccontextmanager
 async def reading(sessions: Path) -> AsyncIterator[Browser]:
-    """Reads the store in a file."""
+    """Opens the store in a file, and migrates an older layout."""
     store = await open_store(f"sqlite:///{sessions.absolute()}", create=False)
     try:
         yield store.browser
@@ -175,12 +176,16 @@ class RecordedRuns(Mapping[str, RecordedRun]):
     @asynccontextmanager
     async def browser_of(self, run: RecordedRun, first: Browser) -> AsyncIterator[Browser | None]:
         """Reads the sessions of a run; None if it has none of its own. `first` reads those of the
-        first run."""
+        first run. The store of another run may be in use by a process of another version: it is
+        neither migrated nor owned."""
         if run is next(iter(self.values())):
             yield first
         elif run.sessions.is_file():
-            async with reading(run.sessions) as browser:
+            browser = SqliteBrowser(run.sessions, None)
+            try:
                 yield browser
+            finally:
+                await browser.close()
         else:
             yield None
 

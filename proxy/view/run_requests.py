@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from aiohttp import web
@@ -20,6 +21,8 @@ PIECE_TRIALS = 50_000
 """More trials than a piece of the file has: all of it is searched for marked ones."""
 MARKED_TRIALS = 500
 """Trials whose marks are read at a time, by the store's index."""
+
+_log = logging.getLogger(__name__)
 
 
 class RunRequests:
@@ -53,7 +56,8 @@ class RunRequests:
         trials: list[TrialJson] = []
         async with self._runs.browser_of(run, self._browser()) as browser:
             for batch in _batches(found):
-                marks = await _marks(browser, [trial["trial_id"] for _, trial in batch])
+                named = [trial["trial_id"] for _, trial in batch]
+                marks = await _marks(browser, named, needed=bool(rule))
                 for at, trial in batch:
                     trial["marks"] = marks.get(str(trial["trial_id"]), [])
                     if not rule or any(rule in ("*", mark["rule"]) for mark in trial["marks"]):
@@ -98,10 +102,20 @@ def _batches(found: Sequence[tuple[int, TrialJson]]) -> Iterator[Sequence[tuple[
 
 
 async def _marks(
-    browser: Browser | None, trial_ids: Sequence[str | None]
+    browser: Browser | None, trial_ids: Sequence[str | None], needed: bool
 ) -> dict[str, list[MarkFields]]:
-    """The marks of those of the sessions that have any. `browser`: None if the run has none."""
+    """The marks of those of the sessions that have any. `browser`: None if the run has none.
+
+    Raises:
+        StoreError: the store cannot be read, and the marks are `needed`; else there are none.
+    """
     if browser is None:
         return {}
-    found = await browser.marks([each for each in trial_ids if each])
+    try:
+        found = await browser.marks([each for each in trial_ids if each])
+    except StoreError as error:
+        if needed:
+            raise
+        _log.warning("trials are shown without their marks: %s", error.message)
+        return {}
     return {each: [mark_fields(mark) for mark in marks] for each, marks in found.items()}

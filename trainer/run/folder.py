@@ -121,11 +121,20 @@ class RunFolder:
     @property
     def run_id(self) -> str:
         """The name of the run among all runs, by which a proxy knows it again after it was
-        resumed."""
+        resumed.
+
+        Raises:
+            ConfigError: the file is empty.
+        """
         file = self.path / "run.id"
         if not file.exists():
-            file.write_text(f"{self.path.name}-{shortuuid.random(8)}")
-        return file.read_text()
+            replace_file(file, f"{self.path.name}-{shortuuid.random(8)}")
+        if not (name := file.read_text().strip()):
+            raise ConfigError(
+                f"{file}: is empty, so that the policies of this run are not known; write the "
+                "run's name to it (the proxy's answer 409 has it), or delete it to get a new one"
+            )
+        return name
 
     @property
     def is_running(self) -> bool:

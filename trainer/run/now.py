@@ -3,15 +3,18 @@
     {"step": 3, "phase": "sampling", "started_at": 1780000000.1, "trials": 32, "ended": 17, …}
 
 Invariant: the file is replaced whenever a phase begins or a trial ends, and removed with the run.
-It is not synchronised to the disk, because no one needs it after the machine has stopped.
+It is not synchronised to the disk, because no one needs it after the machine has stopped. If it
+cannot be written, the run goes on without it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from proxy.valid_json import valid_text
 
 KEPT_ERRORS = 5
 ERROR_CHARS = 300
+_log = logging.getLogger(__name__)
 
 
 class NowFile:
@@ -33,6 +37,7 @@ class NowFile:
         """How far the next batch is; None if the producer does not report it."""
         self._now: dict[str, Any] = {}
         self._errors: list[dict[str, str]] = []
+        self._failed = False
 
     def begin(self, step: int, phase: str, trials: int = 0) -> None:
         """`trials`: number of trials of the phase; 0 if it is not known."""
@@ -54,7 +59,8 @@ class NowFile:
         self._write()
 
     def close(self) -> None:
-        self._path.unlink(missing_ok=True)
+        with self._not_ending_the_run():
+            self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         production = None if self.production is None else self.production()
@@ -67,5 +73,17 @@ class NowFile:
                 "max_staleness": production.max_staleness,
             }
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({**self._now, "groups": groups, "errors": self._errors}))
-        temporary.replace(self._path)
+        text = json.dumps({**self._now, "groups": groups, "errors": self._errors})
+        with self._not_ending_the_run():
+            temporary.write_text(text)
+            temporary.replace(self._path)
+
+    @contextmanager
+    def _not_ending_the_run(self) -> Iterator[None]:
+        """An error of the file is logged once: the run does not need the file."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s cannot be written, so Now is empty: %s", self._path, error)
+            self._failed = True

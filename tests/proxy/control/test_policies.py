@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import asyncpg
 import pytest
 
 from proxy.client import ProxyClientError
+from proxy.control import policies
+from proxy.control.policies import PublishedPolicies
+from proxy.records import ServedPolicy
+from proxy.routing import Router
 from proxy.store import postgres_policies
 from tests.postgres_server import empty_database
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -69,7 +75,10 @@ async def test_lost_connection_for_notifications_is_replaced(
     one = await start_proxy(store=store)
     two = await start_proxy(store=store, engine=one.engine)
     connection = await asyncpg.connect(store)
-    listening = f"FROM pg_stat_activity WHERE query LIKE 'LISTEN %{postgres_policies.CHANNEL}%'"
+    listening = (
+        "FROM pg_stat_activity WHERE datname = current_database()"
+        f" AND query LIKE 'LISTEN %{postgres_policies.CHANNEL}%'"
+    )
     async with asyncio.timeout(60):
         while (  # noqa: ASYNC110 (the proxies connect in the background)
             await connection.fetchval(f"SELECT count(*) {listening}") < 2
@@ -81,3 +90,32 @@ async def test_lost_connection_for_notifications_is_replaced(
         await one.control.publish_policy("planner", 3, "planner@3.aa")
         await until_published(two, "planner", 3)
     assert "new versions of policies are not seen: the store failed" in caplog.text
+
+
+class FailsOnce:
+    """A store that has a bug the first time that it is asked for changes."""
+
+    def __init__(self) -> None:
+        self.failed = False
+        self.asked_again = asyncio.Event()
+
+    async def get_policies(self) -> list[ServedPolicy]:
+        return []
+
+    async def policy_changes(self) -> AsyncGenerator[None]:
+        if not self.failed:
+            self.failed = True
+            raise AttributeError("no such attribute")
+        self.asked_again.set()
+        yield
+
+
+async def test_changes_are_followed_again_after_an_error_that_is_not_the_stores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(policies, "RECONNECT_S", 0.01)
+    store: Any = FailsOnce()
+    async with PublishedPolicies(store, Router([])).followed(), asyncio.timeout(60):
+        await store.asked_again.wait()
+    assert "new versions of policies are not seen; trying again" in caplog.text
+    assert "AttributeError: no such attribute" in caplog.text

@@ -239,6 +239,35 @@ async def test_error_of_a_rule_is_reported_and_the_others_are_matched_also_later
     assert logged[0].exc_info is not None
 
 
+async def test_error_of_a_rule_is_counted_once_if_the_store_fails_meanwhile(
+    store: Store, odd_rule: RuleConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_mark, failures = store.browser.add_mark, 3
+
+    async def failing(session_id: str, mark: Mark) -> bool:
+        nonlocal failures
+        if mark.turn == 1 and failures:
+            failures -= 1
+            raise StoreError("the disk is full")
+        return await add_mark(session_id, mark)
+
+    monkeypatch.setattr(watching, "RETRY_S", 0.01)
+    monkeypatch.setattr(store.browser, "add_mark", failing)
+    await written(store)
+    (turn,) = await store.get_turns("s")
+    second = a_rule("second", regex="Other")
+    watch = RuleWatch(store, [odd_rule, second], Metrics(), nothing)
+    watch.recorded("s", turn)
+    watch.recorded("s", replace(turn, index=1, answer=turn.answer.replace(b"Hello", b"Other")))
+    watch.start()
+    async with asyncio.timeout(60):
+        while not (await store.browser.marks(["s"])):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await watch.close()
+    assert failures == 0
+    assert [each["turn"] for each in watch.faults] == [0, 1]
+
+
 async def test_error_of_what_a_rule_does_ends_neither_the_matching_nor_the_session(
     store: Store,
 ) -> None:
@@ -322,6 +351,42 @@ async def test_text_beyond_the_bound_is_read_from_the_store(
         while not (await store.browser.marks(["s"])):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await watch.close()
+
+
+async def test_matched_turns_leave_room_for_others_while_the_store_fails(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await written(store)
+    await store.create_session(replace(a_session("other"), key_hash=b"other"))
+    (turn,) = await store.get_turns("s")
+    add_mark = store.browser.add_mark
+    failed, asked = asyncio.Event(), set[str]()
+
+    async def failing(session_id: str, mark: Mark) -> bool:
+        if mark.turn == 1:
+            failed.set()
+            raise StoreError("the disk is full")
+        return await add_mark(session_id, mark)
+
+    async def counted(session_id: str, since: int = 0, until: int | None = None) -> list[Turn]:
+        asked.add(session_id)
+        return [replace(turn, index=since)]
+
+    monkeypatch.setattr(watching, "RETRY_S", 0.01)
+    monkeypatch.setattr(watching, "WAITING_BYTES", len(turn.request) + len(turn.answer))
+    monkeypatch.setattr(store.browser, "add_mark", failing)
+    monkeypatch.setattr(store, "get_turns", counted)
+    watch = RuleWatch(store, [a_rule("all", regex="(?s).")], Metrics(), nothing)
+    watch.recorded("s", turn)
+    watch.recorded("s", replace(turn, index=1))  # beyond the bound
+    watch.start()
+    async with asyncio.timeout(60):
+        await failed.wait()
+        watch.recorded("other", turn)
+        while not (await store.browser.marks(["other"])):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await watch.close()
+    assert asked == {"s"}
 
 
 async def test_saved_rule_that_cannot_be_read_is_left_out(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,26 @@ def test_failed_replacement_keeps_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         replace_file(path, "\ud800")
     assert path.read_text() == "old"
+
+
+def test_run_keeps_its_name_and_an_empty_one_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    name = folder.run_id
+    assert name.startswith("run-")
+    assert RunFolder(folder.path).run_id == name
+    (folder.path / "run.id").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.id: is empty"):
+        _ = folder.run_id
+
+
+def test_name_of_a_run_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(file: int) -> None:
+        raise OSError("no space left on the device")
+
+    folder = RunFolder.create(tmp_path / "run")
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        _ = folder.run_id
+    assert not (folder.path / "run.id").exists()

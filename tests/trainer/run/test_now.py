@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus, Task
 from proxy.shown_config import MAX_CHARS
@@ -55,6 +57,10 @@ def test_groups_of_the_next_batch_are_shown_if_the_producer_reports_them(tmp_pat
     config = LoggingConfig(tensorboard=False, progress="none", token_bytes=0)
     producer: Any = SimpleNamespace(production=Production(3, 8, 5, max_staleness=2))
     with closing(RunLog(config, folder, steps=4)) as log:
+        reports_nothing: Any = SimpleNamespace()
+        log.follow(reports_nothing)
+        log.phase(1, "sampling")
+        assert now(folder)["groups"] is None
         log.follow(producer)
         log.phase(1, "sampling")
         assert now(folder)["groups"] == {
@@ -63,8 +69,6 @@ def test_groups_of_the_next_batch_are_shown_if_the_producer_reports_them(tmp_pat
             "running": 5,
             "max_staleness": 2,
         }
-        other: Any = SimpleNamespace()
-        log.follow(other)
 
 
 def test_errors_are_bounded(tmp_path: Path) -> None:
@@ -77,6 +81,20 @@ def test_errors_are_bounded(tmp_path: Path) -> None:
         errors = now(folder)["errors"]
     assert [each["trial_id"] for each in errors] == [str(n) for n in range(3, KEPT_ERRORS + 3)]
     assert {len(each["error"]) for each in errors} == {ERROR_CHARS}
+
+
+def test_file_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    (folder.path / "now.json").mkdir()
+    config = LoggingConfig(tensorboard=False, progress="none", token_bytes=0)
+    with closing(RunLog(config, folder, steps=4)) as log:
+        log.phase(1, "sampling")
+        log.trial_ended(a_rollout("a", RolloutStatus.DONE))
+    said = [record.message for record in caplog.records if "now.json" in record.message]
+    assert len(said) == 1
+    assert "cannot be written, so Now is empty" in said[0]
 
 
 def test_error_of_an_agent_with_half_a_character_can_be_sent(tmp_path: Path) -> None:

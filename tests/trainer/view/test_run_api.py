@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +13,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from proxy.errors import StoreError
 from proxy.records import Mark, RuleAction
 from proxy.search.rules import save_rule
+from proxy.store import open_store
+from proxy.store.protocol import Store
 from proxy.view.run_folder import RecordedRuns, reading
 from proxy.view.run_requests import RunRequests
 from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.store.test_conformance import a_session
 from tests.proxy.view.test_api import Reader
 from tests.trainer.view.recorded_run import DIFFERENCE, begin, training, whole
 from trainer.run.folder import read_jsonl
@@ -177,6 +184,57 @@ async def test_trials_of_another_run_have_the_marks_of_its_own_sessions(
             trials = orjson.loads(answered.body)["trials"]
             assert [each["trial_id"] for each in trials] == ["lamps-1"]
             assert [mark["rule"] for mark in trials[0]["marks"]] == [name]
+
+
+async def test_store_of_another_run_is_only_read(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        async with written_store(tmp_path / name / "sessions.db") as store:
+            await store.create_session(a_session("lamps-1"))
+            await store.browser.add_mark("lamps-1", Mark(name, RuleAction.MARK, 0, 1.0, ""))
+        line = {"step": 0, "trial_id": "lamps-1", "kind": "train"}
+        (tmp_path / name / "trials.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+    file = tmp_path / "second" / "sessions.db"
+
+    def in_file(sql: str) -> list[tuple[int]]:
+        with closing(sqlite3.connect(file)) as connection:
+            found = connection.execute(sql).fetchall()
+            connection.commit()
+            return found
+
+    async def marks_of_trials(query: str = "") -> list[str]:
+        request = make_mocked_request("GET", f"/view/run/trials?run=second{query}")
+        answered = await requests.handlers["run/trials"](request)
+        assert isinstance(answered, web.Response)
+        assert isinstance(answered.body, bytes)
+        (trial,) = orjson.loads(answered.body)["trials"]
+        return [mark["rule"] for mark in trial["marks"]]
+
+    owners = in_file("SELECT count(*) FROM owners")
+    runs = RecordedRuns([tmp_path / "first", tmp_path / "second"])
+    async with written_store(tmp_path / "first" / "sessions.db") as first:
+        requests = RunRequests(lambda: first.browser, runs)
+        assert await marks_of_trials() == ["second"]
+        assert in_file("SELECT count(*) FROM owners") == owners
+        in_file("PRAGMA user_version = 99")
+        assert await marks_of_trials("&marked=second") == ["second"]
+        async with runs.browser_of(runs["second"], first.browser) as browser:
+            assert browser is not None
+            with pytest.raises(StoreError, match="open for reading only"):
+                await browser.add_mark("lamps-1", Mark("x", RuleAction.MARK, 0, 1.0, ""))
+        in_file("DROP TABLE marks")
+        assert await marks_of_trials() == []
+        with pytest.raises(StoreError, match="no such table"):
+            await marks_of_trials("&marked=second")
+
+
+@asynccontextmanager
+async def written_store(file: Path) -> AsyncIterator[Store]:
+    store = await open_store(f"sqlite:///{file}")
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def test_step_has_its_groups_and_the_evaluations_after_it(
