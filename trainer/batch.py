@@ -9,7 +9,7 @@ Shapes: `G` groups, `R` rollouts, `S` sequences (one per trajectory), `N` traine
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -220,11 +220,18 @@ def _sequences(rollout: Rollout) -> Iterator[tuple[Trajectory, tuple[Column, ...
                 "but a sampled token needs a prompt before it"
             )
         turns = path.turns[mask]
-        returns = np.array([rollout.turn_returns.get(int(t), rollout.reward) for t in turns])
-        shares = np.array([rollout.turn_shares.get(int(t), 1.0) for t in turns])
+        returns = _of_turns(turns, rollout.turn_returns, rollout.reward)
+        shares = _of_turns(turns, rollout.turn_shares, 1.0)
         position = np.flatnonzero(mask)
         columns = (position, path.ids[mask], turns, path.versions[mask], path.logprobs[mask])
         yield path, (*columns, returns, shares)
+
+
+def _of_turns(turns: Column, values: Mapping[int, float], default: float | None) -> Column:
+    """The value of each token's turn; `turns` has the turn of each token."""
+    starts = np.flatnonzero(np.diff(turns, prepend=turns[0] - 1))
+    each = [values.get(turn, default) for turn in turns[starts].tolist()]
+    return np.repeat(np.array(each), np.diff(starts, append=len(turns)))
 
 
 def _check(rollout: Rollout, index: int, segment: Segment) -> None:

@@ -62,13 +62,19 @@ class RunningProxy:
         )
 
     async def post(
-        self, session: SessionHandle, route: str, body: Any, **headers: str
+        self,
+        session: SessionHandle,
+        route: str,
+        body: Any,
+        timeout_s: float = 300,
+        **headers: str,
     ) -> tuple[int, Any]:
         """Status and JSON of a call that is not streamed."""
         headers = {"Authorization": f"Bearer {session.api_key}", **headers}
         data = body if isinstance(body, bytes) else orjson.dumps(body)
         url = f"{session.base_url}/{route}"
-        async with self.http.post(url, data=data, headers=headers) as response:
+        timeout = aiohttp.ClientTimeout(timeout_s)
+        async with self.http.post(url, data=data, headers=headers, timeout=timeout) as response:
             return response.status, orjson.loads(await response.read())
 
     async def events(self, session: SessionHandle, route: str, body: Any) -> list[bytes]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from agent_loop.records import RolloutStatus
 from proxy.engines.scripted import ScriptedEngine
 from proxy.records import TurnStatus
@@ -16,8 +18,9 @@ from tests.proxy.serving.test_paused_calls import CACHE_TOKENS, filled
 __all__ = ["pytestmark"]
 
 
+@pytest.mark.parametrize("paused_s", [0, pytest.param(600, marks=pytest.mark.long)])
 async def test_claude_code_goes_on_after_its_first_call_was_paused(
-    start_proxy: StartProxy, tmp_path: Path
+    start_proxy: StartProxy, tmp_path: Path, paused_s: float
 ) -> None:
     """Keep-alives come during the pause; afterwards every token is as the engine sampled it."""
     async with ScriptedEngine(lambda _: [], cache_tokens=CACHE_TOKENS) as engine:
@@ -27,6 +30,7 @@ async def test_claude_code_goes_on_after_its_first_call_was_paused(
             trial(full.proxy, example("claude_code"), tmp_path, timeout_s=1200)
         )
         await full.until_paused()
+        await asyncio.sleep(paused_s)
         assert len(engine.calls) == 1
         await full.free()
         rollout = await paused
