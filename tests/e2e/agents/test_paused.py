@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.records import RolloutStatus
+from proxy.engines.http_engine import HttpEngine
 from proxy.engines.scripted import ScriptedEngine
 from proxy.records import TurnStatus
 from tests.e2e.agents.model import play
@@ -20,14 +21,19 @@ __all__ = ["pytestmark"]
 
 @pytest.mark.parametrize("paused_s", [0, pytest.param(600, marks=pytest.mark.long)])
 async def test_claude_code_goes_on_after_its_first_call_was_paused(
-    start_proxy: StartProxy, tmp_path: Path, paused_s: float
+    start_proxy: StartProxy, tmp_path: Path, paused_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keep-alives come during the pause; afterwards every token is as the engine sampled it."""
+    # The call that fills the cache stands still for longer than an engine may.
+    defaults = HttpEngine.__init__.__kwdefaults__
+    assert defaults
+    monkeypatch.setitem(defaults, "stall_timeout_s", 3600.0)
     async with ScriptedEngine(lambda _: [], cache_tokens=CACHE_TOKENS) as engine:
         full = await filled(start_proxy, engine, max_wait_s=3600, limits={"keep_alive_s": 1})
         full.proxy.answers(play)
         paused = asyncio.create_task(
-            trial(full.proxy, example("claude_code"), tmp_path, timeout_s=1200)
+            # A call is paused for at most a tenth of the time that its trial has left.
+            trial(full.proxy, example("claude_code"), tmp_path, timeout_s=7200)
         )
         await full.until_paused()
         await asyncio.sleep(paused_s)
