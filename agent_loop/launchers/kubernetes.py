@@ -15,9 +15,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import Field
@@ -53,7 +54,12 @@ END_TIMEOUT_S = 30.0
 """Seconds that a Job may take to disappear, in addition to `grace_s`."""
 LOOK_S = 0.5
 """Seconds between two questions whether a deleted Job is gone."""
+NOT_DELETED = (
+    "Job %s could not be deleted: %s; its pod may run until the Job's deadline: "
+    "`kubectl delete job %s` ends it"
+)
 
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +95,6 @@ class KubernetesLauncher:
         self._opening = asyncio.Lock()
         self._kubernetes: Kubernetes | None = None
         self._pods: PodWatch | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     @property
     def overhead_s(self) -> float:
@@ -107,12 +112,11 @@ class KubernetesLauncher:
                     raise
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        if self._pods is not None:
+            await self._pods.close()
         if self._kubernetes is not None:
             await self._kubernetes.close()
-        self._kubernetes = self._pods = self._watching = None
+        self._kubernetes = self._pods = None
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -143,7 +147,7 @@ class KubernetesLauncher:
                     settings.kubeconfig, settings.namespace, settings.patience_s
                 )
                 self._kubernetes, self._pods = opened, PodWatch(opened, f"{RUN_LABEL}={self._run}")
-                self._watching = asyncio.create_task(self._pods.run())
+            self._pods.start()
             return self._kubernetes, self._pods
 
     async def _run_job(
@@ -151,12 +155,15 @@ class KubernetesLauncher:
     ) -> AgentResult:
         created = time.monotonic()
         made = job_object(self._settings, trial, self._run)
-        job = await kubernetes.create("batch/v1", "jobs", made)
-        await kubernetes.create("v1", "secrets", secret_object(trial, job))
-        pod, state = await self._next(seen, job, PodPhase.WAITING, self._settings.start_timeout_s)
+        # A request that is dropped may still be carried out, after the one that deletes the Job.
+        job = await _completed(kubernetes.create("batch/v1", "jobs", made))
+        await _completed(kubernetes.create("v1", "secrets", secret_object(trial, job)))
+        timeout_s = self._settings.start_timeout_s
+        pod, state = await self._next(kubernetes, seen, job, PodPhase.WAITING, timeout_s)
         started = time.monotonic()
         if state is not None and state.phase is PodPhase.RUNNING:
-            pod, state = await self._next(seen, job, PodPhase.RUNNING, trial.timeout_s, pod)
+            timeout_s = trial.timeout_s
+            pod, state = await self._next(kubernetes, seen, job, PodPhase.RUNNING, timeout_s, pod)
         wall_s = time.monotonic() - started
         if pod is not None:
             await self._keep_logs(kubernetes, trial, pod)
@@ -181,6 +188,7 @@ class KubernetesLauncher:
 
     async def _next(
         self,
+        kubernetes: Kubernetes,
         seen: asyncio.Queue[Seen],
         job: Object,
         phase: PodPhase,
@@ -191,7 +199,8 @@ class KubernetesLauncher:
         it was seen. No state: it still ran after `timeout_s`.
 
         Raises:
-            LaunchError: it cannot be started, or has not been started after `timeout_s`.
+            LaunchError: it cannot be started, has not been started after `timeout_s`, or the API
+                does not say whether it has ended by then.
         """
         state = PodState(phase)
         try:
@@ -204,9 +213,11 @@ class KubernetesLauncher:
                         return None, PodState(PodPhase.LOST, "it was deleted")
                     pod, state = found, pod_state(found)
         except TimeoutError:
-            if phase is PodPhase.RUNNING:
-                return pod, None
-            raise LaunchError(_not_started(job, timeout_s, state)) from None
+            pod, state = await _asked(kubernetes, pod, state)
+        if state.phase is phase is PodPhase.RUNNING:
+            return pod, None
+        if state.phase is phase:
+            raise LaunchError(_not_started(job, timeout_s, state))
         if state.phase is PodPhase.HOPELESS:
             raise LaunchError(
                 f"kubernetes: Job {job['metadata']['name']}: {state.reason}; correct "
@@ -245,25 +256,25 @@ class KubernetesLauncher:
         """Deletes the Job and waits until its pod has ended, also if this call is cancelled. An
         error is logged, so that the caller reports the original one; the Job's own deadline then
         ends the pod."""
-        removing = asyncio.create_task(self._delete(kubernetes, name))
-        try:
-            await asyncio.shield(removing)
-        except asyncio.CancelledError:
-            await asyncio.wait([removing])
-            raise
+        await _completed(self._delete(kubernetes, name))
 
     async def _delete(self, kubernetes: Kubernetes, name: str) -> None:
+        deleted = False
         try:
             async with asyncio.timeout(self._settings.grace_s + END_TIMEOUT_S):
                 await kubernetes.delete_job(name)
+                deleted = True
                 while True:
                     await kubernetes.get("batch/v1", "jobs", name)
                     await asyncio.sleep(LOOK_S)
         except KubernetesError as error:
             if error.status != 404:
-                _log.warning("Job %s could not be deleted: %s", name, error)
+                _log.warning(NOT_DELETED, name, error, name)
         except TimeoutError:
-            _log.warning("Job %s was deleted, but its pod has not ended", name)
+            if deleted:
+                _log.warning("Job %s was deleted, but its pod has not ended", name)
+            else:
+                _log.warning(NOT_DELETED, name, "the API does not answer", name)
 
     def _reward(self, state: PodState) -> Graded:
         """The termination message is the launcher's reward, if there is one."""
@@ -274,6 +285,37 @@ class KubernetesLauncher:
         except orjson.JSONDecodeError:
             return NO_REWARD  # what a program without a reward writes there, such as its last words
         return graded(value, self._settings.key, "the container's termination message")
+
+
+async def _completed(work: Coroutine[Any, Any, Result]) -> Result:
+    """Its result. If this call is cancelled, it raises only once `work` has ended."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # otherwise asyncio logs that nobody has read it
+        raise
+
+
+async def _asked(
+    kubernetes: Kubernetes, pod: Object | None, state: PodState
+) -> tuple[Object | None, PodState]:
+    """The pod and its state according to the API, because the watch may have been interrupted.
+
+    Raises:
+        LaunchError: the API does not answer.
+    """
+    if pod is None:
+        return None, state
+    try:
+        now = await kubernetes.get("v1", "pods", pod["metadata"]["name"])
+    except KubernetesError as error:
+        if error.status != 404:
+            raise
+        return None, PodState(PodPhase.LOST, "it was deleted")
+    return now, pod_state(now)
 
 
 def _late(wall_s: float) -> str:

@@ -1,9 +1,14 @@
 """The requests to the Kubernetes API, and one watch of all pods of a run.
 
+    watch ──▶ ended by the server, silent, or not understood ──▶ resumed after the last event
+          ├─▶ 410, or restarted for the next trial ──▶ all pods are listed
+          └─▶ refused, or an unexpected error ──▶ shown to all that follow
+
 Invariant: a request is repeated only if that has no second effect: names of objects are chosen by
 this process, so a repeated creation finds the object. A watch that ends is resumed after the last
 event; if the server no longer has that event (410), the pods are listed again, so that no change
-of a pod that is followed is missed.
+of a pod that is followed is missed. Credentials that the server refuses (401) are read again once,
+because those that a kubeconfig's program or a service account's file give expire.
 """
 
 from __future__ import annotations
@@ -11,7 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import math
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -27,12 +35,23 @@ from proxy.errors import ConfigurationError
 
 REQUEST_TIMEOUT_S = 60.0
 WATCH_S = 300
-"""Seconds after which the server ends a watch, so that a broken connection is noticed."""
+"""Seconds after which the server ends a watch."""
+SILENT_S = 90.0
+"""Seconds without data after which a watch is resumed on a new connection: the old one may be
+broken. A server sends a bookmark about once a minute."""
+RENEW_S = 60.0
+"""Seconds between two readings of credentials that the server refuses."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 RETRYABLE = frozenset({429, 500, 502, 503, 504})
 GONE = 410
+HINTS = {
+    401: "; the credentials are not valid or have expired: renew those that the kubeconfig names",
+    403: "; give the service account the role in docs/placement.md",
+}
 RETRY_S = 1.0
 """Seconds before a watch that failed is tried again."""
+
+_log = logging.getLogger(__name__)
 
 
 class KubernetesError(LaunchError):
@@ -46,11 +65,17 @@ class KubernetesError(LaunchError):
 class Kubernetes:
     """Example: await kubernetes.create("batch/v1", "jobs", job)"""
 
-    def __init__(self, api: Any, namespace: str, patience_s: float) -> None:
+    def __init__(
+        self, api: Any, kubeconfig: Path | None, namespace: str, patience_s: float
+    ) -> None:
         """`api` is a `kubernetes_asyncio.client.ApiClient`."""
         self._api = api
+        self._kubeconfig = kubeconfig
         self.namespace = namespace
         self._patience_s = patience_s
+        self._renewing = asyncio.Lock()
+        self._renewals = 0
+        self._renewed_at = -math.inf
 
     @classmethod
     async def open(
@@ -64,22 +89,14 @@ class Kubernetes:
         from kubernetes_asyncio import client, config  # the import takes seconds
 
         settings = client.Configuration()
-        in_cluster = kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ
         try:
-            if in_cluster:
-                config.load_incluster_config(client_configuration=settings)
-                own = NAMESPACE_FILE.read_text().strip()
-            else:
-                loader = await config.load_kube_config(
-                    str(kubeconfig) if kubeconfig else None, client_configuration=settings
-                )
-                own = loader.current_context["context"].get("namespace", "default")
+            own = await _load_credentials(kubeconfig, settings)
         except (config.ConfigException, OSError) as error:
             raise LaunchError(
                 f"kubernetes: no cluster ({error}): run in a pod with a service account, or set "
                 "remote_agent.kubernetes.kubeconfig"
             ) from None
-        return cls(client.ApiClient(settings), namespace or own, patience_s)
+        return cls(client.ApiClient(settings), kubeconfig, namespace or own, patience_s)
 
     async def close(self) -> None:
         await self._api.close()
@@ -127,14 +144,10 @@ class Kubernetes:
         """
         query = {"labelSelector": selector, "resourceVersion": since, "watch": "true"}
         query |= {"allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
-        path, timeout = self._path("v1", "pods"), (REQUEST_TIMEOUT_S, 2.0 * WATCH_S)
+        path, timeout = self._path("v1", "pods"), (REQUEST_TIMEOUT_S, SILENT_S)
         async with self._answer("GET", path, query, timeout_s=timeout) as response:
             async for line in _lines(response):
-                event = orjson.loads(line)
-                if event["type"] == "ERROR":
-                    status = event["object"].get("code", 0)
-                    raise KubernetesError(f"kubernetes: watch: {event['object']}", status)
-                yield event["type"], event["object"]
+                yield _event(line)
 
     def _path(self, version: str, kind: str, name: str = "") -> str:
         root = f"/apis/{version}" if "/" in version else f"/api/{version}"
@@ -164,6 +177,9 @@ class Kubernetes:
         body: Any = None,
         timeout_s: float | tuple[float, float] = REQUEST_TIMEOUT_S,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        from kubernetes_asyncio.config import ConfigException
+
+        renewals = self._renewals
         try:
             answer = await self._api.call_api(
                 path,
@@ -178,11 +194,28 @@ class Kubernetes:
             )
             response: aiohttp.ClientResponse = answer
             async with response:
+                if response.status == 401 and await self._renewed(renewals):
+                    message = f"kubernetes: {method} {path}: 401, the credentials were read again"
+                    raise KubernetesError(message, 0)
                 if response.status >= 400:
                     raise _refused(method, path, response.status, await response.read())
                 yield response
-        except (aiohttp.ClientError, TimeoutError) as error:
+        # Each request may read credentials from a file that is being replaced, and an answer may
+        # be a load balancer's.
+        except (aiohttp.ClientError, OSError, ConfigException, orjson.JSONDecodeError) as error:
             raise KubernetesError(f"kubernetes: {method} {path}: {error!r}", 0) from error
+
+    async def _renewed(self, renewals: int) -> bool:
+        """Reads the credentials again, unless another request has done so since there were
+        `renewals`, or those that were read a moment ago are refused, too."""
+        async with self._renewing:
+            if self._renewals == renewals:
+                if time.monotonic() < self._renewed_at + RENEW_S:
+                    return False
+                self._renewed_at = time.monotonic()
+                await _load_credentials(self._kubeconfig, self._api.configuration)
+                self._renewals += 1
+            return True
 
 
 Seen = Object | KubernetesError | None
@@ -199,6 +232,7 @@ class PodWatch:
         self._seen: set[str] = set()
         self._version = ""
         """Of the last event; empty: the pods have to be listed."""
+        self._watching: asyncio.Task[None] | None = None
 
     @contextmanager
     def follow(self, name: str) -> Iterator[asyncio.Queue[Seen]]:
@@ -210,9 +244,27 @@ class PodWatch:
             del self._followed[name]
             self._seen.discard(name)
 
-    async def run(self) -> None:
-        """Watches until it is cancelled. While the API does not answer, trials continue; a refusal
-        is shown to all that follow."""
+    def start(self) -> None:
+        """Watches until `close`, if it does not already. The pods are listed first."""
+        if self._watching is None or self._watching.done():
+            self._version = ""
+            self._watching = asyncio.create_task(self._watch())
+            self._watching.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+
+    def _ended(self, watching: asyncio.Task[None]) -> None:
+        """Without a watch, trials would seem to run on until their deadline."""
+        if watching.cancelled() or (error := watching.exception()) is None:
+            return
+        _log.error("the watch of the pods ended", exc_info=error)
+        self._show_all(KubernetesError(f"kubernetes: the watch of the pods ended: {error!r}", 0))
+
+    async def _watch(self) -> None:
+        """While the API does not answer, trials continue; a refusal is shown to all that follow."""
         while True:
             try:
                 if not self._version:
@@ -228,8 +280,7 @@ class PodWatch:
                     self._version = ""
                     continue
                 if not _is_away(error):
-                    for queue in self._followed.values():
-                        queue.put_nowait(error)
+                    self._show_all(error)
                 await asyncio.sleep(RETRY_S)
 
     async def _list(self) -> None:
@@ -247,6 +298,10 @@ class PodWatch:
             (self._seen.discard if deleted else self._seen.add)(name)
             self._followed[name].put_nowait(None if deleted else pod)
 
+    def _show_all(self, error: KubernetesError) -> None:
+        for queue in self._followed.values():
+            queue.put_nowait(error)
+
 
 def require_client() -> None:
     """
@@ -260,6 +315,33 @@ def require_client() -> None:
             "remote_agent.kubernetes needs the package kubernetes_asyncio: install the extra "
             "`kubernetes`"
         )
+
+
+async def _load_credentials(kubeconfig: Path | None, settings: Any) -> str:
+    """Sets the cluster's address and the credentials, and returns the namespace. `settings` is a
+    `kubernetes_asyncio.client.Configuration`."""
+    from kubernetes_asyncio import config
+
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        config.load_incluster_config(client_configuration=settings)
+        return NAMESPACE_FILE.read_text().strip()
+    file = str(kubeconfig) if kubeconfig else None
+    async with asyncio.timeout(REQUEST_TIMEOUT_S):  # of the kubeconfig's program
+        loader = await config.load_kube_config(file, client_configuration=settings)
+    return str(loader.current_context["context"].get("namespace", "default"))
+
+
+def _event(line: bytes) -> tuple[str, Object]:
+    try:
+        event = orjson.loads(line)
+        kind, changed = str(event["type"]), event["object"]
+        if kind != "ERROR":
+            changed["metadata"]["resourceVersion"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise KubernetesError(f"kubernetes: {line[:200]!r} is not an event of a watch", 0) from None
+    if kind == "ERROR":
+        raise KubernetesError(f"kubernetes: watch: {changed}", changed.get("code", 0))
+    return kind, changed
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -285,5 +367,6 @@ def _refused(method: str, path: str, status: int, content: bytes) -> KubernetesE
         message = str(json.loads(content)["message"])
     except (ValueError, KeyError, TypeError):
         message = content[:200].decode(errors="replace")
-    hint = "; give the service account the role in docs/placement.md" if status == 403 else ""
-    return KubernetesError(f"kubernetes: {method} {path}: {status} {message}{hint}", status)
+    return KubernetesError(
+        f"kubernetes: {method} {path}: {status} {message}{HINTS.get(status, '')}", status
+    )

@@ -30,13 +30,16 @@ RUN_LABEL = "agentic-rl/run"
 TRIAL_LABEL = "agentic-rl/trial"
 FOLDER = Path("/agentic-trial")
 """Where the pod has its task file."""
+KEY_VARIABLE = "AGENTIC_SESSION_KEY"
+"""The variable by which Kubernetes replaces `{api_key}`; the others may be set in `env`."""
 TASK_FILE_BYTES = 900_000
 """A Secret holds at most 1 MiB."""
 LOST_NODE_S = 60
 """Seconds after which a pod on a node that does not answer is deleted; Kubernetes' own default is
 300."""
 END_S = 60
-"""Seconds that the Job of a trainer that has died may take longer than its trial would have."""
+"""Seconds that the Job of a trainer that has died may take longer than the waiting time, the trial
+and its grace period together."""
 OURS = frozenset({"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes"})
 """Fields of the pod that the launcher sets."""
 NOT_THERE = ("{workspace}", "{directory}", "{root}", "{python}")
@@ -153,21 +156,23 @@ def secret_object(trial: Trial, job: Object) -> Object:
 def _pod(settings: JobSettings, trial: Trial, name: str) -> Object:
     inside = replace(trial, directory=FOLDER)
     keys = {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"}
-    plain = {key: value for key, value in session_variables(inside).items() if key not in keys}
-    plain |= {key: expand(value, inside) for key, value in settings.env.items()}
+    given = {key: value for key, value in session_variables(inside).items() if key not in keys}
+    plain = {key: value.replace("$", "$$") for key, value in given.items()}
+    plain |= {key: _value(value, inside) for key, value in settings.env.items()}
     secret = {"secretKeyRef": {"name": name, "key": "api-key"}}
+    secrets = [KEY_VARIABLE, *sorted(keys - plain.keys())]
     container: Object = {
         "name": CONTAINER,
         "image": settings.image,
         "env": [
-            *({"name": key, "valueFrom": secret} for key in sorted(keys - plain.keys())),
-            *({"name": key, "value": _literal(value)} for key, value in plain.items()),
+            *({"name": key, "valueFrom": secret} for key in secrets),
+            *({"name": key, "value": value} for key, value in plain.items()),
         ],
         "resources": {kind: dict(amounts) for kind, amounts in settings.resources.items()},
         "volumeMounts": [{"name": "task", "mountPath": str(FOLDER), "readOnly": True}],
     }
     if settings.argv:
-        container["command"] = [_literal(expand(word, inside)) for word in settings.argv]
+        container["command"] = [_value(word, inside) for word in settings.argv]
     items = [{"key": "task.json", "path": inside.task_file.name}]
     more = dict(settings.pod)
     lost = ({"key": f"node.kubernetes.io/{why}"} for why in ("not-ready", "unreachable"))
@@ -185,9 +190,12 @@ def _pod(settings: JobSettings, trial: Trial, name: str) -> Object:
     }
 
 
-def _literal(text: str) -> str:
-    """Kubernetes would replace `$(NAME)` in commands and variables."""
-    return text.replace("$(", "$$(")
+def _value(template: str, trial: Trial) -> str:
+    """The command's word or the variable's value, in which Kubernetes replaces `$(NAME)` by an
+    earlier variable and every `$$` by `$` (its `third_party/forked/golang/expansion/expand.go`).
+    The key stays in the Secret: Kubernetes puts it in."""
+    parts = template.split("{api_key}")
+    return f"$({KEY_VARIABLE})".join(expand(part, trial).replace("$", "$$") for part in parts)
 
 
 class PodPhase(StrEnum):

@@ -41,11 +41,27 @@ class FakeKubernetes:
     logs: bytes = b"the agent's output\n"
     refused: dict[str, str] = field(default_factory=dict)
     """Kind → message of the 403 that its requests get."""
+    unavailable: set[str] = field(default_factory=set)
+    """Kinds whose requests get the status 503."""
+    kept: set[str] = field(default_factory=set)
+    """Kinds whose objects do not disappear when they are deleted."""
     without_pods: bool = False
     """Jobs get no pod, as if a quota were used up."""
     gone_as_status: bool = False
     """410 is the status of the answer to a watch, and not an event in it."""
+    token: str = ""
+    """What requests need in `Authorization`; empty: nothing."""
+    garbage: bytes = b""
+    """What the next watch sends first."""
+    creation: asyncio.Event | None = None
+    """Jobs are created only when it is set, even if the client has gone by then."""
+    creating: asyncio.Event = field(default_factory=asyncio.Event)
     lists: int = 0
+    _watches: int = 0
+    _silent: int = 0
+    """The number of watches, from the first one, that send nothing more."""
+    _sent: int = 0
+    """Version of the last change that a watch has sent."""
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _events: list[tuple[int, str, Object]] = field(default_factory=list)
     _forgotten: int = 0
@@ -79,6 +95,14 @@ class FakeKubernetes:
             self._forgotten = 1 << 60
         self._notify()
 
+    async def silence_watches(self) -> None:
+        """Once they have sent all changes, the present watches send nothing more, as on a
+        connection that is broken."""
+        async with asyncio.timeout(30):
+            while self._sent < self._events[-1][0]:
+                await self._change()
+        self._silent = self._watches
+
     async def listed_again(self) -> None:
         lists = self.lists
         async with asyncio.timeout(30):
@@ -87,18 +111,30 @@ class FakeKubernetes:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         kind, name = request.match_info["kind"], request.match_info.get("name", "")
+        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return _status(401, "Unauthorized", "Unauthorized")
+        if kind in self.unavailable:
+            return _status(503, "ServiceUnavailable", "try again")
         if kind in self.refused:
             return _status(403, "Forbidden", self.refused[kind])
         if request.method == "POST":
+            if self.creation is not None and kind == "jobs":
+                self.creating.set()
+                await self.creation.wait()
             return self._create(kind, await request.json())
-        if kind == "pods" and name:
+        if request.path.endswith("/log"):
             return web.Response(body=self.logs)
+        if kind == "pods" and name:
+            pods = {pod["metadata"]["name"]: pod for pod in self.pods.values()}
+            return web.json_response(pods[name]) if name in pods else _status(404, "NotFound", name)
         if kind == "pods":
             return await (self._watch if "watch" in request.query else self._list)(request)
         if name not in self.jobs:
             return _status(404, "NotFound", f'{kind} "{name}" not found')
         if request.method == "DELETE":
             assert (await request.json())["propagationPolicy"] == "Foreground"
+            if kind in self.kept:
+                return web.json_response(self.jobs[name])
             if name in self.pods:
                 self.delete_pod(name)
             self.deleted.append(name)
@@ -133,7 +169,8 @@ class FakeKubernetes:
         return web.json_response({"metadata": metadata, "items": list(self.pods.values())})
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        epoch, since = self._epoch, int(request.query["resourceVersion"])
+        self._watches += 1
+        epoch, number, since = self._epoch, self._watches, int(request.query["resourceVersion"])
         expired = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
         if since < self._forgotten and self.gone_as_status:
             return _status(410, "Expired", "too old resource version")
@@ -146,10 +183,17 @@ class FakeKubernetes:
         await response.write(
             orjson.dumps({"type": "BOOKMARK", "object": {"metadata": metadata}}) + b"\n"
         )
+        if self.garbage:
+            await response.write(self.garbage + b"\n")
+            self.garbage = b""
         while self._epoch == epoch:
-            for version, kind, pod in [each for each in self._events if each[0] > since]:
+            new = [each for each in self._events if each[0] > since and number > self._silent]
+            for version, kind, pod in new:
                 since = version
                 await response.write(orjson.dumps({"type": kind, "object": pod}) + b"\n")
+            if new:
+                self._sent = since
+                self._notify()
             await self._change()
         return response
 
@@ -168,8 +212,10 @@ class FakeKubernetes:
 
 
 @asynccontextmanager
-async def fake_kubernetes(folder: Path) -> AsyncIterator[FakeKubernetes]:
-    """Listens on a free port of loopback."""
+async def fake_kubernetes(
+    folder: Path, user: Object | None = None
+) -> AsyncIterator[FakeKubernetes]:
+    """Listens on a free port of loopback. `user` is the kubeconfig's."""
     cluster = FakeKubernetes(folder / "kubeconfig")
     app = web.Application()
     for root in ("/api/v1", "/apis/batch/v1"):
@@ -188,7 +234,7 @@ async def fake_kubernetes(folder: Path) -> AsyncIterator[FakeKubernetes]:
                     "apiVersion": "v1",
                     "kind": "Config",
                     "clusters": [{"name": "fake", "cluster": {"server": url}}],
-                    "users": [{"name": "nobody", "user": {}}],
+                    "users": [{"name": "nobody", "user": user or {}}],
                     "contexts": [{"name": "tests", "context": context}],
                     "current-context": "tests",
                 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers import kubernetes_client
+from agent_loop.launchers import kubernetes, kubernetes_client
 from agent_loop.launchers.kubernetes import KubernetesConfig, KubernetesLauncher
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from tests.agent_loop.conftest import MakeTrial
@@ -85,8 +86,8 @@ async def test_job_and_secret_are_valid_and_the_key_is_in_the_secret_only(
 ) -> None:
     trial = replace(trial, hidden_fields=frozenset({"answer"}))
     settings = {
-        "argv": ["agent", "--task", "{task_file}", "echo $(OPENAI_API_KEY)"],
-        "env": {"WHAT": "{prompt}"},
+        "argv": ["agent", "--task", "{task_file}", "echo $(X) $$", "key={api_key}"],
+        "env": {"WHAT": "{prompt}", "ANTHROPIC_API_KEY": "{api_key}"},
         "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi"}},
         "node_selector": {"pool": "agents"},
         "labels": {"app": "agent"},
@@ -99,7 +100,13 @@ async def test_job_and_secret_are_valid_and_the_key_is_in_the_secret_only(
         kubernetes_validate.validate(made, "1.33", strict=True)
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    assert container["command"][2:] == ["/agentic-trial/task.json", "echo $$(OPENAI_API_KEY)"]
+    assert container["command"][2:] == [
+        "/agentic-trial/task.json",
+        "echo $$(X) $$$$",
+        "key=$(AGENTIC_SESSION_KEY)",
+    ]
+    assert container["env"][0]["name"] == "AGENTIC_SESSION_KEY"  # before those that refer to it
+    assert environment(job)["ANTHROPIC_API_KEY"] == "$(AGENTIC_SESSION_KEY)"
     assert environment(job)["WHAT"] == "do it"
     assert environment(job)["OPENAI_BASE_URL"] == trial.base_url
     assert environment(job)["OPENAI_API_KEY"]["secretKeyRef"]["name"] == job["metadata"]["name"]
@@ -287,6 +294,173 @@ async def test_pod_that_is_missing_in_a_new_list_is_lost(
     cluster.pods.clear()
     with pytest.raises(LaunchError, match="was lost: it was deleted"):
         await trial_ends
+    await launcher.close()
+
+
+def fail_next_watch(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    from kubernetes_asyncio.client import ApiClient
+
+    call, errors = ApiClient.call_api, [error]
+
+    async def call_api(self: Any, *given: Any, **named: Any) -> Any:
+        if errors and ("watch", "true") in named["query_params"]:
+            raise errors.pop()
+        return await call(self, *given, **named)
+
+    monkeypatch.setattr(ApiClient, "call_api", call_api)
+
+
+@pytest.mark.parametrize("what", ["token file", "empty token file", "text", "no object"])
+async def test_watch_goes_on_after_credentials_or_an_answer_that_cannot_be_read(
+    cluster: FakeKubernetes, trial: Trial, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    from kubernetes_asyncio.config import ConfigException
+
+    monkeypatch.setattr(kubernetes_client, "RETRY_S", 0.01)
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    if "file" in what:
+        missing = FileNotFoundError("/var/run/secrets/token")
+        empty = ConfigException("Token file exists but empty.")
+        fail_next_watch(monkeypatch, missing if what == "token file" else empty)
+    else:
+        cluster.garbage = b"<html>" if what == "text" else b'{"type": "MODIFIED", "object": {}}'
+    cluster.end_watches()
+    cluster.set_status(job, ended(3, "Error"))
+    assert (await trial_ends).error == "exit code 3 (Error)"
+    await launcher.close()
+
+
+async def test_watch_that_ends_fails_its_trials_and_is_restarted_for_the_next(
+    cluster: FakeKubernetes, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    fail_next_watch(monkeypatch, RuntimeError("Session is closed"))
+    cluster.end_watches()
+    with pytest.raises(LaunchError, match="watch of the pods ended: RuntimeError"):
+        await trial_ends
+    assert cluster.deleted == [job]
+    trial_ends = asyncio.create_task(launcher.run(replace(trial, trial_id="next")))
+    cluster.set_status(await cluster.job(1), ended())
+    assert (await trial_ends).end is AgentEnd.EXITED
+    await launcher.close()
+
+
+async def test_end_that_a_silent_watch_does_not_show_is_found_at_the_deadline(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(replace(trial, timeout_s=0.5)))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    await cluster.silence_watches()
+    cluster.set_status(job, ended(message="0.5"))
+    result = await trial_ends
+    assert (result.end, result.reward) == (AgentEnd.EXITED, 0.5)
+    await launcher.close()
+
+
+async def test_trial_is_no_timeout_if_the_api_does_not_answer_at_its_deadline(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(replace(trial, timeout_s=0.2)))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    await cluster.silence_watches()
+    cluster.refused["pods"] = "cannot get"
+    with pytest.raises(LaunchError, match="403 cannot get"):
+        await trial_ends
+    await launcher.close()
+
+
+async def test_silent_watch_is_replaced(
+    cluster: FakeKubernetes, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(kubernetes_client, "SILENT_S", 0.2)
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    cluster.set_status(job, running())
+    await cluster.silence_watches()
+    cluster.set_status(job, ended(3, "Error"))
+    assert (await trial_ends).error == "exit code 3 (Error)"
+    await launcher.close()
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+async def test_credentials_that_have_expired_are_read_again(
+    tmp_path: Path, trial: Trial, monkeypatch: pytest.MonkeyPatch, renewed: bool
+) -> None:
+    monkeypatch.setattr(kubernetes_client, "RETRY_S", 0.01)
+    version, given = "client.authentication.k8s.io/v1", tmp_path / "credential.json"
+
+    def give(token: str) -> None:
+        made = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": token}}
+        given.write_text(json.dumps(made))
+
+    program = {"apiVersion": version, "command": "cat", "args": [str(given)]}
+    give("first")
+    async with fake_kubernetes(tmp_path, {"exec": program}) as cluster:
+        cluster.token = "first"
+        launcher = launcher_of(cluster)
+        trial_ends = asyncio.create_task(launcher.run(trial))
+        job = await cluster.job(0)
+        cluster.set_status(job, running())
+        if renewed:
+            give("second")
+        cluster.token = "second"
+        cluster.end_watches()
+        cluster.set_status(job, ended(3, "Error"))
+        if renewed:
+            assert (await trial_ends).error == "exit code 3 (Error)"
+        else:
+            with pytest.raises(LaunchError, match="401 Unauthorized; the credentials"):
+                await trial_ends
+        await launcher.close()
+
+
+async def test_trial_that_is_cancelled_while_its_job_is_created_leaves_no_job(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    cluster.creation = asyncio.Event()
+    launcher = launcher_of(cluster)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    await cluster.creating.wait()
+    trial_ends.cancel()
+    await asyncio.wait([trial_ends], timeout=0.2)
+    cluster.creation.set()
+    with pytest.raises(asyncio.CancelledError):
+        await trial_ends
+    assert (len(cluster.created), cluster.jobs) == (1, {})
+    await launcher.close()
+
+
+@pytest.mark.parametrize("refused", [True, False])
+async def test_warning_says_whether_the_job_was_deleted(
+    cluster: FakeKubernetes,
+    trial: Trial,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refused: bool,
+) -> None:
+    monkeypatch.setattr(kubernetes, "END_TIMEOUT_S", 0.3)
+    launcher = launcher_of(cluster, grace_s=0, patience_s=60)
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    job = await cluster.job(0)
+    (cluster.unavailable if refused else cluster.kept).add("jobs")
+    trial_ends.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trial_ends
+    why = "could not be deleted: the API does not answer" if refused else "but its pod has not"
+    assert job in caplog.text
+    assert why in caplog.text
     await launcher.close()
 
 

@@ -53,6 +53,8 @@ DIFFERENT = [
     ("a1b2c3d4 1024 file.bin", "a1b2c3d5 1024 file.bin"),  # a sum of contents and a size
     ("decaded x", "facaded x"),  # words
     ("Device: eth0", "Device: wlan0"),
+    ("agentId: researcher", "agentId: reviewer"),  # names of agents
+    ("with to: 'planner'", "with to: 'builder'"),
 ]
 
 
