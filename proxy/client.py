@@ -21,6 +21,9 @@ from proxy.admin_key import client_key
 from proxy.record_format import CONTENT_TYPE, decode_record, origin_fields
 from proxy.records import Origin, Reward, ServedPolicy, Session, SessionKind, Turn
 
+PLACE_TIMEOUT_S = 300.0
+"""Seconds that a call waits for a free connection: thousands of trials may begin at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionHandle:
@@ -80,6 +83,7 @@ class ProxyClient:
         self.admin_key = admin_key or client_key(base_url)
         self._headers = {"Authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
         self._timeout_s = timeout_s
+        self._max_connections = max_connections
         self._places = asyncio.Semaphore(max_connections)
         """Outside the connector, whose queue would count towards a call's time limit."""
         self._http: aiohttp.ClientSession | None = None
@@ -196,8 +200,11 @@ class ProxyClient:
     async def wait_completed(self, trial_id: str, *, timeout_s: float) -> bool:
         """Returns True once the session is completed or expired, or False after `timeout_s`."""
         path = _session_path(trial_id, "events") + f"?wait=completed&timeout_s={timeout_s}"
-        answer = await self._json("GET", path, timeout_s=timeout_s + self._timeout_s)
-        return bool(answer["completed"])
+        try:
+            async with asyncio.timeout(timeout_s + self._timeout_s), self._stream(path) as response:
+                return bool(orjson.loads(await response.read())["completed"])
+        except TimeoutError as error:
+            raise self._no_answer("GET", path, error) from error
 
     async def events(self, trial_id: str, since: int = 0) -> AsyncIterator[dict[str, Any]]:
         """Yields events `{seq, at, kind, …}` as they happen, until the session ends."""
@@ -297,10 +304,8 @@ class ProxyClient:
     ) -> None:
         await self.close()
 
-    async def _json(
-        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        data = await self._bytes(method, path, body, timeout_s=timeout_s)
+    async def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        data = await self._bytes(method, path, body)
         answer: dict[str, Any] = orjson.loads(data) if data else {}
         return answer
 
@@ -311,27 +316,37 @@ class ProxyClient:
         body: Any = None,
         *,
         headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
     ) -> bytes:
         all_headers = {**self._headers, **(headers or {})}
         if body is not None:
             all_headers["Content-Type"] = "application/json"
+        await self._take_place(method, path)
         try:
-            async with (
-                self._places,
-                self._client().request(
-                    method,
-                    self.base_url + path,
-                    data=None if body is None else orjson.dumps(body),
-                    headers=all_headers,
-                    timeout=aiohttp.ClientTimeout(total=timeout_s or self._timeout_s),
-                ) as response,
-            ):
+            async with self._client().request(
+                method,
+                self.base_url + path,
+                data=None if body is None else orjson.dumps(body),
+                headers=all_headers,
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            ) as response:
                 await _raise_for_status(response)
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            message = f"{method} {path}: the proxy at {self.base_url} did not answer: {error!r}"
-            raise ProxyClientError(message, 0) from error
+            raise self._no_answer(method, path, error) from error
+        finally:
+            self._places.release()
+
+    async def _take_place(self, method: str, path: str) -> None:
+        try:
+            async with asyncio.timeout(PLACE_TIMEOUT_S):
+                await self._places.acquire()
+        except TimeoutError:
+            message = f"{method} {path}: none of {self._max_connections} connections became free"
+            raise ProxyClientError(f"{message} within {PLACE_TIMEOUT_S:.0f} s", 0) from None
+
+    def _no_answer(self, method: str, path: str, error: Exception) -> ProxyClientError:
+        where = f"{method} {path}: the proxy at {self.base_url}"
+        return ProxyClientError(f"{where} did not answer: {error!r}", 0)
 
     @asynccontextmanager
     async def _event_stream(

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from agent_loop.errors import LaunchError
@@ -79,7 +79,7 @@ class HarborServers:
         for _ in self._servers:
             async with self._left:
                 while (server := self._least_loaded()) is None:
-                    await self._left.wait()
+                    await self._changed()
                 server.running += 1
             try:
                 if len(self) == 1 or await server.client.is_up():
@@ -94,6 +94,13 @@ class HarborServers:
             f"{', '.join(server.url for server in self._servers)}; start them, or correct "
             "remote_agent.harbor_server_urls"
         )
+
+    async def _changed(self) -> None:
+        """Waits until a trial leaves a server, or a server may be back."""
+        back = min((server.away_until for server in self._servers if server.is_away), default=None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if back is None else back - time.monotonic()):
+                await self._left.wait()
 
     async def _leave(self, server: HarborServer) -> None:
         server.running -= 1

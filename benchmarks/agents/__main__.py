@@ -97,7 +97,6 @@ class Program:
         self.cpu_s += process_cpu_s(pid)
         status = Path(f"/proc/{pid}/status").read_text()
         self.peak_bytes = max(self.peak_bytes, _status_bytes(status, "VmHWM"))
-        return self.cpu_s
 
 
 @dataclass(slots=True)

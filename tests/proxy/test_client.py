@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from proxy.client import ProxyClient
+import pytest
+
+from proxy import client as client_module
+from proxy.client import ProxyClient, ProxyClientError
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 
@@ -20,17 +25,59 @@ async def test_call_while_the_client_is_being_closed_opens_a_new_connection(
     await client.close()
 
 
-async def test_wait_for_a_free_connection_is_not_part_of_a_calls_time_limit(
-    proxy: RunningProxy,
-) -> None:
-    async with ProxyClient(proxy.url, ADMIN_KEY) as creating:
-        session = await creating.create_session()
-    async with ProxyClient(proxy.url, ADMIN_KEY, max_connections=1, timeout_s=0.2) as client:
-        holds = asyncio.create_task(client.wait_completed(session.trial_id, timeout_s=60))
+@asynccontextmanager
+async def silent_proxy() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Its URL, and the requests, which it does not answer."""
+    requests: list[bytes] = []
+    connections: set[asyncio.Task[None]] = set()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        connections.add(own)
+        requests.append(await reader.readuntil(b"\r\n\r\n"))
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", requests
+        await asyncio.gather(*connections, return_exceptions=True)
+
+
+async def test_wait_for_a_free_connection_is_not_part_of_a_calls_time_limit() -> None:
+    async with (
+        silent_proxy() as (url, requests),
+        ProxyClient(url, ADMIN_KEY, max_connections=1, timeout_s=0.2) as client,
+    ):
+        ends = await asyncio.gather(*(client.health() for _ in range(3)), return_exceptions=True)
+    assert len(requests) == 3
+    assert all("did not answer" in str(end) for end in ends)
+
+
+async def test_wait_for_a_free_connection_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PLACE_TIMEOUT_S", 0.1)
+    async with (
+        silent_proxy() as (url, _),
+        ProxyClient(url, ADMIN_KEY, max_connections=1) as client,
+    ):
+        holds = asyncio.create_task(client.health())
         await asyncio.sleep(0)  # it takes the only connection
-        waits = asyncio.create_task(client.health())
-        ended, _ = await asyncio.wait([waits], timeout=0.6)
-        assert not ended
-        for task in (holds, waits):
-            task.cancel()
-        await asyncio.gather(holds, waits, return_exceptions=True)
+        with pytest.raises(ProxyClientError, match="none of 1 connections") as refused:
+            await asyncio.wait_for(client.health(), 30)
+        assert refused.value.status == 0
+        holds.cancel()
+        await asyncio.wait([holds])
+
+
+async def test_wait_for_the_end_of_a_session_takes_no_connection_from_other_calls(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "PLACE_TIMEOUT_S", 5.0)
+    async with ProxyClient(proxy.url, ADMIN_KEY, max_connections=1) as client:
+        session = await client.create_session()
+        waits = asyncio.create_task(client.wait_completed(session.trial_id, timeout_s=60))
+        await asyncio.sleep(0)
+        await client.complete(session.trial_id)
+        assert await waits

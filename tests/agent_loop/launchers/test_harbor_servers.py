@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import LaunchError
+from agent_loop.launchers import harbor_servers
 from agent_loop.launchers.harbor import HarborConfig, HarborLauncher
 from agent_loop.launchers.harbor_servers import HarborServers
 from agent_loop.records import AgentEnd, Trial
@@ -101,6 +102,20 @@ async def test_trial_waits_for_room_for_a_bounded_time() -> None:
         with pytest.raises(LaunchError, match=r"no room at 1 servers.*raise harbor_server_trials"):
             await servers.place().__aenter__()
     await servers.close()
+
+
+async def test_waiting_trial_goes_to_a_server_that_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harbor_servers, "AWAY_S", 0.3)
+    async with two_servers(tmp_path, [ScriptedTrials(), ScriptedTrials()]) as urls:
+        servers = HarborServers(urls, trials_each=1, wait_s=10)
+        async with servers.place(), servers.place() as full:
+            pass
+        full.avoid()
+        async with servers.place() as other, servers.place() as waited_for:
+            assert (other.url, waited_for.url) == (urls[1 - urls.index(full.url)], full.url)
+        await servers.close()
 
 
 async def test_server_that_does_not_answer_gets_no_trial(tmp_path: Path, trial: Trials) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from proxy.client import ProxyClientError
 from proxy.control import policies
 from proxy.control.policies import PublishedPolicies
+from proxy.errors import StoreError
 from proxy.records import ServedPolicy
 from proxy.routing import Router
 from proxy.store import postgres_policies
@@ -90,6 +93,49 @@ async def test_lost_connection_for_notifications_is_replaced(
         await one.control.publish_policy("planner", 3, "planner@3.aa")
         await until_published(two, "planner", 3)
     assert "new versions of policies are not seen: the store failed" in caplog.text
+
+
+async def test_connection_for_notifications_that_is_silent_fails(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a break of the network, of which the connection shows nothing."""
+    monkeypatch.setattr(postgres_policies, "CHECK_S", 0.1)
+    monkeypatch.setattr(postgres_policies, "ANSWER_S", 0.3)
+    server = urlsplit(postgres)
+    relays: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+    forwards = asyncio.Event()
+    forwards.set()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while part := await reader.read(1 << 16):
+                await forwards.wait()
+                writer.write(part)
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        relays.put_nowait(own)
+        there = await asyncio.open_connection(server.hostname, server.port)
+        both = (forward(reader, there[1]), forward(there[0], writer))
+        await asyncio.gather(*both, return_exceptions=True)
+
+    between = await asyncio.start_server(relay, "127.0.0.1", 0)
+    port = between.sockets[0].getsockname()[1]
+    url = server._replace(netloc=f"{server.username}@127.0.0.1:{port}").geturl()
+    async with aclosing(postgres_policies.changes(url)) as changes:
+        await anext(changes)
+        forwards.clear()
+        with pytest.raises(StoreError, match="did not answer within 0 s on the connection"):
+            await asyncio.wait_for(anext(changes), 30)
+    forwards.set()
+    async with asyncio.timeout(30):
+        for _ in range(2):  # on the second connection asyncpg cancels its request
+            await (await relays.get())
+    between.close()
 
 
 class FailsOnce:
