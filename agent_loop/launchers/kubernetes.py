@@ -52,6 +52,9 @@ from agent_loop.reward_values import graded
 
 END_TIMEOUT_S = 30.0
 """Seconds that a Job may take to disappear, in addition to `grace_s`."""
+PULL_S = 300.0
+"""Seconds in which the image has to be pulled after the first failure. Kubernetes tries again
+after 10, 20, 40, … s."""
 LOOK_S = 0.5
 """Seconds between two questions whether a deleted Job is gone."""
 NOT_DELETED = (
@@ -202,9 +205,10 @@ class KubernetesLauncher:
             LaunchError: it cannot be started, has not been started after `timeout_s`, or the API
                 does not say whether it has ended by then.
         """
-        state = PodState(phase)
+        state, clock = PodState(phase), asyncio.get_running_loop().time
+        ends = clock() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(ends) as limit:
                 while state.phase is phase:
                     found = await seen.get()
                     if isinstance(found, KubernetesError):
@@ -212,13 +216,15 @@ class KubernetesLauncher:
                     if found is None:
                         return None, PodState(PodPhase.LOST, "it was deleted")
                     pod, state = found, pod_state(found)
+                    pulled_by = min(limit.when() or ends, clock() + PULL_S)
+                    limit.reschedule(pulled_by if state.pull_fails else ends)
         except TimeoutError:
             pod, state = await _asked(kubernetes, pod, state)
         if state.phase is phase is PodPhase.RUNNING:
             return pod, None
-        if state.phase is phase:
+        if state.phase is phase and not state.pull_fails:
             raise LaunchError(_not_started(job, timeout_s, state))
-        if state.phase is PodPhase.HOPELESS:
+        if state.phase is PodPhase.HOPELESS or state.pull_fails:
             raise LaunchError(
                 f"kubernetes: Job {job['metadata']['name']}: {state.reason}; correct "
                 f"remote_agent.kubernetes.image={self._settings.image!r}, or name the registry's "

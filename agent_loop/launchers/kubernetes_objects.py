@@ -44,8 +44,11 @@ OURS = frozenset({"containers", "restartPolicy", "terminationGracePeriodSeconds"
 """Fields of the pod that the launcher sets."""
 NOT_THERE = ("{workspace}", "{directory}", "{root}", "{python}")
 """Placeholders that name places on the trainer's machine."""
-HOPELESS = frozenset({"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 """Reasons why a container that waits will not start."""
+PULL_FAILS = ("ErrImagePull", "ImagePullBackOff")
+"""Reasons why it waits while its image is tried again: the name may be wrong, or a registry that
+many pods ask at once may refuse for minutes."""
 
 Object = dict[str, Any]
 """A resource of Kubernetes, as parsed JSON."""
@@ -220,6 +223,8 @@ class PodState:
     reason: str = ""
     exit_code: int = 0
     wall_s: float = 0.0
+    pull_fails: bool = False
+    """While it waits: its image could not be pulled, and Kubernetes tries again."""
     message: str = ""
     """What the container wrote to /dev/termination-log."""
 
@@ -242,7 +247,7 @@ def pod_state(pod: Object) -> PodState:
             ended.get("reason", ""),
             ended.get("exitCode", 0),
             _seconds(ended.get("startedAt"), ended.get("finishedAt")),
-            ended.get("message", ""),
+            message=ended.get("message", ""),
         )
     if "running" in state:
         return PodState(PodPhase.RUNNING)
@@ -250,7 +255,9 @@ def pod_state(pod: Object) -> PodState:
     if waiting.get("reason") in HOPELESS:
         return PodState(PodPhase.HOPELESS, _reason(waiting))
     scheduled = _condition(status, "PodScheduled", "False")
-    return PodState(PodPhase.WAITING, _reason(waiting or scheduled or {}))
+    pull_fails = waiting.get("reason") in PULL_FAILS
+    reason = _reason(waiting or scheduled or {})
+    return PodState(PodPhase.WAITING, reason, pull_fails=pull_fails)
 
 
 def is_over(pod: Object) -> bool:

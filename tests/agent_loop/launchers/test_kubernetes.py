@@ -130,9 +130,17 @@ async def test_agent_that_fails_has_crashed(cluster: FakeKubernetes, trial: Tria
     assert result.reward is None
 
 
-async def test_image_that_cannot_be_pulled_fails_the_trial_with_a_remedy(
+async def test_image_that_can_be_pulled_at_a_later_attempt_runs(
     cluster: FakeKubernetes, trial: Trial
 ) -> None:
+    busy = waiting("ImagePullBackOff", "429 Too Many Requests")
+    assert (await run(cluster, trial, busy, running(), ended())).end is AgentEnd.EXITED
+
+
+async def test_image_that_cannot_be_pulled_fails_the_trial_with_a_remedy(
+    cluster: FakeKubernetes, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "PULL_S", 0.2)
     pulling = waiting("ContainerCreating", "")
     failed = waiting("ImagePullBackOff", 'Back-off pulling image "agent:1"')
     with pytest.raises(LaunchError, match=r"Back-off pulling.*remote_agent\.kubernetes\.image"):

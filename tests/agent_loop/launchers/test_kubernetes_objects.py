@@ -41,7 +41,9 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     return found
 
 
-def started(prompt: str, argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[list[str], dict]:
+def started(
+    prompt: str, argv: tuple[str, ...], env: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
     """The command and the variables with which the kubelet starts the container."""
     trial = replace(TRIAL, task=Task("t", {"prompt": prompt}))
     job = job_object(KubernetesConfig(image="agent:1", argv=argv, env=env), trial, "run")
