@@ -40,6 +40,7 @@ NEEDS = {
     "the hub",
     "a package index",
     "an API key",
+    "hours",
 }
 LANGUAGES = {"bash", "python", "yaml", "toml", "text", "mermaid", ""}
 """A block without a language is a drawing or a listing of files."""

@@ -9,6 +9,7 @@ import tomllib
 from itertools import takewhile
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -81,7 +82,9 @@ def test_configurations_load_in_their_model(block: Block) -> None:
     # Parts of a user's own package are imported when the configuration loads.
     text = block.text.replace("my_package.advantages:Median", "tests.test_docs:Median")
     values = yaml.safe_load(text)
-    if values.keys() <= ProxyConfig.model_fields.keys() and "data" not in values:
+    if "apiVersion" in values:
+        kubernetes_validate.validate(values, "1.33", strict=True)
+    elif values.keys() <= ProxyConfig.model_fields.keys() and "data" not in values:
         ProxyConfig.model_validate({"model": "/models/qwen3", **values})
     else:
         required = {
