@@ -72,6 +72,15 @@ def environment(job: dict[str, Any]) -> dict[str, Any]:
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
 
 
+async def test_long_output_is_kept_in_part(cluster: FakeKubernetes, trial: Trial) -> None:
+    cluster.logs = b"first\n" + b"x" * 10_000 + b"\nlast\n"
+    await run(cluster, trial, ended(), log_bytes=1024)
+    kept = (trial.directory / "agent.log").read_bytes()
+    assert kept.startswith(b"first\n")
+    assert kept.endswith(b"\nlast\n")
+    assert len(kept) < 2048
+
+
 async def test_agent_that_ends_by_itself(cluster: FakeKubernetes, trial: Trial) -> None:
     message = '{"reward": 0.5, "style": 1.0}'
     result = await run(cluster, trial, running(), ended(message=message))
