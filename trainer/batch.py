@@ -83,6 +83,9 @@ class Batch:
     prox_logprobs: Tensor | None = None
     """`[N]` float32, log-probability under the policy at the start of the update; None until it is
     computed, as in the following columns."""
+    entropies: Tensor | None = None
+    """`[N]` float32, entropy in nats of the distribution of the token under the policy at the start
+    of the update, at the rollout's temperature."""
     ref_logprobs: Tensor | None = None
     """`[N]` float32, log-probability under the frozen reference."""
     teacher_logprobs: Tensor | None = None

@@ -111,8 +111,8 @@ class Learner:
             self._check_adapters(engines)
 
     def compute_logprobs(self, batch: Batch) -> Metrics:
-        """Sets `batch.prox_logprobs`, the policy's log-probabilities before the update, if the
-        algorithm uses them. Returns metrics that compare them with the engine's.
+        """Sets `batch.prox_logprobs` and `batch.entropies`, those of the policy before the update,
+        if the algorithm uses the first. Returns metrics that compare them with the engine's.
 
         Raises:
             TrainingError: trainer and engine give different probabilities to tokens that the

@@ -142,7 +142,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class ComputeLogprobs:
-    """Scores the batch with the policy and sets `batch.prox_logprobs`."""
+    """Scores the batch with the policy; sets `batch.prox_logprobs` and `batch.entropies`."""
 
     batch: Batch
     temperature: float
@@ -150,6 +150,7 @@ class ComputeLogprobs:
     def on(self, models: Models) -> Scores:
         scores = models.policy.compute_logprobs(self.batch, temperature=self.temperature)
         self.batch.prox_logprobs = scores.logprobs
+        self.batch.entropies = scores.entropy
         return scores
 
 

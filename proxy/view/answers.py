@@ -221,6 +221,9 @@ class TrainedTokens(TypedDict):
     step: int
     advantages: NotRequired[list[float | None]]
     logprobs: NotRequired[list[float | None]]
+    entropies: NotRequired[list[float | None]]
+    """In nats, of the distribution over the vocabulary from which the trainer's policy would sample
+    the token."""
     trained: NotRequired[list[bool | None]]
 
 

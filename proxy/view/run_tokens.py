@@ -1,4 +1,4 @@
-"""What the trainer knows of the tokens of a run: advantages, its own probabilities, the mask.
+"""What the trainer knows of the tokens of a run: advantages, probabilities, entropies, mask.
 
 The files are described in docs/view.md. They are mapped into memory, so that a request reads the
 rows of one trial.
@@ -20,7 +20,7 @@ from proxy.view.answers import TrainedTokens
 from proxy.view.turn_tokens import TokenSpan
 from proxy.view.typed_fields import as_type
 
-COLUMNS = ("advantages", "logprobs", "trained")
+COLUMNS = ("advantages", "logprobs", "entropies", "trained")
 
 
 class _Rows(TypedDict):

@@ -520,4 +520,7 @@ def test_log_probabilities_are_computed_only_if_the_algorithm_uses_them(
     monkeypatch.setattr(Policy, "compute_logprobs", counted)
     trained = TrainOn([Group("g", rollouts[0].task, rollouts)]).on(Learners.of(learner))
     assert len(calls) == passes
+    for batch in calls:
+        assert batch.entropies is not None
+        assert (batch.entropies > 0).all()
     assert trained.metrics["mismatch/logp_abs_mean"] < 1e-5

@@ -6,8 +6,9 @@
                        advantages.npy   [N] float32
                        trained.npy      [N] bool, False where the algorithm left the token out
                        logprobs.npy     [N] float32, the trainer's own, before the update
+                       entropies.npy    [N] float32, in nats, in the same forward pass
 
-`logprobs.npy` is missing if the algorithm does not compute them (`algorithm.prox`).
+The last two are missing if the algorithm has no such pass (`algorithm.prox`).
 
 Invariant: the rows `[starts[i], starts[i + 1])` belong to `trials[i]`, in the order of turns and
 positions. A step's folder is complete as soon as it exists. Writing takes place in a thread; at
@@ -62,7 +63,12 @@ class TokenColumns:
             "positions": positions.astype(np.int32),
             "trained": torch.isin(batch.sequence, trained_sequences).numpy(),
         }
-        for name, column in (("advantages", batch.advantages), ("logprobs", batch.prox_logprobs)):
+        known = {
+            "advantages": batch.advantages,
+            "logprobs": batch.prox_logprobs,
+            "entropies": batch.entropies,
+        }
+        for name, column in known.items():
             if column is not None:
                 columns[name] = column.float().numpy()
         return cls(

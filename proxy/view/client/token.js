@@ -5,8 +5,9 @@ import { html } from "./page.js";
 /** @typedef {import("./types.d.ts").TokenPage} TokenPage */
 /** @typedef {{at: number, id: number, text: string | null, logprob: number | null, turn: number,
  *   sampled: boolean, trained: boolean, version: number | null, advantage: number | null,
- *   trainer: number | null, used: boolean | null}} Token
- * `trainer`: its log-probability; `used`: whether the algorithm trained the token
+ *   trainer: number | null, entropy: number | null, used: boolean | null}} Token
+ * `trainer`: its log-probability; `entropy`: of its policy, in nats; `used`: whether the algorithm
+ * trained the token
  */
 
 /** @param {(at: number) => TokenPage | null} page @param {number} at @returns {Token | null} */
@@ -20,12 +21,13 @@ export function tokenAt(page, at) {
     turn: span?.[2] ?? -1, sampled: span?.[3] ?? false, trained: span?.[4] ?? false, version: span?.[5] ?? null,
     advantage: found.trained?.advantages?.[at - found.start] ?? null,
     trainer: found.trained?.logprobs?.[at - found.start] ?? null,
+    entropy: found.trained?.entropies?.[at - found.start] ?? null,
     used: found.trained?.trained?.[at - found.start] ?? null,
   };
 }
 
 /** What the colour of a token shows. */
-export const COLOURS = ["probability", "advantage", "difference"];
+export const COLOURS = ["probability", "advantage", "difference", "entropy"];
 
 /** The class of a token's colour. @param {Token} token @param {string} [colour] */
 export function heat(token, colour = "probability") {
@@ -39,6 +41,7 @@ const COLOUR = {
   advantage: ({ advantage }) =>
     advantage === null || advantage === 0 ? "" : `${advantage > 0 ? "up" : "down"}${level(Math.abs(advantage), [0.3, 1])}`,
   difference: (token) => (token.trainer === null ? "" : `heat${level(Math.abs(difference(token) ?? 0), [0.001, 0.01, 0.05, 0.2])}`),
+  entropy: ({ entropy }) => (entropy === null ? "" : `heat${level(entropy, [0.1, 0.5, 1, 2])}`),
 };
 
 /** Number of bounds that a value reaches. @param {number} value @param {number[]} bounds */
@@ -62,7 +65,8 @@ export const Details = ({ token, masked = true }) => html`<dl class="details" ar
   ${masked && html`<div><dt>mask</dt><dd>${mask(token)}</dd></div>`}
   ${token.used !== null && html`<div><dt>advantage</dt><dd>${number(token.advantage)}</dd></div>
   <div><dt>trainer’s probability</dt><dd>${percent(token.trainer)}</dd></div>
-  <div><dt>difference of log p</dt><dd>${number(difference(token))}</dd></div>`}`}</dl>`;
+  <div><dt>difference of log p</dt><dd>${number(difference(token))}</dd></div>
+  <div><dt>entropy</dt><dd>${token.entropy === null ? "–" : `${number(token.entropy)} nats`}</dd></div>`}`}</dl>`;
 
 /** @param {Token} token */
 export function mask(token) {

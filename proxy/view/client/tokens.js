@@ -130,7 +130,7 @@ function Flow(given) {
 /** One row per token, of which only those in the window exist. @param {Given} given */
 function Table(given) {
   const { total, page, need, start, trained } = given;
-  const columns = trained ? 11 : 8;
+  const columns = trained ? 12 : 8;
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const [top, setTop] = useState(0);
   useEffect(() => {
@@ -147,7 +147,7 @@ function Table(given) {
       onKeyDown=${/** @param {KeyboardEvent} e */ (e) => move(e, given)}>
     <table aria-rowcount=${total + 1}><thead><tr><th class="n">token</th><th class="n">id</th><th>text</th><th>probability</th>
       <th class="n">log p</th><th class="n">version</th><th class="n">turn</th><th>mask</th>
-      ${trained && html`<th class="n">advantage</th><th class="n">log p of the trainer</th><th class="n">difference</th>`}</tr></thead>
+      ${trained && html`<th class="n">advantage</th><th class="n">log p of the trainer</th><th class="n">difference</th><th class="n">entropy, nats</th>`}</tr></thead>
       <tbody><tr class="gap" aria-hidden="true"><td colspan=${columns} style=${{ height: `${first * ROW}px` }}></td></tr>
       ${Array.from({ length: last - first }, (_, n) => row(tokenAt(page, first + n), first + n, given))}
       <tr class="gap" aria-hidden="true"><td colspan=${columns} style=${{ height: `${(total - last) * ROW}px` }}></td></tr></tbody></table></div>`;
@@ -155,12 +155,12 @@ function Table(given) {
 
 /** @param {Token | null} token @param {number} at @param {Given} given */
 function row(token, at, { chosen, choose, trained }) {
-  if (token === null) return html`<tr key=${at}><td class="n">${at}</td><td colspan=${trained ? 10 : 7}>…</td></tr>`;
+  if (token === null) return html`<tr key=${at}><td class="n">${at}</td><td colspan=${trained ? 11 : 7}>…</td></tr>`;
   const p = token.logprob === null ? null : Math.exp(token.logprob);
   return html`<tr key=${at} class=${at === chosen ? "chosen" : ""} aria-rowindex=${at + 2} onClick=${() => choose(at)}>
     <td class="n">${at}</td><td class="n">${token.id}</td><td><code class=${heat(token)}>${token.text === null ? "" : oneLine(token.text)}</code></td>
     <td>${p !== null && html`<svg class="p" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect width=${p * 100} height="8" /></svg> ${percent(token.logprob)}`}</td>
     <td class="n">${number(token.logprob)}</td><td class="n">${token.version ?? ""}</td><td class="n">${token.turn}</td>
     <td>${mask(token)}</td>${trained && html`<td class="n">${number(token.advantage)}</td><td class="n">${number(token.trainer)}</td>
-      <td class="n">${number(difference(token))}</td>`}</tr>`;
+      <td class="n">${number(difference(token))}</td><td class="n">${number(token.entropy)}</td>`}</tr>`;
 }

@@ -46,7 +46,7 @@ export interface TokenPage {
 /** The trainer's side of the same tokens; null where it did not use the token. */
 export interface TrainedTokens {
   step: number; advantages?: (number | null)[]; logprobs?: (number | null)[];
-  trained?: (boolean | null)[];
+  entropies?: (number | null)[]; trained?: (boolean | null)[];
 }
 export interface Engine {
   name: string; url: string; healthy: boolean; in_flight: number; version: number;

@@ -36,6 +36,7 @@ def a_batch() -> Batch:
         returns=torch.ones(count),
         shares=torch.ones(count),
         prox_logprobs=torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0]),
+        entropies=torch.tensor([0.5, 1.0, 1.5, 2.0, 2.5]),
         advantages=torch.tensor([0.1, 0.2, 0.3, 0.4, -0.5]),
     )
 
@@ -80,6 +81,7 @@ def test_tokens_of_a_trial_are_adjacent_and_in_the_order_of_its_turns(
         "trained": [False, False, True, True, True],
         "advantages": pytest.approx([0.3, 0.4, 0.1, 0.2, -0.5]),
         "logprobs": [-3.0, -4.0, -1.0, -2.0, -5.0],
+        "entropies": [1.5, 2.0, 0.5, 1.0, 2.5],
     }
 
 

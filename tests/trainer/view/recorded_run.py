@@ -99,6 +99,7 @@ class RecordedTraining:
         self.log.phase(self.made, "training")
         batch = self.batch = trained_batch(groups)
         batch.prox_logprobs = batch.logprobs + DIFFERENCE
+        batch.entropies = -2 * batch.logprobs
         batch.ref_logprobs = batch.logprobs
         algorithm = Algorithm(AlgorithmConfig(preset="grpo"))
         metrics = rollout_metrics(groups, success_at=1.0) | staleness_metrics(batch, 0)

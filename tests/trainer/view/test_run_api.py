@@ -50,6 +50,8 @@ async def test_tokens_have_the_advantages_and_probabilities_of_the_trainer(
         expected = batch.advantages[own].numpy()[order]
         assert [trained["advantages"][at] for at in shown] == pytest.approx(expected, abs=1e-5)
         difference = [trained["logprobs"][at] - page["logprobs"][at] for at in shown]
+        entropies = [trained["entropies"][at] / page["logprobs"][at] for at in shown]
+        assert entropies == pytest.approx([-2.0] * len(shown), abs=1e-2)
         assert difference == pytest.approx([DIFFERENCE] * len(shown), abs=1e-4)
         assert {trained["trained"][at] for at in shown} == {index > 0}
         seen += len(shown)
