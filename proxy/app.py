@@ -50,7 +50,7 @@ from proxy.view.access import Access
 from proxy.view.api import PAGE, ViewApi, add_routes
 from proxy.view.api import ROUTES as PAGE_ROUTES
 from proxy.view.operations import OPERATIONS as PAGE_OPERATIONS
-from proxy.view.run_folder import RecordedRuns
+from proxy.view.runs import RecordedRuns
 from proxy.web_guard import Hosts, host_of, web_guard
 from proxy.wire.dialect import Dialect
 from proxy.wire.registry import open_dialects
@@ -271,7 +271,7 @@ def _open_view(
             "rule_faults": watch.faults,
         },
         lambda: rendering.tokenizer,
-        RecordedRuns([] if config.run is None else [config.run]),
+        RecordedRuns([] if config.run is None else [config.run], config.published_runs),
         rules=config.rules,
     )
 

@@ -22,6 +22,7 @@ from agent_loop.tasks import held_out_tasks
 from agent_loop.trial_list import TrialLine, TrialList
 from proxy.client import ProxyClient
 from proxy.records import EMPTY_IDS, SessionKind
+from proxy.run_files.files import replace_file
 from trainer.assembly import RunParts, build_agents
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.local import LocalCluster
@@ -29,7 +30,7 @@ from trainer.config import TrainerConfig
 from trainer.config_sources import dump
 from trainer.errors import ConfigError
 from trainer.run.control import RunControl, StopRequested
-from trainer.run.folder import RunFolder, replace_file
+from trainer.run.folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import yaml
 from transformers.utils.logging import disable_progress_bar
 
 from proxy import logs
+from proxy.run_files.files import replace_file, truncate_jsonl
 from proxy.secrecy import hide_memory
 from proxy.shown_config import without_credentials
 from trainer import main_colocated, main_separate, main_sft, main_swarm
@@ -34,7 +35,7 @@ from trainer.main_sft import SftParts, assemble_sft
 from trainer.ranks_config import RanksConfig
 from trainer.report import write_report
 from trainer.run.control import RunControl, StopRequested
-from trainer.run.folder import RunFolder, replace_file, truncate_jsonl
+from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
 from trainer.run.warned_errors import errors_as_warnings
 

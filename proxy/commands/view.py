@@ -27,7 +27,7 @@ from proxy.store.browser import GrantKind
 from proxy.store.protocol import Store
 from proxy.view.access import Access, new_key, new_link
 from proxy.view.api import PAGE, ViewApi, add_routes
-from proxy.view.run_folder import RecordedRuns
+from proxy.view.runs import RecordedRuns
 from proxy.web_guard import Hosts, web_guard
 
 

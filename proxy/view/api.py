@@ -1,8 +1,8 @@
 """The requests of the page: one handler per entry of `ROUTES`, which `operations` describes.
 
-Invariant: all of them but `log_in` need a cookie or a key (`access`) and change nothing in the
-record but saved search rules; all but `run/trace`, which is sent while it is made, answer with a
-bounded number of rows and characters.
+Invariant: all of them but `log_in` need a cookie or a key (`access`), and change nothing in the
+record but saved search rules and published runs. All but `run/trace`, which is sent while it is
+made, answer with a bounded number of rows and characters.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from proxy.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.view.fork import fork_json
 from proxy.view.json_answer import ViewHandler, answer
 from proxy.view.live import LiveFeed
+from proxy.view.publish_requests import PublishRequests
 from proxy.view.query import choice, count, number, session_id, turn_index, turn_indexes
-from proxy.view.run_folder import RecordedRuns
 from proxy.view.run_requests import RunRequests
+from proxy.view.runs import RecordedRuns
 from proxy.view.session_turns import SessionTurns
 from proxy.view.summaries import head_json, summary_json
 from proxy.view.turn_tokens import TurnTokens, turn_tokens
@@ -86,7 +87,7 @@ class ViewApi:
         self._browser = browser
         self._access = access
         self._tokenizer = tokenizer
-        self._runs = runs or RecordedRuns()
+        self._runs = RecordedRuns() if runs is None else runs
         self._rules = rules
         self._record_state = state
         self._feed = LiveFeed(browser, self._whole_state)
@@ -109,6 +110,7 @@ class ViewApi:
             "rules/save": self._save_rule,
             "rules/remove": self._remove_rule,
             **RunRequests(browser, self._runs).handlers,
+            **PublishRequests(access, self._runs.published).handlers,
         }
 
     def close(self) -> None:
@@ -324,6 +326,14 @@ ROUTES = (
     ("GET", "/view/run/trials", "run/trials"),
     ("GET", "/view/run/step", "run/step"),
     ("GET", "/view/run/trace", "run/trace"),
+    ("PUT", "/view/runs/{name}", "publish"),
+    ("POST", "/view/runs/{name}/steps", "publish/steps"),
+    ("POST", "/view/runs/{name}/trials", "publish/trials"),
+    ("POST", "/view/runs/{name}/phases", "publish/phases"),
+    ("PUT", "/view/runs/{name}/tokens", "publish/tokens"),
+    ("PUT", "/view/runs/{name}/summary", "publish/summary"),
+    ("PUT", "/view/runs/{name}/now", "publish/now"),
+    ("DELETE", "/view/runs/{name}", "publish/remove"),
 )
 
 

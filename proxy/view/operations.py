@@ -24,7 +24,16 @@ from proxy.view.answers import (
     TokensPage,
     TurnsAnswer,
 )
-from proxy.view.run_answers import MetricsPage, RunJson, StepTrials, TraceFile, TrialsPage
+from proxy.view.publishing import (
+    FileEnd,
+    PublishedConfig,
+    PublishedPhases,
+    PublishedSteps,
+    PublishedSummary,
+    PublishedTrials,
+    StepTokens,
+)
+from proxy.view.run_answers import MetricsPage, NowJson, RunJson, StepTrials, TraceFile, TrialsPage
 
 _Parameter = dict[str, Any]
 _TEXT: _Parameter = {"type": "string"}
@@ -34,6 +43,9 @@ _SET: _Parameter = {"type": "string", "description": "any text: yes; missing or 
 _SESSION = {"session": _TEXT}
 _TURN = {**_SESSION, "turn": _COUNT}
 _RUN = {"run": _TEXT}
+_AT = {"at": {**_COUNT, "description": "size of the file, from the answer to the request before"}}
+_PUBLISHING = (400, 403, 404, 408, 413, 415, 503)
+_APPENDING = (*_PUBLISHING, 409)
 
 
 def _limit(most: int) -> _Parameter:
@@ -182,5 +194,48 @@ OPERATIONS = {
     "run/trace": Operation(
         "The run as a file for Perfetto", TraceFile, query=_RUN, needs=("run",), refusals=(404,)
     ),
+    "publish": Operation(
+        "Begins the run of another trainer, or continues it; for the administrator",
+        Nothing,
+        PublishedConfig,
+        refusals=_APPENDING,
+    ),
+    "publish/steps": Operation(
+        "Appends metrics of steps and evaluations",
+        FileEnd,
+        PublishedSteps,
+        query=_AT,
+        refusals=_APPENDING,
+    ),
+    "publish/trials": Operation(
+        "Appends finished trials, in steps that do not decrease",
+        FileEnd,
+        PublishedTrials,
+        query=_AT,
+        refusals=_APPENDING,
+    ),
+    "publish/phases": Operation(
+        "Appends phases of the trainer that have ended",
+        FileEnd,
+        PublishedPhases,
+        query=_AT,
+        refusals=_APPENDING,
+    ),
+    "publish/tokens": Operation(
+        "Writes the trained tokens of a step, in place of those that it has",
+        Nothing,
+        StepTokens,
+        refusals=_PUBLISHING,
+    ),
+    "publish/summary": Operation(
+        "Replaces the status and the evaluations of the run",
+        Nothing,
+        PublishedSummary,
+        refusals=_PUBLISHING,
+    ),
+    "publish/now": Operation(
+        "Replaces what the run does at this moment", Nothing, NowJson, refusals=_PUBLISHING
+    ),
+    "publish/remove": Operation("Removes a published run", Nothing, refusals=(403, 404, 503)),
 }
 """By the handler's name in `api.ROUTES`."""

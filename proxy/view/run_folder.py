@@ -6,19 +6,17 @@ may be that of a run that is still going on, or of another trainer that writes t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
-from proxy.errors import ConfigurationError
 from proxy.file_lock import is_locked
 from proxy.shown_config import MAX_CHARS, flat_config
 from proxy.store import open_store
 from proxy.store.browser import Browser
-from proxy.store.sqlite_browser import SqliteBrowser
 from proxy.valid_json import read_json, valid_json
 from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
 from proxy.view.run_answers import (
@@ -31,7 +29,7 @@ from proxy.view.run_answers import (
     StepTrials,
     TrialJson,
 )
-from proxy.view.run_tokens import RunTokens, TrialTokens
+from proxy.view.run_tokens import RunTokens
 from proxy.view.trial_filter import TrialFilter
 from proxy.view.typed_fields import as_type, fitting
 
@@ -49,8 +47,10 @@ _TRIAL_FIELDS = [name for name in TrialJson.__annotations__ if name != "marks"]
 class RecordedRun:
     """Example: RecordedRun(Path("runs/quickstart")).step(12)"""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, published: bool = False) -> None:
+        """`published`: by another trainer, whose process is not known here."""
         self.path = path
+        self.published = published
         self.name = path.resolve().name
         self.tokens = RunTokens(path / "tokens")
 
@@ -93,7 +93,8 @@ class RecordedRun:
         """The run at a glance: its status, its evaluations, and its configuration."""
         written = _object(self.path / "summary.json", read_json)
         summary = fitting(RunJson, written)
-        if summary.get("status") == "running" and not is_locked(self.path / "run.lock"):
+        lives = self.published or is_locked(self.path / "run.lock")
+        if summary.get("status") == "running" and not lives:
             summary["status"] = "killed"
         found = written.get("eval")
         return {
@@ -142,55 +143,6 @@ async def reading(sessions: Path) -> AsyncIterator[Browser]:
         yield store.browser
     finally:
         await store.close()
-
-
-class RecordedRuns(Mapping[str, RecordedRun]):
-    """The runs that the page shows, by name; the first one's sessions are in the store."""
-
-    def __init__(self, paths: Sequence[Path] = ()) -> None:
-        """Raises ConfigurationError for two folders of one name."""
-        self._runs: dict[str, RecordedRun] = {}
-        for path in paths:
-            run = RecordedRun(path)
-            if run.name in self._runs:
-                raise ConfigurationError(
-                    f"{path} and {self._runs[run.name].path} have the same name {run.name!r};"
-                    " rename one of the folders, or show one of them"
-                )
-            self._runs[run.name] = run
-
-    def __getitem__(self, name: str) -> RecordedRun:
-        return self._runs[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._runs)
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def trained_tokens(self, session_id: str) -> TrialTokens | None:
-        """What the trainer of the first run knows of a session's tokens, if it trained any."""
-        first = next(iter(self.values()), None)
-        return None if first is None else first.tokens.of(session_id)
-
-    @asynccontextmanager
-    async def browser_of(self, run: RecordedRun, first: Browser) -> AsyncIterator[Browser | None]:
-        """Reads the sessions of a run; None if it has none of its own. `first` reads those of the
-        first run. The store of another run may be in use by a process of another version: it is
-        neither migrated nor owned."""
-        if run is next(iter(self.values())):
-            yield first
-        elif run.sessions.is_file():
-            browser = SqliteBrowser(run.sessions, None)
-            try:
-                yield browser
-            finally:
-                await browser.close()
-        else:
-            yield None
-
-    def state(self) -> list[RunStamps]:
-        return [run.stamps() for run in self.values()]
 
 
 def _evaluation(name: str, result: dict[str, Any]) -> EvaluationJson:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from aiohttp import web
 
-from proxy.errors import SessionError, StoreError
+from proxy.errors import StoreError
 from proxy.record_format import MarkFields, mark_fields
 from proxy.store.browser import Browser
 from proxy.view.json_answer import HEADERS, ViewHandler, answer
 from proxy.view.query import count, trial_filter
 from proxy.view.run_answers import TrialJson, TrialsPage
-from proxy.view.run_folder import RecordedRun, RecordedRuns
+from proxy.view.run_folder import RecordedRun
+from proxy.view.runs import RecordedRuns
 from proxy.view.trace import trace_pieces
 
 PIECE_TRIALS = 50_000
@@ -90,10 +91,7 @@ class RunRequests:
         return response
 
     def _run_of(self, request: web.Request) -> RecordedRun:
-        name = request.query.get("run", "")
-        if name not in self._runs:
-            raise SessionError(f"there is no run {name[:80]!r}; `view RUN` shows one", status=404)
-        return self._runs[name]
+        return self._runs.named(request.query.get("run", ""))
 
 
 def _batches(found: Sequence[tuple[int, TrialJson]]) -> Iterator[Sequence[tuple[int, TrialJson]]]:

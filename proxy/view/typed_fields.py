@@ -20,8 +20,7 @@ T = TypeVar("T")
 def as_type(kind: type[T], value: object) -> T | None:
     """The value if it is one of the typed dictionary `kind`. NaN counts as null."""
     try:
-        adapter: TypeAdapter[T] = _adapter(cast("Any", kind))
-        return adapter.validate_json(write_json(value), strict=True)
+        return adapter_of(kind).validate_json(write_json(value), strict=True)
     except ValidationError:
         return None
 
@@ -42,6 +41,11 @@ def fitting(kind: type[Any], found: Mapping[str, Any]) -> dict[str, Any]:
         except ValidationError:
             continue
     return kept
+
+
+def adapter_of(kind: type[T]) -> TypeAdapter[T]:
+    """Checks JSON against a type; made once."""
+    return _adapter(cast("Any", kind))
 
 
 @cache

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.run_files.files import read_jsonl
 from proxy.store.browser import TurnHead
 from proxy.telemetry import trial_context
 from proxy.view.run_folder import reading
@@ -25,7 +26,7 @@ from tests.e2e.phoenix import Spans
 from tests.needs import needs
 from tests.pages import ROOT
 from tests.proxy.view import chromium
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.run_files.files import read_jsonl
 from tests.e2e.test_train_process import (
     TRIALS_PER_STEP,
     assert_all_end,
@@ -25,7 +26,7 @@ from tests.e2e.test_train_process import (
     trials,
 )
 from tests.needs import skip_or_fail
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 
 try:
     import ray  # noqa: F401

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from proxy.run_files.files import read_jsonl
 from proxy.store import open_store
 from tests.pages import ROOT
 from trainer.checkpoint import Checkpoints
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -15,11 +15,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from proxy.run_files.files import read_jsonl
 from tests.trainer.sft.recorded import write_sessions
 from trainer.cli import main
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 
 STEPS = 8
 

@@ -23,12 +23,13 @@ import pytest
 import yaml
 
 from proxy.engines.vllm_server import VllmServer
+from proxy.run_files.files import read_jsonl
 from tests.e2e.steady_agent import TURNS
 from trainer.checkpoint import Checkpoints
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.run.folder import RunFolder, read_jsonl
+from proxy.run_files.files import read_jsonl
+from trainer.run.folder import RunFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -13,11 +13,12 @@ import yaml
 
 from proxy.client import ProxyClient
 from proxy.engines.vllm_server import VllmConfig, VllmServer
+from proxy.run_files.files import read_jsonl
 from tests.e2e.test_proxy_killed import ADMIN_KEY, Proxy
 from tests.pages import ROOT
 from trainer.checkpoint import Checkpoints
 from trainer.policy.adapter import adapter_arguments
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

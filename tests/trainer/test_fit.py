@@ -25,6 +25,7 @@ from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from agent_loop.tasks import Source, TaskStream
 from proxy.records import Origin, SessionKind
+from proxy.run_files.files import read_jsonl, truncate_jsonl
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
 from tests.trainer.score_text import ScoreText
@@ -41,7 +42,7 @@ from trainer.learner import Learner
 from trainer.learners import Learners
 from trainer.policy.policy import Policy, Scores
 from trainer.run.control import RunControl
-from trainer.run.folder import RunFolder, read_jsonl, truncate_jsonl
+from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
 
 STEPS = 6

@@ -22,6 +22,7 @@ from agent_loop.records import AgentResult, FinishedTrial, Graded, Task, Trial
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.tasks import Source, TaskStream
 from agent_loop.trial_config import TrialConfig
+from proxy.run_files.files import read_jsonl
 from tests.agent_loop.asking_agent import AskingAgent
 from tests.trainer.adapter_engine import AdapterEngine
 from tests.trainer.test_fit import config_of, lines
@@ -34,7 +35,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
 from trainer.fit import Fit
 from trainer.run.control import RunControl
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
 
 STEPS = 3

@@ -22,6 +22,7 @@ from typing import Any
 
 from proxy.errors import ConfigurationError
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
+from proxy.run_files.files import replace_file
 from proxy.store import open_store
 from proxy.view.one_script import one_script
 from proxy.view.pages import file_text
@@ -33,7 +34,7 @@ from trainer.report.series import SeenMetrics, is_number
 from trainer.report.transcripts import Transcripts, as_text
 from trainer.report.trials import SeenTrials
 from trainer.report.troubles import troubles
-from trainer.run.folder import RunFolder, replace_file
+from trainer.run.folder import RunFolder
 from trainer.run.metrics import Transcript
 
 EVALUATIONS = 100

@@ -34,6 +34,7 @@ from typing import Any
 import shortuuid
 
 from proxy.file_lock import is_locked
+from proxy.run_files.files import replace_file
 from trainer.errors import ConfigError
 
 
@@ -164,29 +165,3 @@ def _candidates(wanted: Path) -> Iterator[Path]:
     yield wanted
     for number in itertools.count(2):
         yield wanted.with_name(f"{wanted.name}-{number}")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes the file atomically, even if the machine stops meanwhile."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line; an incomplete last line, left by a killed process, is skipped."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
-
-
-def truncate_jsonl(path: Path, last_step: int) -> None:
-    """Deletes the lines of steps after `last_step`, which a resumed run repeats."""
-    kept = [line for line in read_jsonl(path) if line.get("step", 0) <= last_step]
-    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -5,7 +5,6 @@ Invariant: `summary.json` is up to date: it is replaced after every step and eve
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,8 @@ from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
 from proxy.config import TelemetryConfig
 from proxy.logs import LogLevel
+from proxy.run_files.lines import line_of
+from proxy.run_files.tokens import remove_steps_after
 from proxy.section import Section
 from proxy.shown_config import without_secrets
 from proxy.telemetry import Telemetry
@@ -39,7 +40,7 @@ from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.phases import PhaseLog
 from trainer.run.progress import Progress
 from trainer.run.telemetry import RunTelemetry, run_attributes
-from trainer.run.token_log import TokenColumns, TokenLog, remove_steps_after
+from trainer.run.token_log import TokenColumns, TokenLog
 
 
 class LoggingConfig(Section):
@@ -264,7 +265,7 @@ class RunLog:
                 },
                 "error": without_secrets(rollout.error),
             }
-            self._trials.write(json.dumps(line) + "\n")
+            self._trials.write(line_of(line))
 
 
 _TIMES = ("opening", "agent", "verifier")

@@ -8,8 +8,6 @@ has ended, and the transcripts of its trials to read. A service that fails at th
 from __future__ import annotations
 
 import importlib
-import json
-import math
 import re
 import secrets
 import time
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from proxy.run_files.lines import line_of, metrics_fields
 from trainer.errors import ConfigError
 from trainer.run.warned_errors import errors_as_warnings
 
@@ -83,9 +82,7 @@ class JsonlSink:
         self._file = path.open("a", buffering=1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        line: dict[str, Any] = {"step": step, "time": time.time()}
-        line |= {name: _plain(value) for name, value in values.items()}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(line_of(metrics_fields(step, values, time.time())))
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
         """Does nothing: the report is in the same folder."""
@@ -190,8 +187,3 @@ def _import(package: str, key: str) -> Any:
         raise ConfigError(
             f"{key} is set but {package} is not installed: pip install {package}, or remove the key"
         ) from error
-
-
-def _plain(value: float) -> float | int | None:
-    """The value for JSON, in which null replaces NaN."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

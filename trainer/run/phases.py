@@ -7,11 +7,12 @@ Invariant: phases do not overlap; a line is written when its phase has ended.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from proxy.run_files.lines import PhaseLine, line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,13 @@ class PhaseLog:
         step, name, started_at, started = self._running
         self._running = None
         phase = EndedPhase(step, name, round(started_at, 6), round(time.monotonic() - started, 6))
-        line = {
+        line: PhaseLine = {
             "step": step,
             "phase": name,
             "started_at": phase.started_at,
             "seconds": phase.seconds,
         }
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(line_of(line))
         self._ended(phase)
 
     def close(self) -> None:

@@ -1,28 +1,15 @@
-"""The trained tokens of each step as columns on disk, which the page shows (docs/view.md).
+"""The trained tokens of each step: their columns from a batch, and their writing in a thread.
 
-    tokens/step-000012/trials.json      {"trials": ["sum-1-x", …], "starts": [0, 512, …, N]}
-                       turns.npy        [N] int32, index of the token's turn in its session
-                       positions.npy    [N] int32, the token's position on the path of its turn
-                       advantages.npy   [N] float32
-                       trained.npy      [N] bool, False where the algorithm left the token out
-                       logprobs.npy     [N] float32, the trainer's own, before the update
-                       entropies.npy    [N] float32, in nats, in the same forward pass
+The format is in `proxy.run_files.tokens`. `logprobs` and `entropies` are missing if the algorithm
+has no forward pass before the update (`algorithm.prox`).
 
-The last two are missing if the algorithm has no such pass (`algorithm.prox`).
-
-Invariant: the rows `[starts[i], starts[i + 1])` belong to `trials[i]`, in the order of turns and
-positions. A step's folder is complete as soon as it exists. Writing takes place in a thread; at
-most one step waits in memory.
+Invariant: at most one step waits in memory.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proxy.run_files.tokens import TokenSteps
 from trainer.batch import Batch
-
-_STEP = re.compile(r"\.?step-(\d+)")
-"""Name of a step's folder; one with a dot is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +90,17 @@ class TokenLog:
 
     def __init__(self, folder: Path, max_bytes: int, warn: Callable[[str], None]) -> None:
         self._folder = folder
-        self._max_bytes = max_bytes
+        self._steps = TokenSteps(folder, max_bytes)
         self._warn = warn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-log")
         self._pending: Future[None] | None = None
-        self._bytes: dict[Path, int] = {}
-        """The folders of the steps and their sizes, the oldest first."""
-        folder.mkdir(exist_ok=True)
-        for path in sorted(_steps(folder)):
-            self._bytes[path] = _size(path)
 
     def write(self, step: int, tokens: TokenColumns) -> None:
         """Writes the columns in the background, once those of the step before are written."""
         self._finish()
-        self._pending = self._thread.submit(self._write, step, tokens)
+        self._pending = self._thread.submit(
+            self._steps.write, step, tokens.trials, tokens.starts, tokens.columns
+        )
 
     def close(self) -> None:
         self._finish()
@@ -134,45 +116,3 @@ class TokenLog:
                 f"warning: the tokens of a step could not be written to {self._folder} ({error});"
                 " the page shows no advantages for this step"
             )
-
-    def _write(self, step: int, tokens: TokenColumns) -> None:
-        path = self._folder / f"step-{step:06d}"
-        partial = self._folder / f".{path.name}"
-        try:
-            partial.mkdir()
-            index = {"trials": tokens.trials, "starts": tokens.starts}
-            (partial / "trials.json").write_text(json.dumps(index))
-            for name, column in tokens.columns.items():
-                np.save(partial / f"{name}.npy", column)
-            self._bytes[path] = _size(partial)
-            partial.rename(path)
-        finally:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(partial)
-        self._remove_oldest()
-
-    def _remove_oldest(self) -> None:
-        for path in list(self._bytes):
-            if sum(self._bytes.values()) <= self._max_bytes:
-                return
-            del self._bytes[path]
-            with suppress(FileNotFoundError):  # somebody else may remove old steps too
-                shutil.rmtree(path)
-
-
-def remove_steps_after(last_step: int, folder: Path) -> None:
-    """Removes the steps that a continued run repeats, and what a killed process left of a step."""
-    for path, step in _steps(folder).items():
-        if step > last_step or path.name.startswith("."):
-            shutil.rmtree(path)
-
-
-def _steps(folder: Path) -> dict[Path, int]:
-    """The folders of steps, also of incomplete ones, and the number of each step. Nothing else in
-    the folder is touched."""
-    found = ((path, _STEP.fullmatch(path.name)) for path in folder.glob("*"))
-    return {path: int(name[1]) for path, name in found if name is not None and path.is_dir()}
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())

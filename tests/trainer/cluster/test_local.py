@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proxy.run_files.files import read_jsonl
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.score_text import ScoreText
 from tests.trainer.test_fit import config_of, run_once
@@ -27,7 +28,7 @@ from trainer.config import TrainerConfig
 from trainer.config_sources import dump
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import RunControl
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from proxy.run_files.files import read_jsonl, replace_file, truncate_jsonl
 from trainer.errors import ConfigError
-from trainer.run.folder import RunFolder, read_jsonl, replace_file, truncate_jsonl
+from trainer.run.folder import RunFolder
 
 
 def test_create_numbers_a_folder_that_exists(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, Ro
 from agent_loop.trial_outcome import Attempt, build_rollout
 from proxy.config import TelemetryConfig
 from proxy.records import Origin, Reward, SessionKind
+from proxy.run_files.files import replace_file
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.view.recording import SYSTEM, call, user
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, trained_batch
-from trainer.run.folder import RunFolder, replace_file
+from trainer.run.folder import RunFolder
 from trainer.run.log import LoggingConfig, RunLog
 from trainer.run.rollout_metrics import mismatch_metrics, rollout_metrics, staleness_metrics
 from trainer.run.token_log import TokenColumns

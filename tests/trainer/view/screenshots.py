@@ -20,7 +20,8 @@ from proxy.http_request import app_runner
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
 from proxy.view.access import new_link
-from proxy.view.run_folder import RecordedRun, RecordedRuns
+from proxy.view.run_folder import RecordedRun
+from proxy.view.runs import RecordedRuns
 from tests.proxy.view.chromium import Tab, chromium
 from tests.proxy.view.pictures import take, take_all
 from trainer.report import Report, write_report
@@ -32,9 +33,9 @@ REPORT_HEIGHT = 2600
 """Pixels down to the verifier's output of the first pair."""
 
 
-def views(run: str, step: int, group: str, trial: str) -> dict[str, tuple[str, str]]:
+def views(run: str, step: int, group: str, trial: str, turn: int = 1) -> dict[str, tuple[str, str]]:
     """Each view's place, and what is on the page once it is complete."""
-    tokens = f"/tokens/{quote(trial, safe='')}?turn=1"
+    tokens = f"/tokens/{quote(trial, safe='')}?turn={turn}"
     return {
         "run": (f"/run/{run}?step={step}", "document.querySelector('.groups tbody tr')"),
         "group": (f"/group/{run}?step={step}&group={quote(group)}", ALIGNED),

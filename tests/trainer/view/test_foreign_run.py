@@ -13,8 +13,9 @@ from aiohttp.test_utils import make_mocked_request
 
 from proxy.store import open_store
 from proxy.view.json_answer import answer
-from proxy.view.run_folder import RecordedRun, RecordedRuns
+from proxy.view.run_folder import RecordedRun
 from proxy.view.run_requests import RunRequests
+from proxy.view.runs import RecordedRuns
 from tests.trainer.view.test_run_openapi import check_answer
 from trainer.report.page import _ends
 

@@ -17,7 +17,8 @@ from proxy.http_request import app_runner
 from proxy.search.rules import save_rule
 from proxy.store import open_store
 from proxy.view.access import new_link
-from proxy.view.run_folder import RecordedRuns, reading
+from proxy.view.run_folder import reading
+from proxy.view.runs import RecordedRuns
 from tests.needs import needs, skip_or_fail
 from tests.proxy.conftest import StartProxy
 from tests.proxy.view.chromium import MISSING, Tab

@@ -1,0 +1,35 @@
+"""Files that are replaced or appended to, and never seen half written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes the file atomically, even if the machine stops meanwhile."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Every complete line; an incomplete last line, left by a killed process, is skipped."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def truncate_jsonl(path: Path, last_step: int) -> None:
+    """Deletes the lines of steps after `last_step`, which a resumed run repeats."""
+    kept = [line for line in read_jsonl(path) if line.get("step", 0) <= last_step]
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
