@@ -32,7 +32,7 @@ class TrialTimes(TypedDict):
 
 
 @with_config(CLOSED)
-class TrialLine(TypedDict):
+class TrialFields(TypedDict):
     """A finished trial: a line of `trials.jsonl`."""
 
     step: Step
@@ -58,7 +58,7 @@ class TrialLine(TypedDict):
 
 
 @with_config(CLOSED)
-class PhaseLine(TypedDict):
+class PhaseFields(TypedDict):
     """A phase of the trainer that has ended: a line of `phases.jsonl`."""
 
     step: Step

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from aiohttp import web
 
 from proxy.errors import ProxyError, RequestError, SessionError
 from proxy.http_request import answer_expect, read_body
-from proxy.records import ForkCause, SessionKind, SessionStatus, TurnStatus
+from proxy.records import ForkCause, SessionKind, SessionStatus
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.search.rules import RuleConfig, rule_json, save_rule, saved_rules
 from proxy.search.terms import SearchTerms
@@ -27,31 +26,22 @@ from proxy.view import pages
 from proxy.view.access import Access
 from proxy.view.answers import (
     ForksPage,
-    HeadsPage,
     HitsPage,
     RecordState,
     RulesAnswer,
     SessionsPage,
     StateAnswer,
     StateJson,
-    TextPiece,
-    TurnsAnswer,
 )
-from proxy.view.bounded import PIECE_CHARS, text_of, turn_json
-from proxy.view.fork import fork_json
 from proxy.view.json_answer import ViewHandler, answer
 from proxy.view.live import LiveFeed
 from proxy.view.publish_requests import PublishRequests
-from proxy.view.query import choice, count, number, session_id, turn_index, turn_indexes
+from proxy.view.query import choice, count, number
 from proxy.view.run_requests import RunRequests
 from proxy.view.runs import RecordedRuns
-from proxy.view.session_turns import SessionTurns
+from proxy.view.session_requests import SessionRequests
 from proxy.view.summaries import head_json, summary_json
-from proxy.view.turn_tokens import TurnTokens, turn_tokens
 
-HEADS = 500
-"""Turns of a session in one answer."""
-CONVERSATION_TURNS = 20
 TURNS = 500
 """Turns that one request of a search reads."""
 READ_BYTES = 8 * 2**20
@@ -59,9 +49,6 @@ READ_BYTES = 8 * 2**20
 MAX_RULE_BYTES = 16_384
 LAST_PLACE = 2**62
 """A place after all turns of a store."""
-CACHED_PATHS = 4
-"""Paths whose tokens stay in memory while a reader scrolls: 1 MB each for 128k tokens."""
-
 _LOG_IN = (
     "log in: open the link that `serve` printed; programs send `Authorization: Bearer KEY` with the"
     " admin key or a key of `agentic-proxy view-key create`"
@@ -91,24 +78,18 @@ class ViewApi:
         self._rules = rules
         self._record_state = state
         self._feed = LiveFeed(browser, self._whole_state)
-        self._paths: OrderedDict[tuple[str, int], TurnTokens] = OrderedDict()
         self._handlers: dict[str, ViewHandler] = {
             "log_in": self._log_in,
             "log_out": self._log_out,
             "live": self._live,
             "state": self._state,
             "sessions": self._sessions,
-            "session": self._session,
-            "heads": self._heads,
-            "turns": self._turns,
-            "text": self._text,
-            "fork": self._fork,
             "forks": self._forks,
-            "tokens": self._tokens,
             "search": self._search,
             "rules": self._show_rules,
             "rules/save": self._save_rule,
             "rules/remove": self._remove_rule,
+            **SessionRequests(browser, self._runs, tokenizer).handlers,
             **RunRequests(browser, self._runs).handlers,
             **PublishRequests(access, self._runs.published).handlers,
         }
@@ -179,52 +160,6 @@ class ViewApi:
         after = f"{last.created_at!r},{last.session_id}" if more and last else None
         return answer(SessionsPage(sessions=[summary_json(each) for each in found], next=after))
 
-    async def _session(self, request: web.Request) -> web.Response:
-        named = session_id(request)
-        found = await self._browser().session(named)
-        if found is None:
-            raise SessionError(f"session {named!r} does not exist", status=404)
-        return answer(summary_json(found))
-
-    async def _heads(self, request: web.Request) -> web.Response:
-        since = count(request, "since", 0, most=2**31 - 1, least=0)
-        found = await self._browser().heads(session_id(request), since, HEADS)
-        more = found[-1].index + 1 if len(found) == HEADS else None
-        return answer(HeadsPage(turns=[head_json(head) for head in found], next=more))
-
-    async def _turns(self, request: web.Request) -> web.Response:
-        """The messages of up to CONVERSATION_TURNS turns."""
-        indexes = turn_indexes(request, CONVERSATION_TURNS)
-        found = await self._browser().turns(session_id(request), indexes)
-        return answer(TurnsAnswer(turns=[turn_json(turn) for turn in found]))
-
-    async def _text(self, request: web.Request) -> web.Response:
-        """A piece of a long text, from the character `from` on."""
-        turn = await self._turns_of(request).read(turn_index(request))
-        text = text_of(turn, request.query.get("place", ""))
-        if text is None:
-            raise RequestError("place: the turn has no such text", status=404)
-        start = count(request, "from", 0, most=2**40, least=0)
-        shown = text[start : start + PIECE_CHARS]
-        piece: TextPiece = {"text": shown, "from": start, "chars": len(text)}
-        return answer(piece)
-
-    async def _fork(self, request: web.Request) -> web.Response:
-        return answer(
-            await fork_json(self._turns_of(request), turn_index(request), self._tokenizer())
-        )
-
-    async def _tokens(self, request: web.Request) -> web.Response:
-        start = count(request, "start", 0, most=2**31, least=0)
-        wanted = count(request, "count", 1000, most=4000)
-        tokens = await self._path(request)
-        tokenizer = self._tokenizer()
-        page = await asyncio.to_thread(tokens.page, start, wanted, tokenizer)
-        trained = await asyncio.to_thread(self._runs.trained_tokens, session_id(request))
-        if trained is not None:
-            page["trained"] = trained.page(tokens.spans, start, start + len(page["ids"]))
-        return answer(page)
-
     async def _forks(self, request: web.Request) -> web.Response:
         cause = choice(request.query.get("cause", ""), ForkCause)
         if cause is None:
@@ -281,23 +216,6 @@ class ViewApi:
         if not isinstance(given, dict):
             raise RequestError("send a JSON object with a rule's name and query")
         return given
-
-    async def _path(self, request: web.Request) -> TurnTokens:
-        index = turn_index(request)
-        key = (session_id(request), index)
-        if key in self._paths:
-            self._paths.move_to_end(key)
-            return self._paths[key]
-        path = await self._turns_of(request).path(index)
-        tokens = turn_tokens(path)
-        if path[-1].status is not TurnStatus.OPEN:
-            self._paths[key] = tokens
-            while len(self._paths) > CACHED_PATHS:
-                self._paths.popitem(last=False)
-        return tokens
-
-    def _turns_of(self, request: web.Request) -> SessionTurns:
-        return SessionTurns(self._browser(), session_id(request))
 
 
 PAGE = "/"

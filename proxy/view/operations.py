@@ -40,7 +40,10 @@ _TEXT: _Parameter = {"type": "string"}
 _NUMBER: _Parameter = {"type": "number"}
 _COUNT: _Parameter = {"type": "integer", "minimum": 0}
 _SET: _Parameter = {"type": "string", "description": "any text: yes; missing or empty: no"}
-_SESSION = {"session": _TEXT}
+_SESSION = {
+    "session": _TEXT,
+    "run": {"type": "string", "description": "the run whose sessions it is one of, as in `state`"},
+}
 _TURN = {**_SESSION, "turn": _COUNT}
 _RUN = {"run": _TEXT}
 _AT = {"at": {**_COUNT, "description": "size of the file, from the answer to the request before"}}

@@ -11,7 +11,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from proxy.openapi import CLOSED
-from proxy.run_files.lines import Count, Name, Number, PhaseLine, Step, TrialLine, Words
+from proxy.run_files.lines import Count, Name, Number, PhaseFields, Step, TrialFields, Words
 
 MAX_LINES = 10_000
 """Lines in one request."""
@@ -51,14 +51,14 @@ class PublishedSteps(TypedDict):
 class PublishedTrials(TypedDict):
     """Body of `POST /view/runs/{name}/trials`: the groups of steps, and evaluations."""
 
-    trials: Annotated[list[TrialLine], Field(max_length=MAX_LINES)]
+    trials: Annotated[list[TrialFields], Field(max_length=MAX_LINES)]
 
 
 @with_config(CLOSED)
 class PublishedPhases(TypedDict):
     """Body of `POST /view/runs/{name}/phases`, for the trace."""
 
-    phases: Annotated[list[PhaseLine], Field(max_length=MAX_LINES)]
+    phases: Annotated[list[PhaseFields], Field(max_length=MAX_LINES)]
 
 
 @with_config(CLOSED)

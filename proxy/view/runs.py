@@ -84,6 +84,11 @@ class RecordedRuns(Mapping[str, RecordedRun]):
         else:
             yield None
 
+    def has_model_of_the_page(self, run: RecordedRun) -> bool:
+        """Whether the page's tokenizer is that of the run."""
+        first = self._first
+        return self._here(run) or (first is not None and run.model == first.model)
+
     def state(self) -> list[RunStamps]:
         return [run.stamps() for run in self._all().values()]
 

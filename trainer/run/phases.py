@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from proxy.run_files.lines import PhaseLine, line_of
+from proxy.run_files.lines import PhaseFields, line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PhaseLog:
         step, name, started_at, started = self._running
         self._running = None
         phase = EndedPhase(step, name, round(started_at, 6), round(time.monotonic() - started, 6))
-        line: PhaseLine = {
+        line: PhaseFields = {
             "step": step,
             "phase": name,
             "started_at": phase.started_at,

@@ -1,4 +1,5 @@
 // Requests to the server, and what happens live.
+import { runOf } from "./router.js";
 
 export class ApiError extends Error {
   /** @param {number} status @param {string} message */
@@ -12,13 +13,15 @@ export class ApiError extends Error {
 export const onLoggedOut = new Set();
 
 /**
+ * A request for a session is for the store of the place that shows it.
  * @param {string} path
  * @param {Record<string, string | number | null | undefined>} [query]
  * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
 export async function get(path, query = {}, signal) {
-  const given = Object.entries(query).filter(([, value]) => value != null && value !== "");
+  const asked = "session" in query ? { ...query, run: runOf() } : query;
+  const given = Object.entries(asked).filter(([, value]) => value != null && value !== "");
   const search = new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
   return answerOf(await fetch(`/view/${path}?${search}`, { signal: signal ?? null }));
 }

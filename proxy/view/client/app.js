@@ -5,7 +5,7 @@ import { Group } from "./group.js";
 import { useLive } from "./hooks.js";
 import { Now } from "./now.js";
 import { html, render, useEffect, useState } from "./page.js";
-import { link, parse } from "./router.js";
+import { link, parse, runOf } from "./router.js";
 import { RunView } from "./run.js";
 import { Search } from "./search.js";
 import { Forks, Sessions } from "./sessions.js";
@@ -74,7 +74,7 @@ function App() {
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
     <${Bar} place=${place} leave=${() => post("log_out", {}).then(() => get("state"))} />
     <main id="main" tabindex="-1" class=${`view-${place.view}`}>
-      <${View} key=${place.view + place.id + returns} place=${place} />
+      <${View} key=${[place.view, place.id, runOf(place), returns].join()} place=${place} />
     </main>`;
 }
 

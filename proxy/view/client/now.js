@@ -76,7 +76,7 @@ function Training({ run, now }) {
       count(groups.ready)} of ${count(groups.needed)} groups are ready, ${count(groups.running)} run; they may be ${count(groups.max_staleness)} versions old.</p>`}
     ${doing.phase === "sampling" && !groups && html`<p>The trainer waits for the trials of this step.</p>`}
     ${doing.errors.length > 0 && html`<h3>Trials that failed</h3><ul class="errors">${[...doing.errors].reverse().map((failed) => html`<li>
-      <${TrialLink} id=${failed.trial_id} /> <div class="words" dir="auto">${oneLine(failed.error)}</div></li>`)}</ul>`}
+      <${TrialLink} id=${failed.trial_id} run=${run.name} /> <div class="words" dir="auto">${oneLine(failed.error)}</div></li>`)}</ul>`}
   </section>`;
 }
 

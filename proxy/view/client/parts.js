@@ -22,9 +22,12 @@ const ACTIONS = {
 /** @param {{value: string}} given */
 export const Status = ({ value }) => html`<span class=${`tag status-${value}`}>${value}</span>`;
 
-/** @param {{id: string, turn?: number | null}} given */
-export const TrialLink = ({ id, turn }) =>
-  html`<a class="id" href=${link("trial", id, { turn })}><bdi>${visible(id)}</bdi>${
+/**
+ * `run`: whose trial it is, if that is not the place's own.
+ * @param {{id: string, turn?: number | null, run?: string}} given
+ */
+export const TrialLink = ({ id, turn, run }) =>
+  html`<a class="id" href=${link("trial", id, { turn, ...(run === undefined ? {} : { run }) })}><bdi>${visible(id)}</bdi>${
     turn == null ? "" : ` #${turn}`}</a>`;
 
 /** @param {{error: string | null, empty?: string}} given */

@@ -13,7 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from proxy.run_files.files import read_jsonl
-from proxy.run_files.lines import PhaseLine, TrialLine
+from proxy.run_files.lines import PhaseFields, TrialFields
 from proxy.view import published_run
 from proxy.view.access import new_key
 from proxy.view.published_run import PublishedRuns
@@ -309,7 +309,7 @@ async def test_lines_of_our_trainer_are_those_that_others_publish(
 ) -> None:
     _, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
     await whole(run)
-    for file, kind in ((run.folder.trials_log, TrialLine), (run.folder.phases, PhaseLine)):
+    for file, kind in ((run.folder.trials_log, TrialFields), (run.folder.phases, PhaseFields)):
         lines = [line.encode() for line in file.read_text().splitlines()]
         assert lines
         for line in lines:
