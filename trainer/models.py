@@ -149,8 +149,7 @@ class ComputeLogprobs:
 
     def on(self, models: Models) -> Scores:
         scores = models.policy.compute_logprobs(self.batch, temperature=self.temperature)
-        self.batch.prox_logprobs = scores.logprobs
-        self.batch.entropies = scores.entropy
+        self.batch.prox_logprobs, self.batch.entropies = scores.logprobs, scores.entropy
         return scores
 
 

@@ -108,7 +108,7 @@ async def test_links_of_another_run_lead_to_its_own_sessions(page: Page, tab: Ta
     await show(tab, group, "document.querySelector('.aligned .cell')")
     shown = await tab.evaluate("document.querySelector('main').textContent")
     assert QUESTIONS["second"] in shown
-    await tab.click(".aligned .cell a")
+    await tab.click(".aligned thead a.id")
     await tab.until(asked.format(QUESTIONS["second"]))
     # The same session in two stores: the page of one does not stay when the other is opened.
     await tab.evaluate("location.hash = '#/trial/lamps-1'")
