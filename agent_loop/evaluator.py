@@ -153,7 +153,7 @@ class Evaluator:
 
 
 def score(groups: Sequence[Group], config: EvalConfig) -> Score:
-    judged = [[r for r in group.rollouts if _judged(r)] for group in groups]
+    judged = [[r for r in group.rollouts if is_judged(r)] for group in groups]
     judged = [rollouts for rollouts in judged if rollouts]
     successes = [
         sum(r.reward is not None and r.reward >= config.success_at for r in rollouts)
@@ -180,7 +180,7 @@ def pass_at_k_intervals(
     """95 % intervals of `Score.pass_at_k`, by the bootstrap over tasks."""
     estimates: dict[int, list[float]] = {k: [] for k in config.ks}
     for group in groups:
-        judged = [rollout for rollout in group.rollouts if _judged(rollout)]
+        judged = [rollout for rollout in group.rollouts if is_judged(rollout)]
         correct = sum(r.reward is not None and r.reward >= config.success_at for r in judged)
         for k, found in estimates.items():
             if len(judged) >= k:
@@ -202,7 +202,8 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return (max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale))
 
 
-def _judged(rollout: Rollout) -> bool:
+def is_judged(rollout: Rollout) -> bool:
+    """Whether the rollout counts in a `Score`."""
     return (
         rollout.status in (RolloutStatus.DONE, RolloutStatus.TRUNCATED)
         and rollout.reward is not None

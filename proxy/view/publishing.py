@@ -102,6 +102,7 @@ class EvaluationScores(TypedDict):
     interval: NotRequired[tuple[Number, Number]]
     """Of 95 %."""
     reward: NotRequired[Number | None]
+    reward_interval: NotRequired[tuple[Number, Number]]
     tasks: NotRequired[Count]
     trials: NotRequired[Count]
     failed: NotRequired[Count]

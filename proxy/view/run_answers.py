@@ -83,6 +83,8 @@ class EvaluationJson(TypedDict):
     interval: NotRequired[tuple[float, float]]
     """Of 95 %."""
     reward: NotRequired[float | None]
+    reward_interval: NotRequired[tuple[float, float]]
+    """Of 95 %."""
     tasks: NotRequired[int]
     trials: NotRequired[int]
     failed: NotRequired[int]

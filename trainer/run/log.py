@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field
 
-from agent_loop.evaluator import EvalReport
+from agent_loop.comparison import bootstrap_interval
+from agent_loop.evaluator import EvalReport, is_judged
 from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
 from proxy.config import TelemetryConfig
@@ -277,6 +279,13 @@ def evaluation_summary(step: int, report: EvalReport) -> dict[str, Any]:
     values = {"step": step} | report.as_dict()
     values["reward"] = values.pop("mean_reward")
     values["trials"] = values.pop("rollouts")
+    rewards: dict[str, list[float]] = {}
+    for rollout in report.rollouts:
+        if is_judged(rollout) and rollout.reward is not None:
+            rewards.setdefault(rollout.task.task_id, []).append(rollout.reward)
+    if len(rewards) > 1:
+        # Over tasks, because rollouts of one task are not independent.
+        values["reward_interval"] = bootstrap_interval([fmean(each) for each in rewards.values()])
     return values
 
 

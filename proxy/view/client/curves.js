@@ -56,7 +56,7 @@ export function Curves({ runs, evaluations, open, first }) {
     name: [runs.length > 1 ? run.name : "", label].filter(Boolean).join(" "),
     run: runs.length > 1 ? n : m, dash: runs.length > 1 ? m : 0,
     points: run.points(metric),
-    band: metric === "eval/success" && n === 0 ? intervals(evaluations) : [],
+    band: n === 0 ? intervals(evaluations, metric) : [],
   })));
   if (runs.every((run) => run.metrics.length === 0)) return html`<p class="quiet">No step has ended yet.</p>`;
   const all = [...new Set(runs.flatMap((run) => run.metrics))];
@@ -104,9 +104,11 @@ function Folded({ title, printed, children }) {
     <summary>${title}</summary>${open && children()}</details>`;
 }
 
-/** @param {Evaluation[]} evaluations @returns {[number, number, number][]} */
-const intervals = (evaluations) => evaluations.flatMap(({ step, interval }) =>
-  interval?.length === 2 ? [/** @type {[number, number, number]} */ ([step, interval[0], interval[1]])] : []);
+/** The 95 % intervals of a metric of evaluations. @param {Evaluation[]} evaluations @param {string} metric */
+const intervals = (evaluations, metric) => evaluations.flatMap((each) => {
+  const found = metric === "eval/success" ? each.interval : metric === "eval/reward" ? each.reward_interval : undefined;
+  return found?.length === 2 ? [/** @type {[number, number, number]} */ ([each.step, found[0], found[1]])] : [];
+});
 
 /** @param {{evaluations: Evaluation[]}} given */
 export function Evaluations({ evaluations }) {

@@ -74,7 +74,9 @@ export interface Score {
   interval?: [number, number];
 }
 /** `sources`: its scores by the source of the tasks, if there are several. */
-export interface Evaluation extends Score { step: number; sources?: Score[]; }
+export interface Evaluation extends Score {
+  step: number; reward_interval?: [number, number]; sources?: Score[];
+}
 export interface Run {
   name: string; status: string | null; steps: number | null; policy_version: number | null;
   wall_s: number | null; tokens_sampled: number | null; tokens_trained: number | null;

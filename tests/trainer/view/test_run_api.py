@@ -272,4 +272,6 @@ async def test_summary_has_status_evaluations_and_configuration(
         assert each["reward"] == each["success"]
     low, high = after["interval"]
     assert low <= after["success"] <= high
+    lowest, highest = after["reward_interval"]
+    assert lowest <= after["reward"] <= highest
     assert (await reader.ask("run", run="other"))[0] == 404

@@ -50,6 +50,9 @@ async def test_every_view_of_a_run_is_accessible_and_fits_a_phone(
         for name, (place, ready) in shown.items():
             await show(tab, place, ready)
             found[f"{name}, {scheme}"] = await violations(tab)
+    await show(tab, *shown["run"])
+    # Success and reward of two evaluations.
+    assert await tab.evaluate("document.querySelectorAll('.chart .interval').length") == 4
     assert not any(found.values()), {name: wrong for name, wrong in found.items() if wrong}
     await tab.size(390, 844, phone=True)
     for name, (place, ready) in shown.items():
