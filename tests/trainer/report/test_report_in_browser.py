@@ -66,7 +66,7 @@ async def test_curves_have_titles_units_ticks_and_intervals(
     )
     assert texts[:3] == ["0", "0.5", "1"]
     assert texts[-6:] == ["0", "1", "2", "3", "step", "share of trials"]
-    assert await tab.evaluate("document.querySelectorAll('.chart .interval').length") == 2
+    assert await tab.evaluate("document.querySelectorAll('.chart .interval').length") == 4
     await tab.evaluate("document.querySelector('.charts').focus()")
     await tab.press("ArrowLeft", 37)
     await tab.until("document.querySelector('.chart svg').ariaLabel.includes('at step 2')")
