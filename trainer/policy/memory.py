@@ -27,7 +27,7 @@ from trainer.packing import Layout, MicroBatch
 from trainer.policy.model import DTYPES, ModelConfig
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
-from trainer.policy.token_logprobs import CHUNK_LOGITS
+from trainer.policy.token_logprobs import chunk_rows
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def _head_bytes(settings: Any, model: ModelConfig) -> int:
     of logits."""
     compute_bytes = DTYPES[model.compute_dtype].itemsize
     weights = settings.vocab_size * settings.hidden_size
-    rows = min(max(1, CHUNK_LOGITS // settings.vocab_size), model.max_micro_batch_tokens)
+    rows = min(chunk_rows(settings.vocab_size), model.max_micro_batch_tokens)
     cast = compute_bytes if compute_bytes != 4 else 0
     return int(weights * (4 + cast) + LOGIT_COPIES * 4 * rows * settings.vocab_size)
 

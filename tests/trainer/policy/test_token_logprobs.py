@@ -24,6 +24,7 @@ def test_values_and_gradients_equal_those_of_log_softmax(
     with_bias: bool,
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(module, "MIN_ROWS", 1)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         (torch.randn(shape, generator=generator) * 2).requires_grad_()
@@ -58,3 +59,29 @@ def test_entropy_has_no_gradient_without_a_bonus() -> None:
     )
     assert logp.requires_grad
     assert not entropy.requires_grad
+
+
+def test_gradient_in_bfloat16_is_that_of_float32_up_to_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In several chunks, and in several blocks of the vocabulary, of which the last is smaller."""
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 150)
+    monkeypatch.setattr(module, "MIN_ROWS", 1)
+    monkeypatch.setattr(module, "BLOCK_PRODUCTS", 100)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((11, 6), (40, 6))
+    )
+    ids = torch.randint(0, 40, (11,), generator=generator)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        trained = weight.float().requires_grad_()
+        logp, _ = token_logprobs(hidden.to(dtype), OutputLayer(trained), ids, 1.0)
+        gradients += torch.autograd.grad(logp.sum(), [trained])
+    torch.testing.assert_close(*gradients, atol=0.03, rtol=0.03)
+
+
+def test_chunk_of_a_large_vocabulary_has_many_rows() -> None:
+    """So that the whole weight is not read for a few rows."""
+    assert module.chunk_rows(262_144) == 256
+    assert module.chunk_rows(32_768) == 512
