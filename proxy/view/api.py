@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -162,11 +163,12 @@ class ViewApi:
 
     async def _forks(self, request: web.Request) -> web.Response:
         cause = choice(request.query.get("cause", ""), ForkCause)
-        if cause is None:
-            raise RequestError(f"cause: give one of {', '.join(ForkCause)}")
         before = number(request.query.get("before", str(time.time() + 1)), "before")
         limit = count(request, "limit", 50, most=200)
-        found = await self._browser().forks(cause, before, limit)
+        browser = self._browser()
+        causes = [*ForkCause] if cause is None else [cause]
+        each = await asyncio.gather(*(browser.forks(one, before, limit) for one in causes))
+        found = sorted(chain(*each), key=lambda head: -head.started_at)[:limit]
         more = found[-1].started_at if len(found) == limit else None
         return answer(ForksPage(turns=[head_json(head) for head in found], next=more))
 
@@ -243,6 +245,8 @@ ROUTES = (
     ("GET", "/view/run/metrics", "run/metrics"),
     ("GET", "/view/run/trials", "run/trials"),
     ("GET", "/view/run/step", "run/step"),
+    ("GET", "/view/run/trial", "run/trial"),
+    ("GET", "/view/run/file", "run/file"),
     ("GET", "/view/run/trace", "run/trace"),
     ("PUT", "/view/runs/{name}", "publish"),
     ("POST", "/view/runs/{name}/steps", "publish/steps"),

@@ -33,7 +33,16 @@ from proxy.view.publishing import (
     PublishedTrials,
     StepTokens,
 )
-from proxy.view.run_answers import MetricsPage, NowJson, RunJson, StepTrials, TraceFile, TrialsPage
+from proxy.view.run_answers import (
+    FilePiece,
+    MetricsPage,
+    NowJson,
+    RunJson,
+    StepTrials,
+    TraceFile,
+    TrialOfRun,
+    TrialsPage,
+)
 
 _Parameter = dict[str, Any]
 _TEXT: _Parameter = {"type": "string"}
@@ -124,10 +133,9 @@ OPERATIONS = {
         refusals=(400, 404, 503),
     ),
     "forks": Operation(
-        "The turns of all sessions that fork for a cause, the newest first",
+        "The turns of all sessions that fork, for a cause or any, the newest first",
         ForksPage,
-        query={"cause": {"enum": [*ForkCause]}, "before": _NUMBER, "limit": _limit(200)},
-        needs=("cause",),
+        query={"cause": {"enum": ["", *ForkCause]}, "before": _NUMBER, "limit": _limit(200)},
         refusals=(400, 503),
     ),
     "tokens": Operation(
@@ -192,6 +200,20 @@ OPERATIONS = {
         StepTrials,
         query={**_RUN, "step": _COUNT},
         needs=("run",),
+        refusals=(400, 404),
+    ),
+    "run/trial": Operation(
+        "What a run knows of a session: how its trial ended, its log, and what its verifier wrote",
+        TrialOfRun,
+        query=_SESSION,
+        needs=("session",),
+        refusals=(404,),
+    ),
+    "run/file": Operation(
+        "A piece of one of these files, which ends at the byte `before`",
+        FilePiece,
+        query={**_SESSION, "name": _TEXT, "before": _COUNT},
+        needs=("session", "name", "before"),
         refusals=(400, 404),
     ),
     "run/trace": Operation(

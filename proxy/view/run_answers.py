@@ -162,6 +162,22 @@ class StepTrials(TypedDict):
     trials: list[TrialJson]
 
 
+FilePiece = TypedDict("FilePiece", {"name": str, "text": str, "from": int, "bytes": int})
+"""Answer of `GET /view/run/file`: a piece of a trial's file. `from`: the byte at which it begins,
+and so the parameter `before` of the piece before it; `bytes`: size of the file."""
+
+
+@with_config(CLOSED)
+class TrialOfRun(TypedDict):
+    """Answer of `GET /view/run/trial`: what a run knows of a session; null and none if nothing."""
+
+    run: str | None
+    trial: TrialJson | None
+    """Null until the trial has ended."""
+    files: list[FilePiece]
+    """The ends of its log and of what its verifier wrote."""
+
+
 @with_config(OPEN)
 class TraceEvent(TypedDict):
     """An event in the trace event format."""

@@ -18,7 +18,7 @@ from proxy.shown_config import MAX_CHARS, flat_config
 from proxy.store import open_store
 from proxy.store.browser import Browser
 from proxy.valid_json import read_json, valid_json
-from proxy.view.json_lines import Line, lines_after, lines_before, lines_of_step
+from proxy.view.json_lines import Line, last_line_with, lines_after, lines_before, lines_of_step
 from proxy.view.run_answers import (
     EvaluationJson,
     MetricsPage,
@@ -30,6 +30,7 @@ from proxy.view.run_answers import (
     TrialJson,
 )
 from proxy.view.run_tokens import RunTokens
+from proxy.view.trial_files import TrialFiles
 from proxy.view.trial_filter import TrialFilter
 from proxy.view.typed_fields import as_type, fitting
 
@@ -133,6 +134,14 @@ class RecordedRun:
         """The trials of a step: those that it trained, and those of evaluations after it."""
         found = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS)
         return {"step": step, "trials": [trial_fields(line) for line in found]}
+
+    def trial(self, trial_id: str) -> TrialJson | None:
+        """None if it has not ended."""
+        line = last_line_with(self.path / "trials.jsonl", "trial_id", trial_id)
+        return None if line is None else trial_fields(line)
+
+    def files(self, trial_id: str) -> TrialFiles:
+        return TrialFiles(self.path / "trials", trial_id)
 
 
 @asynccontextmanager

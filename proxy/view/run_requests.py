@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 from aiohttp import web
 
-from proxy.errors import StoreError
+from proxy.errors import SessionError, StoreError
 from proxy.record_format import MarkFields, mark_fields
 from proxy.store.browser import Browser
 from proxy.view.json_answer import HEADERS, ViewHandler, answer
-from proxy.view.query import count, trial_filter
-from proxy.view.run_answers import TrialJson, TrialsPage
+from proxy.view.query import count, session_id, trial_filter
+from proxy.view.run_answers import TrialJson, TrialOfRun, TrialsPage
 from proxy.view.run_folder import RecordedRun
 from proxy.view.runs import RecordedRuns
 from proxy.view.trace import trace_pieces
+from proxy.view.trial_files import AGENT_FILES, VERIFIER_FILES
 
 PIECE_TRIALS = 50_000
 """More trials than a piece of the file has: all of it is searched for marked ones."""
+SHOWN_FILES = (*VERIFIER_FILES, *AGENT_FILES)
 MARKED_TRIALS = 500
 """Trials whose marks are read at a time, by the store's index."""
 
@@ -38,6 +40,8 @@ class RunRequests:
             "run/trials": self._trials,
             "run/step": self._step,
             "run/trace": self._trace,
+            "run/trial": self._trial,
+            "run/file": self._file,
         }
 
     async def _run(self, request: web.Request) -> web.Response:
@@ -71,6 +75,21 @@ class RunRequests:
         step = count(request, "step", 0, most=2**31 - 1, least=0)
         return answer(await asyncio.to_thread(self._run_of(request).step, step))
 
+    async def _trial(self, request: web.Request) -> web.Response:
+        runs = self._runs.with_session(request.query.get("run", ""))
+        return answer(await asyncio.to_thread(_trial_of, runs, session_id(request)))
+
+    async def _file(self, request: web.Request) -> web.Response:
+        """A piece of a trial's file, before the byte `before`."""
+        runs = self._runs.with_session(request.query.get("run", ""))
+        session, name = session_id(request), request.query.get("name", "")
+        before = count(request, "before", 0, most=2**50, least=0)
+        for run in runs:
+            piece = await asyncio.to_thread(run.files(session).before, name, before)
+            if piece is not None:
+                return answer(piece)
+        raise SessionError(f"the trial has no file {name[:80]!r}", status=404)
+
     async def _trace(self, request: web.Request) -> web.StreamResponse:
         """The run as a file for Perfetto. If the store fails meanwhile, the connection breaks, so
         that nobody takes the beginning of the file for the whole."""
@@ -92,6 +111,14 @@ class RunRequests:
 
     def _run_of(self, request: web.Request) -> RecordedRun:
         return self._runs.named(request.query.get("run", ""))
+
+
+def _trial_of(runs: Sequence[RecordedRun], session: str) -> TrialOfRun:
+    for run in runs:
+        trial, files = run.trial(session), run.files(session).ends(SHOWN_FILES)
+        if trial is not None or files:
+            return {"run": run.name, "trial": trial, "files": files}
+    return {"run": None, "trial": None, "files": []}
 
 
 def _batches(found: Sequence[tuple[int, TrialJson]]) -> Iterator[Sequence[tuple[int, TrialJson]]]:

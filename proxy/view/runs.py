@@ -60,13 +60,15 @@ class RecordedRuns(Mapping[str, RecordedRun]):
     def trained_tokens(self, session_id: str, run: str = "") -> TrialTokens | None:
         """What a trainer knows of a session's tokens, if it trained any: that of `run`, else those
         whose sessions are in the page's store."""
-        asked = (
-            [self.named(run)]
-            if run
-            else [each for each in self._all().values() if self._here(each)]
-        )
-        found = (each.tokens.of(session_id) for each in asked)
+        found = (each.tokens.of(session_id) for each in self.with_session(run))
         return next((tokens for tokens in found if tokens is not None), None)
+
+    def with_session(self, run: str = "") -> list[RecordedRun]:
+        """The runs to which a session can belong: `run`, else those whose sessions are in the
+        page's store."""
+        if run:
+            return [self.named(run)]
+        return [each for each in self._all().values() if self._here(each)]
 
     @asynccontextmanager
     async def browser_of(self, run: RecordedRun, first: Browser) -> AsyncIterator[Browser | None]:

@@ -6,11 +6,7 @@ whatever agents and models wrote; what is left out is counted. One session at a 
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from proxy.records import Turn
@@ -18,8 +14,10 @@ from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser, TurnHead
 from proxy.view.answers import TokensPage
 from proxy.view.bounded import turn_json
+from proxy.view.run_answers import FilePiece
 from proxy.view.run_folder import RecordedRun
 from proxy.view.session_turns import SessionTurns
+from proxy.view.trial_files import VERIFIER_FILES, TrialFiles
 from proxy.view.turn_tokens import TurnTokens, turn_tokens
 from trainer.report.trials import Trial
 from trainer.run.metrics import Transcript
@@ -32,12 +30,8 @@ MESSAGES = 20
 """New messages of one turn."""
 HEADS = 2_000
 """Turns of a session among which the longest conversation is looked for."""
-VERIFIER_CHARS = 3_000
-VERIFIER_FILES = (
-    *("verifier.log", "verifier.stderr.log", "grader.log", "graded.json"),
-    *("reward/reward.json", "reward/reward.txt"),
-)
-"""What a verifier wrote, in the folder of its trial."""
+VERIFIER_BYTES = 3_000
+"""Of each file that the verifier wrote."""
 
 
 class Transcripts:
@@ -64,7 +58,7 @@ class Transcripts:
             "trial": trial,
             "turns": await self._turns(trial["trial_id"], chain, shown),
             "left_out": left_out,
-            "verifier": verifier_output(self._run.path / "trials", trial["trial_id"]),
+            "verifier": verifier_output(self._run.files(trial["trial_id"])),
         }
 
     async def _conversation(self, session: str) -> tuple[list[Turn], str]:
@@ -150,29 +144,14 @@ def _beginning(text: str | Mapping[str, Any]) -> str:
     return text if isinstance(text, str) else f"{text['text']} …"
 
 
-def verifier_output(folder: Path, trial_id: str) -> list[dict[str, Any]]:
-    """The ends of the files that judged a trial. Nothing outside the trial's folder is read."""
-    if not trial_id or "/" in trial_id or trial_id in (".", ".."):
-        return []
-    ends = ((name, _end_of(folder / trial_id / name, folder)) for name in VERIFIER_FILES)
-    return [{"name": name, "text": text} for name, text in ends if text]
+def verifier_output(files: TrialFiles) -> list[dict[str, Any]]:
+    """The ends of the files that judged a trial."""
+    return [
+        {"name": end["name"], "text": _whole(end)}
+        for end in files.ends(VERIFIER_FILES, VERIFIER_BYTES)
+    ]
 
 
-def _end_of(path: Path, folder: Path) -> str:
-    """The last characters of a regular file below `folder`; empty if there is none."""
-    with suppress(OSError, ValueError):  # such as a name with a lone surrogate
-        if os.path.realpath(path) != os.path.join(
-            os.path.realpath(folder), path.relative_to(folder)
-        ):
-            return ""  # one of its folders is a link
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode):
-                return ""
-            start = max(0, status.st_size - VERIFIER_CHARS)
-            text = os.pread(file, VERIFIER_CHARS, start).decode(errors="replace").strip()
-            return f"… {start} bytes before are left out\n{text}" if start else text
-        finally:
-            os.close(file)
-    return ""
+def _whole(end: FilePiece) -> str:
+    text = end["text"].strip()
+    return f"… {end['from']} bytes before are left out\n{text}" if end["from"] else text

@@ -9,6 +9,9 @@ export class ApiError extends Error {
   }
 }
 
+const GONE = "The server does not answer. If it was that of a training run, the run has ended:"
+  + " `agentic-proxy view RUN` shows it, RUN being its folder.";
+
 /** Listeners of "the cookie is not valid (any more)". @type {Set<() => void>} */
 export const onLoggedOut = new Set();
 
@@ -20,18 +23,28 @@ export const onLoggedOut = new Set();
  * @returns {Promise<any>}
  */
 export async function get(path, query = {}, signal) {
-  const asked = "session" in query ? { ...query, run: runOf() } : query;
-  const given = Object.entries(asked).filter(([, value]) => value != null && value !== "");
+  const all = "session" in query ? { ...query, run: runOf() } : query;
+  const given = Object.entries(all).filter(([, value]) => value != null && value !== "");
   const search = new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
-  return answerOf(await fetch(`/view/${path}?${search}`, { signal: signal ?? null }));
+  return answerOf(await asked(`/view/${path}?${search}`, { signal: signal ?? null }));
 }
 
 /** @param {string} path @param {unknown} body @returns {Promise<any>} */
 export async function post(path, body) {
   const headers = { "Content-Type": "application/json" };
   return answerOf(
-    await fetch(`/view/${path}`, { method: "POST", headers, body: JSON.stringify(body) }),
+    await asked(`/view/${path}`, { method: "POST", headers, body: JSON.stringify(body) }),
   );
+}
+
+/** @param {string} url @param {RequestInit} options */
+async function asked(url, options) {
+  try {
+    return await fetch(url, options);
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new ApiError(0, GONE);
+  }
 }
 
 /** @param {Response} response */

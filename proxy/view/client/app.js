@@ -45,10 +45,15 @@ function App() {
     };
     /** @param {string} secret */
     const logIn = (secret) =>
-      post("log_in", { secret }).then(
-        () => setInside(true),
-        (refused) => get("state").then(() => setInside(true), () => setError(refused.message)),
-      );
+      post("log_in", { secret }).then(enter, (refused) => enter().catch(() => setError(refused.message)));
+    /** A recorded run, at which no engine works, is shown first. */
+    const enter = () => get("state").then((/** @type {import("./types.d.ts").State} */ state) => {
+      if (state.engines.length === 0 && (state.runs ?? []).length > 0 && parse(location.hash).view === "now") {
+        history.replaceState(null, "", link("run"));
+        setPlace(parse(location.hash));
+      }
+      setInside(true);
+    });
     addEventListener("hashchange", changed);
     const returned = () => setReturns((n) => n + 1);
     onReturn.add(returned);

@@ -47,15 +47,21 @@ function Tasks({ run, a, b, task }) {
   }).sort((one, other) => (other.to ?? 0) - (other.from ?? 0) - ((one.to ?? 0) - (one.from ?? 0)));
   const shown = rows.find((row) => row.id === task) ?? rows[0];
   if (shown === undefined) return html`<p class="quiet">No task has trials in both evaluations.</p>`;
-  return html`<div class="scroll tasks" tabindex="0" role="region" aria-label="Held-out tasks"><table>
+  const changes = rows.map((row) => Math.sign((row.to ?? 0) - (row.from ?? 0)));
+  const of = (/** @type {number} */ sign) => changes.filter((each) => each === sign).length;
+  return html`<p>${rows.length} tasks: ${of(1)} better, ${of(-1)} worse, ${of(0)} with the same reward.</p>
+    <div class="scroll tasks" tabindex="0" role="region" aria-label="Held-out tasks"><table>
       <thead><tr><th>task</th><th class="n">${oneLine(a)}</th><th class="n">${oneLine(b)}</th><th class="n">change</th></tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.id} class=${row === shown ? "chosen" : ""}>
         <td><a href=${link("compare", run.name, { a, b, task: row.id })} aria-current=${row === shown ? "true" : null}><bdi>${oneLine(row.id)}</bdi></a></td>
         <td class="n"><${Reward} value=${row.from} /></td><td class="n"><${Reward} value=${row.to} /></td>
-        <td class="n">${number((row.to ?? 0) - (row.from ?? 0))}</td></tr>`)}</tbody></table></div>
+        <td class="n">${signed((row.to ?? 0) - (row.from ?? 0))}</td></tr>`)}</tbody></table></div>
     <h2><bdi>${oneLine(shown.id)}</bdi></h2>
     <${Aligned} trials=${[...shown.a.map((trial) => ({ trial, note: a })), ...shown.b.map((trial) => ({ trial, note: b }))]} />`;
 }
+
+/** @param {number} change */
+const signed = (change) => (change > 0 ? `+${number(change)}` : number(change));
 
 /** @param {unknown} data @param {string} evaluation @returns {Map<string, RunTrial[]>} */
 function tasksOf(data, evaluation) {

@@ -29,7 +29,7 @@ const PANELS = [
   ["Time of a step", "seconds", { all: "time/step_s", sampling: "time/sample_s", training: "time/train_s", weights: "time/sync_s" }],
   ["Memory", "GiB, peak of the trainer", { "": "memory/peak_gib" }],
   ["Groups with a signal", "share of groups", { "": "group/with_signal" }],
-  ["Trials that do not count", "share of trials", { failed: "rollout/failed", truncated: "rollout/truncated" }],
+  ["Failed and truncated trials", "share of trials", { failed: "rollout/failed", truncated: "rollout/truncated" }],
 ];
 /** The panel whose axis always has all shares, so that small differences look small. */
 const WHOLE = "Success";

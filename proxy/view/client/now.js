@@ -10,6 +10,8 @@ import { link } from "./router.js";
 const BAR_S = 3;
 const BARS = 60;
 const ACTIVE_S = 600;
+/** Calls that a page knows at first, if the store has more. */
+const FIRST = 500;
 const OVER = ["completed", "expired", "deleted"];
 
 /** @param {Head} head */
@@ -24,8 +26,10 @@ export function Now() {
   const sessions = active(live.answered, running, now);
   const busy = sessions.filter((each) => now - each.at < 60).length;
   const over = new Set(live.events.filter(({ kind }) => OVER.includes(kind)).map((event) => event.session_id));
+  const engines = live.state?.engines.length ?? 0;
   const newest = newestVersion(live.state);
-  const behind = Math.max(-1, ...sessions.filter((each) => now - each.at < 60).map((each) => staleness(each, newest) ?? -1));
+  const open = sessions.filter((each) => each.running > 0 || (now - each.at < 60 && !over.has(each.id)));
+  const behind = Math.max(-1, ...open.map((each) => staleness(each, newest) ?? -1));
   const runs = (live.state?.runs ?? []).filter((run) => run.now !== null);
   return html`<h1>Now</h1>
     <ul class="tiles">
@@ -34,7 +38,7 @@ export function Now() {
       <${Tile} name="calls running" value=${running.length} note=${running.length ? `the oldest ${duration(now - Math.min(...running.map((h) => h.started_at)))}` : "none"} />
       <${Tile} name="calls waiting" value=${live.state?.waiting ?? 0} note="for room in a cache" />
       <${Tile} name="active sessions" value=${busy} note="in the last minute" />
-      <${Tile} name="staleness" value=${behind < 0 ? "–" : behind} note=${newest === null ? "several policies" : `versions behind ${newest}, the newest`} />
+      ${engines > 0 && html`<${Tile} name="staleness" value=${behind < 0 ? "–" : behind} note=${newest === null ? "several policies" : `versions behind the newest, ${newest}`} />`}
       <${Tile} name="refused calls" value=${refused.length} note="in the last hour" warn=${refused.length > 0} />
     </ul>
     <${Rate} answered=${live.answered} now=${now} />
@@ -46,7 +50,7 @@ export function Now() {
         <${Errors} events=${refused.slice(-20).reverse()} now=${now} />
         <${RuleFaults} faults=${live.state?.rule_faults ?? []} now=${now} /></section>
     </div>
-    <section aria-labelledby="active-title"><h2 id="active-title">Sessions at work</h2>
+    <section aria-labelledby="active-title"><h2 id="active-title">Latest sessions</h2>
       <${Active} sessions=${sessions.slice(0, 30)} over=${over} now=${now} newest=${newest} /></section>`;
 }
 
@@ -99,7 +103,9 @@ function Rate({ answered, now }) {
   }
   const most = Math.max(1, ...bars);
   const total = sum(bars, (n) => n);
-  const label = `${total} calls ended in the last ${(BARS * BAR_S) / 60} minutes, at most ${(most / BAR_S).toFixed(1)} per second`;
+  const since = answered[0] ? now - ended(answered[0]) : 0;
+  const all = answered.length < FIRST || since > BARS * BAR_S;
+  const label = `${all ? "" : "at least "}${total} calls ended in the last ${(BARS * BAR_S) / 60} minutes${total > 0 ? `, at most ${(most / BAR_S).toFixed(1)} per second` : ""}`;
   return html`<figure class="rate">
     <svg viewBox=${`0 0 ${BARS * 10} 60`} preserveAspectRatio="none" role="img" aria-label=${label}>
       ${bars.map((n, at) => html`<rect class="bar" x=${at * 10 + 1} width="8" y=${60 - (n / most) * 58} height=${(n / most) * 58} />`)}

@@ -122,7 +122,7 @@ function Differences({ names }) {
   if (configs === null || configs.length !== names.length) return null;
   const keys = [...new Set(configs.flatMap((config) => Object.keys(config)))]
     .filter((key) => configs.some((config) => config[key] !== configs[0]?.[key])).sort();
-  return html`<section aria-labelledby="differences-title"><h2 id="differences-title">Configuration: ${keys.length} differences</h2>
+  return html`<section aria-labelledby="differences-title"><h2 id="differences-title">Configuration: ${keys.length} ${keys.length === 1 ? "difference" : "differences"}</h2>
     ${keys.length > 0 && html`<div class="scroll" tabindex="0" role="group" aria-labelledby="differences-title"><table>
       <thead><tr><th>key</th>${names.map((name, n) => html`<th><span class=${`swatch run${n % 6}`}></span> <bdi>${visible(name)}</bdi></th>`)}</tr></thead>
       <tbody>${keys.map((key) => html`<tr key=${key}><td><code>${oneLine(key)}</code></td>

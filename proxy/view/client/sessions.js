@@ -65,7 +65,7 @@ export const Tags = ({ metadata }) => Object.entries(metadata).slice(0, 4).map((
 
 /** @param {{place: Place}} given */
 export function Forks({ place }) {
-  const cause = place.query.get("cause") ?? "edited";
+  const cause = place.query.get("cause") ?? "";
   const { rows, error, more } = usePages("forks", "turns", { cause });
   /** @param {Event} event */
   const chosen = (event) => {
@@ -73,14 +73,14 @@ export function Forks({ place }) {
   };
   return html`<h1>Forks</h1>
     <form class="filters"><label>cause <select value=${cause} onChange=${chosen}>
-      ${Object.keys(CAUSES).map((each) => html`<option value=${each}>${words(each)}</option>`)}</select></label>
+      <option value="">any</option>${Object.keys(CAUSES).map((each) => html`<option value=${each}>${words(each)}</option>`)}</select></label>
       <span class="quiet">${CAUSES[cause] ?? ""}</span></form>
     ${rows === null ? html`<${Note} error=${error} />` : rows.length === 0
-      ? html`<p class="quiet">No turn of this store forks for this cause.</p>`
+      ? html`<p class="quiet">${cause ? "No turn of this store forks for this cause." : "No turn of this store forks: every call continues the one before it."}</p>`
       : html`<div class="scroll" tabindex="0" role="region" aria-label="Forks"><table>
-        <thead><tr><th>turn</th><th class="n">shared tokens</th><th class="n">new tokens</th><th>agent</th><th class="n">when</th></tr></thead>
+        <thead><tr><th>turn</th><th>cause</th><th class="n">shared tokens</th><th class="n">new tokens</th><th>agent</th><th class="n">when</th></tr></thead>
         <tbody>${/** @type {Head[]} */ (rows).map((head) => html`<tr key=${`${head.session}#${head.index}`}>
-          <td><${TrialLink} id=${head.session} turn=${head.index} /></td><td class="n">${count(head.shared)}</td>
+          <td><${TrialLink} id=${head.session} turn=${head.index} /></td><td>${head.fork && html`<${Cause} cause=${head.fork} />`}</td><td class="n">${count(head.shared)}</td>
           <td class="n">${count(head.new)}</td><td>${head.agent ? oneLine(head.agent) : "–"}</td>
           <td class="n" title=${when(head.started_at)}>${ago(head.started_at)}</td></tr>`)}</tbody></table></div>`}
     ${more && html`<button type="button" class="more" onClick=${more}>Older forks</button>`}`;

@@ -9,9 +9,11 @@ import { Cause, Marks, Note, Reward, Status } from "./parts.js";
 import { link } from "./router.js";
 import { Tags } from "./sessions.js";
 import { Tree } from "./tree.js";
+import { EndOfTrial, TrialFiles } from "./trial_files.js";
 
 /** @typedef {import("./types.d.ts").Head} Head */
 /** @typedef {import("./types.d.ts").Session} Session */
+/** @typedef {import("./types.d.ts").TrialOfRun} TrialOfRun */
 /** @typedef {import("./types.d.ts").Turn} Turn */
 /** @typedef {{turn: number, answer: boolean}} Block */
 
@@ -21,12 +23,14 @@ export function Trial({ place }) {
   const { heads, changes, error } = useHeads(id);
   const { data, error: missing } = useGet("session", { session: id }, changes);
   const session = useLast(/** @type {Session | null} */ (data));
+  const known = useLast(/** @type {TrialOfRun | null} */ (useGet("run/trial", { session: id }, changes).data));
   const given = Number(place.query.get("turn") ?? "-1");
   const selected = heads?.[given] ? given : (heads?.length ?? 0) - 1;
   const blocks = useMemo(() => conversation(heads ?? [], selected), [heads, selected]);
   if (missing || error) return html`<h1>Trial</h1><${Note} error=${missing ?? error} />`;
   if (session === null || heads === null) return html`<h1>Trial</h1><${Note} error=${null} />`;
-  return html`<${Top} session=${session} />
+  return html`<${Top} session=${session} known=${known} />
+    <${TrialFiles} session=${id} files=${known?.files ?? []} />
     ${heads.length === 0 ? html`<p class="quiet">No call yet.</p>` : html`<div class="trial">
       <${Tree} session=${id} heads=${heads} selected=${selected} shown=${new Set(blocks.map((b) => b.turn))} />
       <${Conversation} session=${id} heads=${heads} blocks=${blocks} selected=${selected} asked=${given >= 0} />
@@ -94,18 +98,20 @@ export function conversation(heads, selected) {
   return blocks;
 }
 
-/** @param {{session: Session}} given */
-const Top = ({ session }) => html`<div class="top">
+/** @param {{session: Session, known: TrialOfRun | null}} given */
+const Top = ({ session, known }) => html`<div class="top">
   <h1><bdi>${visible(session.id)}</bdi></h1>
   <p><${Status} value=${session.status} /> <span class="tag">${session.kind}</span>
-    <span title="reward of the whole trial">reward <strong><${Reward} value=${session.reward} /></strong></span>
+    ${(session.reward !== null || !known?.trial) && html`<span title="reward of the whole trial, as it was reported to the proxy">reward
+      <strong><${Reward} value=${session.reward} /></strong></span>`}
     ${session.rewards.flatMap((reward) => Object.entries(reward.parts)).map(([name, value]) =>
       html`<span class="meta"><bdi>${visible(name)}</bdi> ${number(value)}</span> `)}
     <span>${count(session.turns)} turns</span> <span>${short(session.sampled_tokens)} tokens sampled</span>
     <span>longest path ${count(session.longest_path)}</span> <span>last call ${ago(session.last_at)}</span>
     ${session.origin && html`<a href=${link("trial", session.origin.session, { turn: session.origin.turn - 1 })}>branch of
       <bdi>${visible(session.origin.session)}</bdi> at turn ${session.origin.turn}</a>`}
-    <${Marks} session=${session.id} marks=${session.marks} /> <${Tags} metadata=${session.metadata} /></p></div>`;
+    <${Marks} session=${session.id} marks=${session.marks} /> <${Tags} metadata=${session.metadata} /></p>
+  <${EndOfTrial} known=${known} /></div>`;
 
 /**
  * @param {{session: string, heads: Head[], blocks: Block[], selected: number, asked: boolean}} given

@@ -91,6 +91,10 @@ export interface RunTrial {
   reward: number | null; turns: number; sampled_tokens: number | null; seconds: number | null;
   error: string | null; marks?: Mark[];
 }
+/** A piece of a trial's file from the byte `from` on; `bytes`: size of the file. */
+export interface FilePiece { name: string; text: string; from: number; bytes: number; }
+/** What a run knows of a session. */
+export interface TrialOfRun { run: string | null; trial: RunTrial | null; files: FilePiece[]; }
 export interface StoredEvent {
   session_id: string; seq: number; at: number; kind: string; [more: string]: unknown;
 }

@@ -273,6 +273,13 @@ async def test_a_recorded_session_is_shown_with_its_forks(
     assert [message["role"] for message in turns[0]["messages"]] == ["system", "user"]
     assert turns[0]["tools"] == ["shell"]
     assert turns[0]["answer"]["tool_calls"][0]["name"] == "shell"
+    every = await reader.get("forks", limit=2)
+    rest = await reader.get("forks", before=every["next"])
+    causes = [fork["fork"] for fork in every["turns"] + rest["turns"]]
+    assert len({*causes}) > 2
+    assert len(rest["turns"]) > 0
+    began = [fork["started_at"] for fork in every["turns"] + rest["turns"]]
+    assert began == sorted(began, reverse=True)
     forks = await reader.get("forks", cause="compaction")
     assert [(fork["session"], fork["index"]) for fork in forks["turns"]] == [(session.trial_id, 6)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from proxy.view import json_lines
-from proxy.view.json_lines import lines_after, lines_before, lines_of_step
+from proxy.view.json_lines import last_line_with, lines_after, lines_before, lines_of_step
 
 
 def write(path: Path, steps: list[int], tail: str = "") -> Path:
@@ -62,6 +62,28 @@ def test_lines_of_a_step_are_found_wherever_they_are(tmp_path: Path) -> None:
         found = lines_of_step(path, step, 100)
         assert [line["step"] for line in found] == [each for each in steps if each == step]
     assert len(lines_of_step(path, 3, 2)) == 2
+
+
+def test_last_line_of_a_name_is_found_where_other_lines_mention_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_lines, "PIECE_BYTES", 64)
+    path = tmp_path / "lines"
+    names = ['a"b', "c", 'a"b', "é", "d"]
+    lines = [{"id": name, "n": n, "why": 'see a"b', "of": "c"} for n, name in enumerate(names)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"id": "open"')
+    found = {name: last_line_with(path, "id", name) for name in [*names, "open", "see a"]}
+    assert {name: line and line["n"] for name, line in found.items()} == {
+        'a"b': 2,
+        "c": 1,
+        "é": 3,
+        "d": 4,
+        "open": None,
+        "see a": None,
+    }
+    monkeypatch.setattr(json_lines, "SEARCHED_BYTES", 100)
+    assert last_line_with(path, "id", "c") is None
+    assert last_line_with(tmp_path / "none", "id", "c") is None
 
 
 def test_foreign_lines_are_empty_and_missing_files_have_none(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from proxy.view.trial_files import TrialFiles
 from tests.trainer.report.written import report_data, trial, write_run
-from trainer.report.transcripts import VERIFIER_CHARS, verifier_output
+from trainer.report.transcripts import VERIFIER_BYTES, verifier_output
 
 BEFORE_AND_AFTER = {"same": (1, 1), "worse": (1, 0), "b": (0, 1), "a": (0, 1), "c": (0, 1)}
 
@@ -69,10 +70,10 @@ def test_folder_of_a_trial_that_is_a_link_is_not_read(tmp_path: Path) -> None:
     trial = tmp_path / "trials" / "t-1"
     trial.mkdir(parents=True)
     (trial / "reward").symlink_to(tmp_path / "elsewhere")
-    assert verifier_output(tmp_path / "trials", "t-1") == []
+    assert verifier_output(TrialFiles(tmp_path / "trials", "t-1")) == []
     (trial / "reward").unlink()
     (tmp_path / "elsewhere").rename(trial / "reward")
-    assert verifier_output(tmp_path / "trials", "t-1")
+    assert verifier_output(TrialFiles(tmp_path / "trials", "t-1"))
 
 
 def test_output_of_the_verifier_is_read_from_the_trials_folder_alone(tmp_path: Path) -> None:
@@ -84,10 +85,10 @@ def test_output_of_the_verifier_is_read_from_the_trials_folder_alone(tmp_path: P
     (folder / "t-1" / "grader.log").symlink_to(tmp_path / "secret")
     os.mkfifo(folder / "t-1" / "graded.json")
     (tmp_path / "verifier.log").write_text("outside")
-    log, reward = verifier_output(folder, "t-1")
+    log, reward = verifier_output(TrialFiles(folder, "t-1"))
     assert log["name"] == "verifier.log"
     assert log["text"].endswith("x� end")
-    assert len(log["text"]) < VERIFIER_CHARS + 100
+    assert len(log["text"]) < VERIFIER_BYTES + 100
     assert reward == {"name": "reward/reward.txt", "text": "0.5"}
     others = ("..", "", "t-2", "../trials/t-1")
-    assert [verifier_output(folder, name) for name in others] == [[]] * 4
+    assert [verifier_output(TrialFiles(folder, name)) for name in others] == [[]] * 4

@@ -37,6 +37,7 @@ def views(run: str, step: int, group: str, trial: str, turn: int = 1) -> dict[st
     """Each view's place, and what is on the page once it is complete."""
     tokens = f"/tokens/{quote(trial, safe='')}?turn={turn}"
     return {
+        "ended": (f"/trial/{quote(trial, safe='')}", "document.querySelector('.of-run')"),
         "run": (f"/run/{run}?step={step}", "document.querySelector('.groups tbody tr')"),
         "group": (f"/group/{run}?step={step}&group={quote(group)}", ALIGNED),
         "trials": (f"/trials/{run}?kind=train", "document.querySelector('.run-trials tbody tr')"),

@@ -15,7 +15,7 @@ from proxy.app import DOCUMENTED
 from proxy.openapi import document
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 from tests.proxy.view.recording import record
-from tests.trainer.view.recorded_run import begin, training, whole
+from tests.trainer.view.recorded_run import begin, training, whole, write_log
 
 DOCUMENT = orjson.loads(orjson.dumps(document(DOCUMENTED[1:])))
 HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -42,6 +42,9 @@ READS: list[tuple[str, dict[str, Any]]] = [
     ("run/metrics", RUN),
     ("run/trials", {**RUN, "limit": 200}),
     ("run/step", {**RUN, "step": 2}),
+    ("run/trial", {"session": "lamps-3"}),
+    ("run/trial", {**FIX}),
+    ("run/file", {"session": "lamps-3", "name": "agent.log", "before": 9}),
     ("run/trace", RUN),
 ]
 REFUSALS: list[tuple[str, dict[str, Any], int]] = [
@@ -52,6 +55,9 @@ REFUSALS: list[tuple[str, dict[str, Any], int]] = [
     ("search", {}, 400),
     ("tokens", {**FIX, "turn": 99}, 404),
     ("run", {"run": "none"}, 404),
+    ("run/trial", {"session": "lamps-3", "run": "none"}, 404),
+    ("run/file", {"session": "lamps-3", "name": "task.json", "before": 9}, 404),
+    ("run/file", {"session": "lamps-3", "name": "agent.log", "before": -1}, 400),
     ("run/step", {**RUN, "step": -1}, 400),
 ]
 STREAM = "live"
@@ -63,6 +69,7 @@ async def recorded(start_proxy: StartProxy, checkpoint: Path, tmp_path: Path) ->
     proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
     await save(proxy, "sums", {"text": "computed twice"})
     await whole(run)
+    write_log(run.folder.path, "lamps-3", "a log")
     await record(proxy)
     await proxy.control.complete("fix/sum-1")
     return proxy

@@ -25,7 +25,7 @@ from tests.proxy.view.chromium import MISSING, Tab
 from tests.proxy.view.conftest import enter, show
 from tests.proxy.view.recording import HOSTILE, call, user
 from tests.proxy.view.test_page import AXE, NO_OVERFLOW, violations
-from tests.trainer.view.recorded_run import begin, training, whole
+from tests.trainer.view.recorded_run import begin, training, whole, write_log
 from tests.trainer.view.screenshots import views
 
 pytestmark = [needs(MISSING), pytest.mark.programs]
@@ -38,6 +38,7 @@ async def test_every_view_of_a_run_is_accessible_and_fits_a_phone(
         skip_or_fail("axe-core is not installed: make tools")
     proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
     await whole(run)
+    write_log(run.folder.path, "lamps-4", "done")
     shown = views("run", 1, "g0-0", "lamps-4")
     await enter(tab, proxy)
     await tab.call("Page.setBypassCSP", enabled=True)  # for axe, which the page would not run
@@ -58,6 +59,35 @@ async def test_every_view_of_a_run_is_accessible_and_fits_a_phone(
     for name, (place, ready) in shown.items():
         await show(tab, place, ready)
         assert await tab.evaluate(NO_OVERFLOW), f"{name} is wider than a phone"
+    assert tab.complaints == []
+
+
+async def test_what_a_trials_agent_and_verifier_wrote_is_read_from_its_end(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path, tab: Tab
+) -> None:
+    proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
+    await run.step()
+    hostile = "\x1b[31mred\x1b[0m " + HOSTILE
+    write_log(run.folder.path, "lamps-1", "first line\n" + "é" * 60_000 + hostile + "last line")
+    await enter(tab, proxy, "/trial/lamps-1")
+    await tab.until("document.querySelector('.of-run')")
+    assert "In run, step 1: done reward 0" in " ".join((await tab.text(".of-run")).split())
+    assert "wanted 28" in await tab.text(".files details:first-child")
+    log = ".files details:last-child"
+    await tab.click(f"{log} summary")
+    shown = f"document.querySelector('{log} .text').textContent"
+    assert "red " in await tab.evaluate(shown)
+    assert "[31m" not in await tab.evaluate(shown)
+    await tab.click(f"{log} button")
+    await tab.until(f"{shown}.length > 20000")
+    await tab.click(f"{log} button")
+    await tab.until(f"{shown}.startsWith('first line')")
+    assert "\ufffd" not in (await tab.evaluate(shown))
+    assert (await tab.evaluate(shown)).endswith("last line")
+    assert not await tab.evaluate("'hacked' in window")
+    await tab.click(".of-run a:last-of-type")
+    await tab.until("document.querySelectorAll('.aligned thead th').length === 4")
+    run.log.close()
     assert tab.complaints == []
 
 
