@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from agent_loop.routing import Routing
 from proxy.records import Ids, Logprobs, Session, Turn
+from proxy.token_tree.routing import Routing
 from proxy.wall import Wall
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
-from agent_loop.routing import Routing
 from proxy import routed_experts
+from proxy.token_tree.routing import Routing
 
 FORMAT = 1
 """Number of the format, increased when a field changes its meaning; other numbers are refused."""

@@ -20,8 +20,9 @@ import numpy as np
 
 from agent_loop.errors import TrajectoryError
 from agent_loop.records import Mask, Segment, Trajectory
-from agent_loop.routing import Routing, joined, routing_of
+from proxy.errors import ProxyError
 from proxy.records import Ids, Logprobs, Turn
+from proxy.token_tree.routing import Routing, joined, routing_of
 
 
 def build_segments(
@@ -42,9 +43,13 @@ def build_segments(
         if turn.sampled and not imitated and index not in untrained:
             _check_sampled(turn, index)
     hangs = _attach(turns)
+    try:
+        routings = routing_of(turns)
+    except ProxyError as error:
+        raise TrajectoryError(str(error)) from error
     blocks = [
         _block(turn, index, index not in untrained, routing)
-        for index, (turn, routing) in enumerate(zip(turns, routing_of(turns), strict=True))
+        for index, (turn, routing) in enumerate(zip(turns, routings, strict=True))
     ]
     return prune(_cut(blocks, hangs))
 

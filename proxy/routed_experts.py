@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import binascii
 import io
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,11 @@ def load(data: bytes | None) -> RoutedExperts | None:
     if not rows.size or rows.max() < 256:
         return rows.astype(np.uint8)
     return rows.astype(np.uint16)
+
+
+def dump_text(rows: RoutedExperts) -> str:
+    """`rows` as base64 of `.npy`."""
+    return b64encode(dump(rows) or b"").decode()
 
 
 def load_text(text: str) -> RoutedExperts:

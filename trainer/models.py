@@ -335,13 +335,11 @@ def build_models(
     models = Models(policy, Algorithm(algorithm))
 
     def frozen(path: Path) -> Policy:
-        changes = {"path": path, "lora": None, "router_replay": "off"}
-        settings = model.model_copy(update=changes)
+        settings = model.model_copy(update={"path": path, "lora": None})
         return Policy(settings, device=device, ranks=ranks)
 
     if algorithm.critic is not None:
-        changes = {"path": algorithm.critic.path or model.path, "router_replay": "off"}
-        settings = model.model_copy(update=changes)
+        settings = model.model_copy(update={"path": algorithm.critic.path or model.path})
         models.critic = Critic(
             settings,
             algorithm.critic.optimizer,

@@ -123,6 +123,8 @@ class MicroBatch:
     experts: Tensor | None = None
     """`[T, L, K]` int32, the recorded experts of each layer; -1 for a token without a row. None: no
     token has any."""
+    share: float = 1.0
+    """The share of its input tokens among those of all micro-batches that were packed with it."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on that device."""
@@ -133,6 +135,7 @@ class MicroBatch:
             self.targets.to(device),
             self.predictors.to(device),
             None if self.experts is None else self.experts.to(device),
+            self.share,
         )
 
 
@@ -167,7 +170,8 @@ def pack(
         units = [_Unit((index,), len(batch.sequences[index])) for index in chosen]
     bins = _balance(units, min(max_tokens, fill_tokens or max_tokens), multiple_of)
     bounds = torch.searchsorted(batch.sequence, torch.arange(len(batch.sequences) + 1))
-    return [_lay_out(batch, bin_, bounds, share_prefixes) for bin_ in bins]
+    total = sum(unit.tokens for unit in units)
+    return [_lay_out(batch, bin_, bounds, share_prefixes, total) for bin_ in bins]
 
 
 def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[_Unit]:
@@ -239,11 +243,11 @@ def _balance(units: Sequence[_Unit], full_tokens: int, multiple_of: int) -> list
 
 
 def _lay_out(
-    batch: Batch, units: Sequence[_Unit], bounds: Tensor, share_prefixes: bool
+    batch: Batch, units: Sequence[_Unit], bounds: Tensor, share_prefixes: bool, total: int
 ) -> MicroBatch:
     if not units:  # models refuse 0 tokens, so the row holds one token that predicts nothing
         one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        return MicroBatch(one, one, Layout(one + 1, longest=1), none, none)
+        return MicroBatch(one, one, Layout(one + 1, longest=1), none, none, share=0.0)
     ids: list[Ids] = []
     positions, targets, predictors = ([np.zeros(0, np.int64)] for _ in range(3))
     ends = np.empty(sum(unit.tokens for unit in units), np.int64)
@@ -280,6 +284,7 @@ def _lay_out(
         targets=torch.as_tensor(merged_targets[order]),
         predictors=torch.as_tensor(np.concatenate(predictors)[order]),
         experts=None if experts is None else torch.as_tensor(experts),
+        share=len(ends) / total,
     )
 
 

@@ -8,7 +8,6 @@ log-probabilities in every format.
 from __future__ import annotations
 
 import asyncio
-from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -99,7 +98,7 @@ def _experts_text(call: ScriptedCall, end: int) -> str | None:
     if start is None:
         return None
     rows = scripted_experts([*call.prompt_ids, *call.answer_ids[:end]])[start:-1]
-    return b64encode(routed_experts.dump(rows) or b"").decode()
+    return routed_experts.dump_text(rows)
 
 
 def _read_vllm(body: dict[str, Any]) -> ScriptedCall:

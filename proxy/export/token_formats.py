@@ -13,6 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from proxy.export.protocol import Row, Sample
+from proxy.records import Turn
+from proxy.routed_experts import dump_text
+from proxy.token_tree.routing import Routing, routing_along, routing_of
 from proxy.token_tree.sampled_paths import SampledPath, sampled_paths
 
 UNTRAINED = -100
@@ -20,7 +23,8 @@ UNTRAINED = -100
 
 
 class TokensFormat:
-    """The record itself: ids, which of them were sampled, log-probabilities, versions."""
+    """The record itself: ids, which of them were sampled, log-probabilities, versions, and the
+    experts of a mixture: base64 of the `.npy` of `[T, layers, k]`, and which tokens have a row."""
 
     unit: Literal["session"] = "session"
     trains = needs_reward = False
@@ -39,6 +43,8 @@ class TokensFormat:
                 "sampled": pa.list_(pa.bool_()),
                 "logprobs": pa.list_(pa.float32()),
                 "versions": ints,
+                "routed_experts": pa.string(),
+                "routed": pa.list_(pa.bool_()),
             }
         )
 
@@ -49,7 +55,9 @@ class TokensFormat:
             {"key": r.key, "value": r.value, "turn": r.turn, "branch": r.branch}
             for r in session.rewards
         ]
+        routings = routing_of(sample.turns)
         for path in sampled_paths(sample.turns):
+            routing = routing_along(sample.turns, routings, path.turns)
             yield {
                 "trial_id": session.session_id,
                 "kind": session.kind.value,
@@ -61,6 +69,8 @@ class TokensFormat:
                 "sampled": path.sampled.tolist(),
                 "logprobs": path.logprobs.tolist(),
                 "versions": path.versions.tolist(),
+                "routed_experts": None if routing is None else dump_text(routing.experts),
+                "routed": None if routing is None else routing.known.tolist(),
             }
 
 
@@ -118,6 +128,7 @@ class VerlFormat:
                 "response_ids": ids,
                 "response_mask": ids,
                 "response_logprobs": pa.list_(pa.float32()),
+                "routed_experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
                 "reward_score": pa.float64(),
                 "num_turns": pa.int64(),
                 "metrics": pa.struct({"generate_sequences": pa.float64()}),
@@ -130,6 +141,7 @@ class VerlFormat:
     def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
         (sample,) = samples
         generate_s = sum(turn.duration_s or 0.0 for turn in sample.turns)
+        routings = routing_of(sample.turns)
         for path, head in _trained(samples):
             prompt, response = _split(path)
             yield {
@@ -137,6 +149,7 @@ class VerlFormat:
                 "response_ids": path.ids[response].tolist(),
                 "response_mask": path.sampled[response].astype(int).tolist(),
                 "response_logprobs": _masked(path.logprobs, path)[response].tolist(),
+                "routed_experts": _replayable(sample.turns, routings, path),
                 "reward_score": head["reward"],
                 "num_turns": len(path.turns),
                 "metrics": {"generate_sequences": generate_s},
@@ -278,6 +291,19 @@ def _split(path: SampledPath) -> tuple[slice, slice]:
     """The prompt and the response."""
     first = int(path.sampled.argmax())
     return slice(0, first), slice(first, len(path.ids))
+
+
+def _replayable(
+    turns: Sequence[Turn], routings: Sequence[Routing | None], path: SampledPath
+) -> list[list[list[int]]] | None:
+    """`[T - 1, layers, k]`, the experts up to the token before the path's last one; None if one of
+    these tokens has no row, because verl would replay expert 0 for it."""
+    routing = routing_along(turns, routings, path.turns)
+    before = slice(0, len(path.ids) - 1)
+    if routing is None or not routing.known[before].all():
+        return None
+    experts: list[list[list[int]]] = routing.experts[before].tolist()
+    return experts
 
 
 def _masked(values: Any, path: SampledPath) -> Any:

@@ -3,64 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-from proxy.app import build_app
-from proxy.client import ProxyClient
 from proxy.commands.replay import replay
-from proxy.config import load_config
 from proxy.engines.vllm_scoring import VllmScorer
 from proxy.engines.vllm_server import VllmServer
-from proxy.http_request import app_runner
-from proxy.records import Turn
-from tests.proxy.conftest import ADMIN_KEY
+from tests.e2e.running_proxy import Running, running_proxy
 
 pytestmark = pytest.mark.engine
 NOISE_NATS = 1e-3
 """The noise of float32 between prefill and decode; a wrong token differs by more than 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    control: ProxyClient
-    http: aiohttp.ClientSession
-
-    async def talk(self, sampling: dict[str, float], *, turns: int) -> list[Turn]:
-        """The record of a conversation that was sampled with these parameters."""
-        session = await self.control.create_session(sampling=sampling)
-        messages = [{"role": "user", "content": "Say something."}]
-        for _ in range(turns):
-            body = {"messages": messages, "max_tokens": 24}
-            headers = {"Authorization": f"Bearer {session.api_key}"}
-            target = f"{session.base_url}/chat/completions"
-            async with self.http.post(target, json=body, headers=headers) as response:
-                reply = await response.json()
-                assert response.status == 200, reply
-            answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
-            messages += [answer, {"role": "user", "content": "Go on."}]
-        return (await self.control.get_turns(session.trial_id))[1]
-
-
 @pytest.fixture
 async def running(vllm: VllmServer, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Running]:
-    config = load_config(
-        model=tiny_model,
-        engines=[{"url": vllm.url}],
-        store=f"sqlite:///{tmp_path}/proxy.db",
-        admin_key=ADMIN_KEY,
-    )
-    runner = app_runner(build_app(config), handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with ProxyClient(url, ADMIN_KEY) as control, aiohttp.ClientSession() as http:
-        yield Running(control, http)
-    await runner.cleanup()
+    async with running_proxy(tiny_model, vllm.url, tmp_path) as running:
+        yield running
 
 
 @pytest.fixture

@@ -60,8 +60,10 @@ class Critic:
         ranks: Ranks | None = None,
         total_steps: int | None = None,
     ) -> None:
-        """`config.lora` is ignored: all weights of the critic are trained."""
-        self.config = config.model_copy(update={"lora": None})
+        """Settings of adapters and of routers are ignored: all weights of the critic are trained
+        by its own loss, and it routes by itself."""
+        ignored = {"lora": None, "router_replay": "off", "router_aux_loss": 0.0}
+        self.config = config.model_copy(update=ignored)
         self.ranks = ranks or Ranks()
         self.device = torch.device(device)
         place = self.ranks.placing(DTYPES[config.compute_dtype])

@@ -23,6 +23,7 @@ from trainer.policy.adapter import check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
 from trainer.policy.loading import Place, load_weights
 from trainer.policy.proof import prove
+from trainer.policy.router_balance import check_balance
 from trainer.policy.router_replay import check_replay, replay_routing
 from trainer.policy.scorer import use_packed_rows
 
@@ -76,6 +77,10 @@ class ModelConfig(BaseModel):
     router_compared: int = Field(1, ge=0)
     """With `router_replay`: number of micro-batches per step and rank that are computed with and
     without it, to log the difference to the engine both ways. Each costs two forward passes."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """Mixture of experts: factor of the auxiliary loss that balances the load of the experts
+    (`router_aux_loss_coef` of `config.json`, often 0.001). It is computed by transformers'
+    own function over all tokens of a micro-batch, also those of prompts. 0: no such loss."""
     lora: LoraSettings | None = None
 
     @property
@@ -105,6 +110,8 @@ def load_model(
     replays = config.router_replay == "replay" and trainable
     if replays:
         check_replay(settings, config.path)
+    if config.router_aux_loss and trainable:
+        check_balance(settings, config.path)
     adapted = config.lora is not None and trainable  # adapters are added to whole layers
 
     def placed(layer: nn.Module) -> None:

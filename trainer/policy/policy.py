@@ -2,7 +2,8 @@
 
 Invariant: the gradient of a step is the gradient of the sum of the losses of all its tokens. The
 weights of tokens have denominators for the whole batch, so that cutting the batch into
-micro-batches, or dividing it among ranks, changes only the rounding.
+micro-batches, or dividing it among ranks, changes only the rounding. The auxiliary loss of routers
+(`model.router_aux_loss`) is the exception: it balances each micro-batch.
 
 Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch.
 """
@@ -33,8 +34,9 @@ from trainer.policy.model import (
     vocabulary,
 )
 from trainer.policy.parallel import Ranks
+from trainer.policy.router_balance import RouterBalance
 from trainer.policy.router_replay import check_rows
-from trainer.policy.scorer import CausalScorer
+from trainer.policy.scorer import CausalScorer, Scored
 
 CPU_FILL_TOKENS = 4096
 """Number of tokens up to which a CPU combines sequences into a pass. Products that fit into the
@@ -86,7 +88,8 @@ class Policy:
             share_frozen_weights(self.model, weights_of.model)
         if self.ranks.mesh is None:  # else each layer is moved when it is sharded
             self.model = self.model.to(self.device)
-        self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype])
+        balance = RouterBalance.of(self.model) if optimizer and config.router_aux_loss else None
+        self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype], balance=balance)
         self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
         self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
 
@@ -120,8 +123,9 @@ class Policy:
         logprobs, entropy = torch.zeros(2, batch.num_tokens)
         for micro in self.pack(batch):
             micro = micro if replay else replace(micro, experts=None)
-            scores = self._score(micro, batch, temperature, entropy_grad=False)
-            logprobs[micro.targets], entropy[micro.targets] = (score.cpu() for score in scores)
+            scored = self._score(micro, batch, temperature, entropy_grad=False)
+            logprobs[micro.targets] = scored.logprobs.cpu()
+            entropy[micro.targets] = scored.entropy.cpu()
         return Scores(self.ranks.sum(logprobs), self.ranks.sum(entropy))
 
     @torch.no_grad()
@@ -134,8 +138,8 @@ class Policy:
             recorded = batch.logprobs[micro.targets]
             ways = {"replayed": micro, "routed": replace(micro, experts=None)}
             for name, way in ways.items():
-                logprobs, _ = self._score(way, batch, temperature, entropy_grad=False)
-                sums[name] += float((logprobs.cpu() - recorded).abs().double().sum())
+                scored = self._score(way, batch, temperature, entropy_grad=False)
+                sums[name] += float((scored.logprobs.cpu() - recorded).abs().double().sum())
             sums["tokens"] += len(micro.targets)
         sums = self.ranks.sum_metrics(sums)
         if not sums["tokens"]:
@@ -159,12 +163,16 @@ class Policy:
         Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
         self.scorer.train()
-        logprobs, entropy = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
-        result = loss(logprobs, entropy, micro.targets)
+        scored = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
+        result = loss(scored.logprobs, scored.entropy, micro.targets)
         if not torch.isfinite(result.losses).all():
-            _raise_not_finite(batch, micro, logprobs.detach(), result.losses.detach())
-        (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
-        return {name: float(value.detach()) for name, value in result.metrics.items()}
+            _raise_not_finite(batch, micro, scored.logprobs.detach(), result.losses.detach())
+        total, metrics = result.losses.sum(), dict(result.metrics)
+        if scored.imbalance is not None:
+            metrics["router_aux_loss"] = micro.share * scored.imbalance
+            total = total + self.config.router_aux_loss * metrics["router_aux_loss"]
+        (total * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+        return {name: float(value.detach()) for name, value in metrics.items()}
 
     def step(self) -> Metrics:
         """Clips the gradient, updates the weights, and clears the gradient.
@@ -203,13 +211,13 @@ class Policy:
 
     def _score(
         self, micro: MicroBatch, batch: Batch, temperature: float, *, entropy_grad: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Scored:
         ids = batch.ids[micro.targets].to(self.device)
         micro = micro if self.replays else replace(micro, experts=None)
-        scores: tuple[Tensor, Tensor] = self.scorer(
+        scored: Scored = self.scorer(
             micro.to(self.device), ids, temperature, entropy_grad=entropy_grad
         )
-        return scores
+        return scored
 
 
 def pack_for(

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.batch import Batch
 from trainer.errors import ConfigError, TrainingError
-from trainer.policy.shrink import CHOSEN, EXPERTS, shrunk
+from trainer.policy.shrink import CHOSEN, EXPERTS, number_of, shrunk
 
 ARGUMENT = "routed_experts"
 """The name of the layers' argument."""
@@ -32,7 +32,7 @@ ARGUMENT = "routed_experts"
 
 def replay_routing(model: Any) -> None:
     """Makes every layer of the model accept the argument, and replay it in its block of experts."""
-    count = _setting(model.config.get_text_config(), EXPERTS)
+    count = number_of(model.config.get_text_config(), EXPERTS)
     for index, layer in enumerate(model.get_decoder().layers):
         block = next(_blocks_of_experts(layer), None)
         choice = _Choice(count)
@@ -56,8 +56,8 @@ def check_replay(settings: Any, path: Path) -> None:
 def check_rows(model: Any, batch: Batch) -> None:
     """Raises TrainingError if recorded rows are of another model than the one that is trained."""
     text = model.config.get_text_config()
-    expected = (text.num_hidden_layers, _setting(text, CHOSEN))
-    experts = _setting(text, EXPERTS)
+    expected = (text.num_hidden_layers, number_of(text, CHOSEN))
+    experts = number_of(text, EXPERTS)
     for index, routing in enumerate(batch.routing):
         if routing is None:
             continue
@@ -128,15 +128,9 @@ def _blocks_of_experts(layer: nn.Module) -> Iterator[Any]:
     return (m for m in layer.modules() if isinstance(getattr(m, "experts", None), nn.Module))
 
 
-def _setting(text: Any, names: Sequence[str]) -> int:
-    """The first of these settings that the model has; 0 if it has none."""
-    values = (getattr(text, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value), 0)
-
-
 def _problem(small: Any) -> str | None:
     """Why rows are not replayed exactly; None if they are."""
-    experts, chosen = _setting(small, EXPERTS), _setting(small, CHOSEN)
+    experts, chosen = number_of(small, EXPERTS), number_of(small, CHOSEN)
     if not experts or not chosen:
         return "they have no experts"
     with torch.random.fork_rng(devices=[]):

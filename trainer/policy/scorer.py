@@ -8,7 +8,7 @@ Shapes: `T` tokens of a micro-batch, `M` of them predicted, `D` hidden size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from trainer.packing import MicroBatch
 from trainer.policy.attention import packed_attention
 from trainer.policy.delta_rule import fork_states
+from trainer.policy.router_balance import RouterBalance
 from trainer.policy.router_replay import ARGUMENT
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 
@@ -31,47 +32,62 @@ def use_packed_rows(model: Any) -> None:
     fork_states(model)
 
 
-class CausalScorer(nn.Module):
-    """Computes the log-probabilities of given tokens, and the entropies of their distributions."""
+class Scored(NamedTuple):
+    """What a forward pass gives."""
 
-    def __init__(self, model: Any, compute_dtype: torch.dtype) -> None:
+    logprobs: Tensor
+    """`[M]`"""
+    entropy: Tensor
+    """`[M]`"""
+    imbalance: Tensor | None
+    """The auxiliary loss of the routers, a scalar; None if it is not trained."""
+
+
+class CausalScorer(nn.Module):
+    """Computes the log-probabilities of given tokens, and the entropies of their distributions.
+
+    With `balance`, also the auxiliary loss of the routers, while in training mode.
+    """
+
+    def __init__(
+        self, model: Any, compute_dtype: torch.dtype, *, balance: RouterBalance | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.compute_dtype = compute_dtype
+        self.balance = balance
 
     def forward(
         self, micro: MicroBatch, ids: Tensor, temperature: float, *, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """`(log-probabilities, entropies)`, both `[M]`, of the tokens `ids` `[M]` as the targets of
-        the micro-batch."""
-        decoder = self.model.get_decoder()
-        hidden = last_hidden(decoder, micro, self.compute_dtype, experts=micro.experts)
-        rows = hidden[micro.predictors].to(self.compute_dtype)
+    ) -> Scored:
+        """The scores of the tokens `ids` `[M]` as the targets of the micro-batch."""
+        balance = self.balance if self.training else None
+        replayed = {} if micro.experts is None else {ARGUMENT: micro.experts}
+        output = _decode(self.model.get_decoder(), micro, self.compute_dtype, **replayed)
+        rows = output.last_hidden_state[0][micro.predictors].to(self.compute_dtype)
         head = output_layer(self.model)
-        return token_logprobs(rows, head, ids, temperature, entropy_grad=entropy_grad)
+        scores = token_logprobs(rows, head, ids, temperature, entropy_grad=entropy_grad)
+        return Scored(*scores, None if balance is None else balance(output))
 
 
-def last_hidden(
-    decoder: nn.Module,
-    micro: MicroBatch,
-    compute_dtype: torch.dtype,
-    *,
-    experts: Tensor | None = None,
-) -> Tensor:
-    """The output of the decoder, `[T, D]`, for a packed row. `experts` `[T, L, K]` are replayed by
-    a decoder that `replay_routing` has prepared."""
+def last_hidden(decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
+    """The last hidden states of a packed row, `[T, D]`."""
+    hidden: Tensor = _decode(decoder, micro, compute_dtype).last_hidden_state[0]
+    return hidden
+
+
+def _decode(
+    decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype, **arguments: Any
+) -> Any:
     device = micro.ids.device.type
-    replayed = {} if experts is None else {ARGUMENT: experts}
     with torch.autocast(device, compute_dtype, enabled=compute_dtype != torch.float32):
-        output = decoder(
+        return decoder(
             input_ids=micro.ids[None],
             position_ids=micro.positions[None],
             layout=micro.layout,
             use_cache=False,
-            **replayed,
+            **arguments,
         )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
 
 
 def output_layer(model: Any) -> OutputLayer:

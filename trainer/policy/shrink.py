@@ -7,6 +7,7 @@ activations, positions, scales, head sizes, groups of experts) and lowers only w
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,12 @@ def shrunk(settings: Any) -> Any:
     depth = 1 + max(kinds.index(kind) for kind in set(kinds))
     _cut(small, min(max(depth, 2), len(kinds)))
     return small
+
+
+def number_of(text: Any, names: Sequence[str]) -> int:
+    """The first of these settings that the model has, `EXPERTS` or `CHOSEN`; 0 if it has none."""
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), 0)
 
 
 def with_depth(settings: Any, depth: int) -> Any:

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from proxy.export.protocol import Row
 from proxy.export.registry import FORMATS, open_format
 from proxy.records import Turn, TurnStatus
+from proxy.routed_experts import load_text
 from proxy.token_tree.sampled_paths import sampled_paths
 from tests.agent_loop.recorded import full_path
 from tests.agent_loop.recorded import turn as a_turn
 from tests.proxy.export.trees import a_sample, recorded_trees
+from tests.proxy.token_tree.test_routing import rows_of, with_rows
 
 Trained = Callable[[Row], Iterable[tuple[int, float | None]]]
 
@@ -148,3 +151,39 @@ def test_answer_is_exported_if_the_next_call_forks_inside_its_prompt() -> None:
         [False, False, False, True, True],
         [False, False, False, True],
     ]
+
+
+def test_each_token_of_a_path_is_exported_with_its_own_experts() -> None:
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(recorded_trees(), st.data())
+    def check(turns: list[Turn], data: st.DataObject) -> None:
+        recorded = [
+            with_rows(turns, turn.index, data.draw(st.integers(1, turn.path_tokens)))
+            for turn in turns
+        ]
+        for row in open_format("tokens").rows([a_sample(recorded)]):
+            if len(row["ids"]) == 1:
+                assert row["routed_experts"] is row["routed"] is None
+                continue
+            ids, known = np.array(row["ids"]), np.array(row["routed"])
+            experts = load_text(row["routed_experts"])
+            assert experts.dtype == np.uint8
+            assert np.array_equal(experts[known], rows_of(ids)[known])
+        for row in open_format("verl").rows([a_sample(recorded)]):
+            path = np.array(row["prompt_ids"] + row["response_ids"])
+            if row["routed_experts"] is not None:
+                assert row["routed_experts"] == rows_of(path)[:-1].tolist()
+
+    check()
+
+
+def test_verl_gets_experts_only_if_every_token_has_them() -> None:
+    turns = [a_turn(0, None, 0, [1, 2], [3]), a_turn(1, 0, 3, [4], [5])]
+    complete = [with_rows(turns, 0, 2), with_rows(turns, 1, 2)]
+    (row,) = open_format("verl").rows([a_sample(complete)])
+    assert row["routed_experts"] == rows_of(np.array([1, 2, 3, 4])).tolist()
+    for lacking in ([complete[0], turns[1]], turns):
+        (row,) = open_format("verl").rows([a_sample(lacking)])
+        assert row["routed_experts"] is None
+    (row,) = open_format("tokens").rows([a_sample([complete[0], turns[1]])])
+    assert row["routed"] == [True, True, False, False, False]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear, log_softmax
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from agent_loop.routing import Routing
 from proxy.records import Ids
+from proxy.token_tree.routing import Routing
 from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_policy import backward, gradients, make_batch, weighted_sum
 from trainer.batch import Batch
@@ -194,7 +194,7 @@ def test_router_that_does_not_choose_the_highest_scores_is_refused(
 
 def trained(folder: Path, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
     batch = routed_batch(1)
-    policy = policy_of(folder, ranks=ranks, gradient_checkpointing=True)
+    policy = policy_of(folder, ranks=ranks, gradient_checkpointing=True, router_aux_loss=0.5)
     scores = policy.compute_logprobs(batch, temperature=1.0).logprobs
     backward(policy, batch, weighted_sum(batch))
     policy.step()

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from agent_loop.errors import TrajectoryError
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.rollout_format import decode_group, encode_group
-from agent_loop.routing import routing_of
 from agent_loop.trajectory import build_segments, flatten
+from proxy.errors import ProxyError
 from proxy.records import Ids, RoutedExperts, Turn
+from proxy.token_tree.routing import routing_of
 from tests.agent_loop.recorded import full_path, token_trees, turn
 
 
@@ -77,7 +78,7 @@ def test_rows_of_several_models_in_a_session_are_refused() -> None:
         )
         for index, layers in enumerate((2, 3))
     ]
-    with pytest.raises(
-        TrajectoryError, match=r"turn 1: .* shape \[3, 1\], and others have \[2, 1\]"
-    ):
+    with pytest.raises(ProxyError, match=r"turn 1: .* shape \[3, 1\], and others have \[2, 1\]"):
         routing_of(turns)
+    with pytest.raises(TrajectoryError, match="record the calls of several models in several"):
+        build_segments(turns)

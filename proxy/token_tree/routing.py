@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agent_loop.errors import TrajectoryError
+from proxy.errors import ProxyError
 from proxy.records import RoutedExperts, Turn
 
 
@@ -51,7 +51,7 @@ def routing_of(turns: Sequence[Turn]) -> list[Routing | None]:
     where no token of them has any.
 
     Raises:
-        TrajectoryError: the turns have rows of several models.
+        ProxyError: the turns have rows of several models.
     """
     first = next((t.routed_experts for t in turns if t.routed_experts is not None), None)
     if first is None:
@@ -63,13 +63,29 @@ def routing_of(turns: Sequence[Turn]) -> list[Routing | None]:
             if rows is None:
                 continue
             if rows.shape[1:] != first.shape[1:]:
-                raise TrajectoryError(
+                raise ProxyError(
                     f"session {turn.session_id!r} turn {index}: its routed experts have the shape "
                     f"{list(rows.shape[1:])}, and others have {list(first.shape[1:])}; record the "
                     "calls of several models in several sessions"
                 )
             _spread(turns, index, rows, found, own=own)
     return found
+
+
+def routing_along(
+    turns: Sequence[Turn], found: Sequence[Routing | None], chain: Sequence[int]
+) -> Routing | None:
+    """The routing `[T]` of the whole path to the last turn of `chain`, which holds the indices of
+    the path's turns from the root; `found` is `routing_of` the turns."""
+    parts: list[tuple[int, Routing | None]] = []
+    stop = turns[chain[-1]].path_tokens
+    for index in reversed(chain):
+        begin = turns[index].shared_tokens
+        if begin < stop:
+            routing = found[index]
+            parts.append((stop - begin, None if routing is None else routing[: stop - begin]))
+            stop = begin
+    return joined(parts[::-1])
 
 
 def _spread(
