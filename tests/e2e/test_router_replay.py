@@ -19,6 +19,7 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.trajectory import build_segments
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.records import Ids
+from proxy.run_files.files import read_jsonl
 from tests.e2e.mixtures import random_mixture, upcycled_starter
 from tests.e2e.running_proxy import Running, running_proxy
 from tests.e2e.test_weight_sync import disturb
@@ -28,7 +29,7 @@ from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.run.folder import RunFolder, read_jsonl
+from trainer.run.folder import RunFolder
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync
 
