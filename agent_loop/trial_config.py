@@ -15,6 +15,7 @@ from pydantic import Field
 
 from agent_loop.credit import CreditConfig
 from agent_loop.salvage import SalvageConfig
+from proxy.alternatives import MAX_ALTERNATIVES
 from proxy.section import Section
 from proxy.wall import Wall
 
@@ -97,6 +98,8 @@ class SamplingConfig(Section):
     routed_experts: bool = False
     """Record the experts that the router of a mixture-of-experts model chose for each token
     (docs/models.md). `model.router_replay: replay` does so in any case."""
+    alternatives: int = Field(0, ge=0, le=MAX_ALTERNATIVES)
+    """Number of the most probable tokens to record at each sampled position (docs/view.md)."""
 
     @property
     def pinned(self) -> dict[str, float | int]:
@@ -108,6 +111,8 @@ class SamplingConfig(Section):
         }
         if self.routed_experts:
             pinned["routed_experts"] = 1
+        if self.alternatives:
+            pinned["alternatives"] = self.alternatives
         if self.max_tokens is not None:
             pinned["max_tokens"] = self.max_tokens
         return pinned

@@ -22,6 +22,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from proxy.alternatives import MAX_ALTERNATIVES
 from proxy.errors import ConfigurationError
 from proxy.hub import hub_name, model_folder
 from proxy.logs import LogKind, LogLevel
@@ -83,6 +84,9 @@ class SessionsConfig(Section):
     routed_experts: bool = False
     """Whether the experts that the router of a mixture-of-experts model chose are recorded with
     each turn, unless the session's `sampling.routed_experts` says otherwise (docs/models.md)."""
+    alternatives: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
+    """Number of the most probable tokens that are recorded at each sampled position, unless the
+    session's `sampling.alternatives` says otherwise (docs/view.md)."""
     max_turns: int = Field(default=10_000, ge=1)
     """Number of calls per session; further calls get 403."""
     max_tokens: int = Field(default=50_000_000, ge=1)
@@ -93,7 +97,8 @@ class SessionsConfig(Section):
     @property
     def recorded(self) -> dict[str, int]:
         """What every session records in addition, as sampling parameters."""
-        return {"routed_experts": 1} if self.routed_experts else {}
+        wanted = {"routed_experts": int(self.routed_experts), "alternatives": self.alternatives}
+        return {name: value for name, value in wanted.items() if value}
 
 
 class LimitsConfig(Section):

@@ -2,7 +2,8 @@
 
 One msgpack map `{format, session, turns}`; arrays are raw little-endian bytes (ids int32,
 log-probabilities float32), so that a session of 128k tokens is 1 MB and decodes in a millisecond;
-routed experts, which are much larger, are bytes of `.npy`.
+routed experts, which are much larger, are bytes of `.npy`, and alternatives those of
+`proxy.alternatives`.
 Invariant: `decode_record(encode_record(session, turns)) == (session, turns)`, bit for bit, except
 for the digest of the API key, which is left out.
 """
@@ -16,7 +17,7 @@ import numpy as np
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from proxy import routed_experts
+from proxy import alternatives, routed_experts
 from proxy.openapi import CLOSED
 from proxy.records import (
     BranchMode,
@@ -160,6 +161,7 @@ class _TurnFields(msgspec.Struct, array_like=True):
     """The session that recorded the turn, if it is another one (`proxy.records.Origin`)."""
     engine: str = ""
     routed_experts: bytes | None = None
+    alternatives: bytes | None = None
 
 
 class _Record(msgspec.Struct):
@@ -250,6 +252,7 @@ def _encode_turn(session_id: str, turn: Turn) -> _TurnFields:
         None if turn.session_id == session_id else turn.session_id,
         turn.engine,
         routed_experts.dump(turn.routed_experts),
+        alternatives.dump(turn.alternatives),
     )
 
 
@@ -278,4 +281,5 @@ def _decode_turn(session_id: str, fields: _TurnFields) -> Turn:
         request=fields.request,
         engine=fields.engine,
         routed_experts=routed_experts.load(fields.routed_experts),
+        alternatives=alternatives.load(fields.alternatives),
     )

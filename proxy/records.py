@@ -29,6 +29,11 @@ RoutedExperts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 """The experts that a router chose, `[R, layers, k]`: for each token and layer, in any order. Layers
 without experts have 0."""
 
+ALTERNATIVE = np.dtype([("id", "<i4"), ("logprob", "<f4")])
+Alternatives = npt.NDArray[np.void]
+"""The most probable tokens at sampled positions, `[S, N]` of `ALTERNATIVE`, each row in descending
+order. A row of fewer tokens ends with ids -1 of log-probability minus infinity."""
+
 EMPTY_IDS: Ids = np.zeros(0, np.int32)
 EMPTY_LOGPROBS: Logprobs = np.zeros(0, np.float32)
 
@@ -228,6 +233,9 @@ class Turn:
     """The experts of `R` tokens of the path: `[path_tokens - 1 - R, path_tokens - 1)`. They begin
     at the latest where the rows of the turns before this one end, and the last sampled token has
     none, because no forward pass had it as an input yet. None: not recorded."""
+    alternatives: Alternatives | None = None
+    """`[S, N]`, the tokens from which each sampled one was chosen. The sampled one is among them if
+    it is one of the `N` most probable. None: not recorded."""
 
     @property
     def policy(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.alternatives import MAX_ALTERNATIVES
 from proxy.conversation import Conversation
 from proxy.engines.protocol import Sampling
 from proxy.errors import ContextOverflow, RequestError
@@ -26,8 +27,9 @@ _BENDING = (
     "repetition_penalty",
     "seed",
 )
-PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts"))
-"""`routed_experts`: 1 to record which experts the router of each layer chose, 0 not to."""
+PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts", "alternatives"))
+"""`routed_experts`: 1 to record which experts the router of each layer chose, 0 not to.
+`alternatives`: number of the most probable tokens to record at each sampled position."""
 
 
 def resolve(
@@ -62,6 +64,7 @@ def resolve(
         stop_token_ids=stop_token_ids,
         logprobs=options.logprobs,
         top_logprobs=options.top_logprobs,
+        alternatives=max(session.sampling.get("alternatives", 0), options.top_logprobs),
         structured=options.structured,
         trained=session.kind is SessionKind.TRAIN,
         policy=policy,
@@ -81,6 +84,12 @@ def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
             )
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise RequestError(f"sampling.{name}: expected a number, got {value!r}")
+    count = sampling.get("alternatives", 0)
+    if not isinstance(count, int) or not 0 <= count <= MAX_ALTERNATIVES:
+        raise RequestError(
+            f"sampling.alternatives: expected an integer from 0 to {MAX_ALTERNATIVES}, got {count}",
+            param="sampling",
+        )
     return dict(sampling)
 
 

@@ -3,17 +3,19 @@
 Every chunk of every engine passes an `AnswerCheck` before anything is recorded or sent. Invariant:
 a checked answer can be recorded and trained. Each id is in the vocabulary and has one
 log-probability; there are at most `max_tokens` ids; one finish reason ends the answer; the version
-spans, if the engine reports any, cover the answer without gap or overlap; and routed experts, if it
-reports any, are those of every requested token.
+spans, if the engine reports any, cover the answer without gap or overlap; and alternatives and
+routed experts, if it reports any, are those of every requested token.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.errors import EngineError
-from proxy.records import FinishReason, VersionSpan
+from proxy.records import Alternatives, FinishReason, VersionSpan
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0. Engines compute the normaliser in float32, or round to bfloat16
@@ -37,6 +39,7 @@ class AnswerCheck:
     ) -> None:
         """`text_only`: the engine does not report token ids, and each log-probability is NaN."""
         self._max_tokens = sampling.max_tokens
+        self._alternatives = sampling.alternatives
         self._rows_before = prompt_tokens - 1 - (sampling.experts_from or 0)
         self._vocab_size = vocab_size
         self._text_only = text_only
@@ -68,6 +71,8 @@ class AnswerCheck:
             raise _nonsense(f"sent {len(ids)} tokens and {len(logprobs)} log-probabilities")
         self._check_ids(ids)
         self._check_logprobs(logprobs)
+        if chunk.alternatives is not None:
+            self._check_alternatives(chunk.alternatives, len(ids))
         if tops is None:
             return
         if len(tops) != len(ids):
@@ -76,6 +81,17 @@ class AnswerCheck:
         for value in (value for top in tops for _, value in top):
             if not value <= MAX_LOGPROB:
                 raise _nonsense(f"sent the log-probability {value} of an alternative, which is > 0")
+
+    def _check_alternatives(self, rows: Alternatives, tokens: int) -> None:
+        if rows.shape != (tokens, self._alternatives):
+            raise _nonsense(
+                f"sent alternatives of the shape {list(rows.shape)}, expected "
+                f"{[tokens, self._alternatives]}"
+            )
+        reported = rows[rows["logprob"] != -np.inf]
+        self._check_ids(reported["id"].tolist())
+        if not (reported["logprob"] <= MAX_LOGPROB).all():
+            raise _nonsense("sent an alternative whose log-probability is not a number ≤ 0")
 
     def _check_experts(self, chunk: Chunk) -> None:
         rows, expected = chunk.routed_experts, self._rows_before + self._tokens

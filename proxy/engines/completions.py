@@ -75,9 +75,9 @@ class CompletionsEngine(HttpEngine[_Answer]):
     ) -> Iterator[Chunk]:
         for answer in answers:
             for choice in answer.choices:
-                yield self._chunk(choice)
+                yield self._chunk(choice, sampling)
 
-    def _chunk(self, choice: _Choice) -> Chunk:
+    def _chunk(self, choice: _Choice, sampling: Sampling) -> Chunk:
         logprobs = choice.logprobs or _Logprobs()
         ids = choice.token_ids
         if ids is None:
@@ -89,10 +89,14 @@ class CompletionsEngine(HttpEngine[_Answer]):
             )
         chunk = Chunk(ids, known, stop_reason=choice.stop_reason)
         if logprobs.top_logprobs:
-            chunk.top_logprobs = [
+            tops = [
                 [(self._token_id(word), p) for word, p in (top or {}).items()]
                 for top in logprobs.top_logprobs
             ]
+            chunk.alternatives = self._recorded(tops, sampling)
+            if sampling.alternatives > sampling.top_logprobs:
+                tops = [_requested(top, sampling.top_logprobs) for top in tops]
+            chunk.top_logprobs = tops
         if choice.finish_reason is not None:
             chunk.finish_reason = self._finish_reason(choice.finish_reason)
         return chunk
@@ -105,3 +109,12 @@ class CompletionsEngine(HttpEngine[_Answer]):
                 " eval sessions, add the engine with kind `text`"
             )
         return int(number)
+
+
+def _requested(top: list[tuple[int, float]], count: int) -> list[tuple[int, float]]:
+    """What vLLM answers to a request for `count` alternatives, from its answer to one for more: the
+    sampled token, and the others of the `count` most probable ones."""
+    sampled, others = top[:1], top[1 : count + 1]
+    if others and len(others) == count and sampled[0][1] >= others[-1][1]:
+        others.pop()
+    return sampled + others

@@ -20,12 +20,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from proxy.alternatives import Reported, table
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import MAX_EVENT_BYTES, NOT_OFFERED, NotFound, Upstream
-from proxy.errors import EngineError, MissingAdapter, ProxyError
-from proxy.records import FinishReason, Ids
+from proxy.errors import EngineError, EngineRefusal, MissingAdapter, ProxyError
+from proxy.records import Alternatives, FinishReason, Ids
 from proxy.rendering.tokenizer import Tokenizer
 
 CONTROL_TIMEOUT_S = 30.0
@@ -36,6 +37,10 @@ checked, and a connection that is read to its end can be reused."""
 MAX_EXPERTS_BYTES = 2**30
 """Maximum size of an event with routed experts: in base64, those of 2 million tokens of a model
 with 48 layers and 8 experts per token."""
+TOO_MANY_ALTERNATIVES = (
+    "start the engine with a higher --max-logprobs, or lower the session's sampling.alternatives or"
+    " the proxy's sessions.alternatives"
+)
 MAX_REST = 16
 """Number of events that are read after the finish reason; engines send one or two (usage,
 `[DONE]`)."""
@@ -141,6 +146,10 @@ class HttpEngine(ABC, Generic[A]):
             if sampling.adapter:
                 raise MissingAdapter(error.message) from error
             raise
+        except EngineRefusal as error:
+            if sampling.alternatives > sampling.top_logprobs and "logprobs" in error.message:
+                raise EngineRefusal(f"{error.message}; {TOO_MANY_ALTERNATIVES}") from error
+            raise
         except (GeneratorExit, asyncio.CancelledError):
             if last is None:
                 with contextlib.suppress(EngineError):
@@ -212,6 +221,15 @@ class HttpEngine(ABC, Generic[A]):
                 f"sent {len(answer.choices)} choices, or a choice other than 0"
             )
         return answer
+
+    def _recorded(self, reported: Reported, sampling: Sampling) -> Alternatives | None:
+        """The alternatives to record, if they are wanted. Raises EngineError."""
+        if not sampling.alternatives:
+            return None
+        try:
+            return table(reported, sampling.alternatives)
+        except ValueError as error:
+            raise self._upstream.fault(f"sent {error}") from error
 
     def _finish_reason(self, name: str) -> FinishReason:
         """Raises EngineError for an unknown finish reason."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.conversation.messages import Conversation
-from proxy.records import FinishReason, Ids, RoutedExperts, VersionSpan
+from proxy.records import Alternatives, FinishReason, Ids, RoutedExperts, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Sampling:
     """Whether the agent gets log-probabilities. They are always recorded."""
     top_logprobs: int = 0
     """Number of alternatives per token, for agents that request them."""
+    alternatives: int = 0
+    """Number of alternatives per token to record, at least `top_logprobs`."""
     structured: dict[str, Any] | None = None
     """Guided decoding, in the form of vLLM's `structured_outputs`."""
     trained: bool = False
@@ -61,6 +63,9 @@ class Chunk:
     logprobs: list[float]
     """One per id."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    """For each id what an agent gets that requests `Sampling.top_logprobs`."""
+    alternatives: Alternatives | None = None
+    """A row of `Sampling.alternatives` per id, if they are wanted and the engine reports them."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or token that ended the call, if the engine reports it."""

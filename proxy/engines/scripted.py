@@ -56,6 +56,8 @@ class ScriptedEngine:
         """Status of `/metrics` while `cache_tokens` is None."""
         self.adapters: dict[str, Script] = {}
         """The scripts of LoRA adapters, by the name with `@` under which calls request them."""
+        self.max_logprobs = 20
+        """The largest number of alternatives that a call may request."""
         self.version = 0
         self.healthy = True
         self.answers_health = asyncio.Event()
@@ -162,6 +164,11 @@ class ScriptedEngine:
         """The message of a refusal, in vLLM's wording; None if the call is accepted."""
         if len(call.prompt_ids) >= self.max_context_tokens:
             return f"The prompt (length {len(call.prompt_ids)}) exceeds max_model_len"
+        if (wanted := call.sampling.get("logprobs") or 0) > self.max_logprobs:
+            return (
+                f"Requested sample logprobs of {wanted}, which is greater than max allowed: "
+                f"{self.max_logprobs}"
+            )
         if not self.expect_extension:
             return None
         earlier = [c.path for c in self.calls if c.cache_salt == call.cache_salt]

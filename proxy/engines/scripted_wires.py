@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import exp, log
 from typing import Any, Literal
 
 import numpy as np
@@ -92,6 +93,21 @@ def scripted_experts(ids: Sequence[int]) -> RoutedExperts:
     return (np.stack([first, first + 3], -1) % 8).astype(np.uint8)
 
 
+def scripted_alternatives(sampled_id: int, logprob: float, count: int) -> list[tuple[int, float]]:
+    """The `count` most probable tokens: the ids after the sampled one share the rest of the
+    probability, each half as probable as the one before."""
+    rest = log(max(1 - exp(logprob), 1e-9))
+    others = [((sampled_id + at) % 256, rest - at * log(2)) for at in range(1, count + 1)]
+    return sorted([(sampled_id, logprob), *others], key=lambda each: -each[1])[:count]
+
+
+def _reported(token: int, logprob: float | None, wanted: int) -> list[tuple[int, float | None]]:
+    """What vLLM knows at a position: the sampled token, and then the others of the most probable
+    ones."""
+    best = [] if logprob is None else scripted_alternatives(token, logprob, wanted)
+    return [(token, logprob), *(each for each in best if each[0] != token)]
+
+
 def _experts_text(call: ScriptedCall, end: int) -> str | None:
     """What vLLM sends with the last token, if the call says from which token on."""
     start = call.sampling.get("routed_experts_prompt_start")
@@ -118,6 +134,10 @@ def _write_vllm(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
         {"token_id": token, "logprob": logprob, "rank": 1}
         for token, logprob in _sampled(call, start, end)
     ]
+    if wanted := call.sampling.get("logprobs"):
+        for entry in content:
+            tops = _reported(entry["token_id"], entry["logprob"], wanted)[:wanted]
+            entry["top_logprobs"] = [{"token_id": token, "logprob": p} for token, p in tops]
     if "logprob_token_ids" in call.sampling:
         previous = call.prompt_ids[-1]  # asked of calls of one token
         content[0]["top_logprobs"] = [
@@ -155,11 +175,13 @@ def _read_completions(body: dict[str, Any]) -> ScriptedCall:
 
 
 def _write_completions(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
-    sampled = _sampled(call, start, end)
+    sampled, wanted = _sampled(call, start, end), call.sampling.get("logprobs") or 0
     logprobs = {
         "tokens": [f"token_id:{token}" for token, _ in sampled],
         "token_logprobs": [logprob for _, logprob in sampled],
-        "top_logprobs": [{f"token_id:{token}": logprob} for token, logprob in sampled],
+        "top_logprobs": [
+            {f"token_id:{token}": p for token, p in _reported(*each, wanted)} for each in sampled
+        ],
     }
     choice = {
         "index": 0,
@@ -176,7 +198,11 @@ def _read_sglang(body: dict[str, Any]) -> ScriptedCall:
     return ScriptedCall(
         request_id=body["rid"],
         prompt_ids=body["input_ids"],
-        sampling={**sampling, "max_tokens": sampling["max_new_tokens"]},
+        sampling={
+            **sampling,
+            "max_tokens": sampling["max_new_tokens"],
+            "logprobs": body.get("top_logprobs_num", 0),
+        },
         cache_salt=body.get("extra_key"),
         stream=bool(body.get("stream")),
     )
@@ -189,14 +215,21 @@ def _write_sglang(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
         "stop": {"matched": next(reversed(call.answer_ids), None)},
         "length": {"length": end},
     }
+    sampled = _sampled(call, 0, end)
     meta = {
         "id": call.request_id,
         "prompt_tokens": len(call.prompt_ids),
         "completion_tokens": end,
-        "output_token_logprobs": [[p, token, None] for token, p in _sampled(call, 0, end)],
+        "output_token_logprobs": [[p, token, None] for token, p in sampled],
         "finish_reason": {"type": finish, **kinds.get(finish, {})} if finish else None,
         "weight_version": str(call.versions[-1]) if call.versions else "default",
     }
+    if wanted := call.sampling["logprobs"]:
+        meta["output_top_logprobs"] = [
+            [[p, token, None] for token, p in scripted_alternatives(own, logprob, wanted)]
+            for own, logprob in sampled
+            if logprob is not None
+        ]
     return {"text": "", "output_ids": call.answer_ids[:end], "meta_info": meta}
 
 

@@ -74,7 +74,7 @@ class SglangEngine(HttpEngine[_Answer]):
             "sampling_params": _sampling_params(sampling),
             "return_logprob": True,
             "logprob_start_len": -1,
-            "top_logprobs_num": sampling.top_logprobs,
+            "top_logprobs_num": max(sampling.alternatives, sampling.top_logprobs),
             "stream": stream,
         }
         if cache_salt is not None:
@@ -85,11 +85,11 @@ class SglangEngine(HttpEngine[_Answer]):
         self, answers: Sequence[_Answer], sampling: Sampling, given: int
     ) -> Iterator[Chunk]:
         for answer in answers:
-            chunk = self._chunk(answer.meta_info, given)
+            chunk = self._chunk(answer.meta_info, sampling, given)
             given += len(chunk.ids)
             yield chunk
 
-    def _chunk(self, meta: _Meta | None, given: int) -> Chunk:
+    def _chunk(self, meta: _Meta | None, sampling: Sampling, given: int) -> Chunk:
         """The new tokens after the first `given` ones."""
         if meta is None:
             raise self._upstream.fault("sent a response without meta_info")
@@ -104,10 +104,13 @@ class SglangEngine(HttpEngine[_Answer]):
             raise self._upstream.fault("sent a token without its log-probability")
         chunk = Chunk([token for _, token, _ in entries], logprobs)
         if meta.output_top_logprobs and new > 0:
-            chunk.top_logprobs = [
+            tops = [
                 [(token, p) for p, token, _ in top or () if p is not None]
                 for top in meta.output_top_logprobs[-new:]
             ]
+            chunk.alternatives = self._recorded(tops, sampling)
+            if sampling.top_logprobs:
+                chunk.top_logprobs = [top[: sampling.top_logprobs] for top in tops]
         if meta.finish_reason is not None:
             self._finish(chunk, meta, meta.finish_reason)
         return chunk

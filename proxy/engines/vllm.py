@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from proxy.alternatives import MAX_ALTERNATIVES
 from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
@@ -148,10 +149,11 @@ class VllmEngine(HttpEngine[_Answer]):
                     chunk.routed_experts = self._experts(choice.routed_experts)
         chunk.logprobs = [token.logprob for token in tokens]
         self._check(chunk, tokens)
-        if sampling.top_logprobs:
-            chunk.top_logprobs = [
-                [(a.token_id, a.logprob) for a in token.top_logprobs] for token in tokens
-            ]
+        if sampling.alternatives or sampling.top_logprobs:
+            tops = [[(a.token_id, a.logprob) for a in token.top_logprobs] for token in tokens]
+            chunk.alternatives = self._recorded(tops, sampling)
+            if sampling.top_logprobs:
+                chunk.top_logprobs = [top[: sampling.top_logprobs] for top in tops]
         return chunk
 
     def _versions(self, spans: Iterable[_Version]) -> tuple[VersionSpan, ...]:
@@ -188,7 +190,7 @@ def sampling_params(s: Sampling) -> dict[str, Any]:
         "presence_penalty": s.presence_penalty,
         "frequency_penalty": s.frequency_penalty,
         "repetition_penalty": s.repetition_penalty,
-        "logprobs": s.top_logprobs,
+        "logprobs": _logprobs(s),
         "detokenize": bool(s.stop),
     }
     if s.seed is not None:
@@ -202,3 +204,11 @@ def sampling_params(s: Sampling) -> dict[str, Any]:
     if s.experts_from is not None:
         params["routed_experts_prompt_start"] = s.experts_from
     return params
+
+
+def _logprobs(s: Sampling) -> int:
+    """The number of tokens to request at each position. vLLM puts the sampled one first, so that
+    one more is needed where it is not among the most probable ones."""
+    if s.alternatives <= s.top_logprobs:
+        return s.top_logprobs
+    return min(s.alternatives + 1, MAX_ALTERNATIVES)

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from proxy import routed_experts
+from proxy import alternatives, routed_experts
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.records import FinishReason, RoutedExperts, VersionSpan
+from proxy.records import Alternatives, FinishReason, RoutedExperts, VersionSpan
 
 PROTOCOL_VERSION = 1
 PATH = "/relay"
@@ -28,6 +28,9 @@ FRAME_BYTES = 32 * 2**20
 """Size of the largest message: enough for a prompt of 8 M tokens (int32)."""
 EXPERTS_BYTES = FRAME_BYTES // 2
 """Size above which the routed experts of a call are left out of its last frame."""
+ALTERNATIVES_BYTES = FRAME_BYTES // 4
+"""Size above which the alternatives of a chunk are left out of its frame: 20 per token of an answer
+of 52,000 tokens that is not streamed."""
 
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -100,6 +103,7 @@ class Frame(msgspec.Struct, tag="frame", array_like=True):
     refused: bool = False
     """With `error`: the engine refuses the request itself, and another replica would too."""
     routed_experts: bytes | None = None
+    alternatives: bytes | None = None
 
     @property
     def last(self) -> bool:
@@ -189,7 +193,8 @@ def frame_of(call: int, number: int, chunk: Chunk) -> Frame:
         finish=chunk.finish_reason,
         stop=chunk.stop_reason,
         versions=tuple((span.version, span.start, span.end) for span in chunk.versions),
-        routed_experts=_dumped(chunk),
+        routed_experts=_bounded(routed_experts.dump(chunk.routed_experts), EXPERTS_BYTES),
+        alternatives=_bounded(alternatives.dump(chunk.alternatives), ALTERNATIVES_BYTES),
     )
 
 
@@ -212,12 +217,12 @@ def chunk_of(frame: Frame) -> Chunk:
         stop_reason=frame.stop,
         versions=tuple(VersionSpan(*span) for span in frame.versions),
         routed_experts=_experts(frame),
+        alternatives=_alternatives(frame),
     )
 
 
-def _dumped(chunk: Chunk) -> bytes | None:
-    rows = routed_experts.dump(chunk.routed_experts)
-    return None if rows is None or len(rows) > EXPERTS_BYTES else rows
+def _bounded(data: bytes | None, most: int) -> bytes | None:
+    return None if data is None or len(data) > most else data
 
 
 def _experts(frame: Frame) -> RoutedExperts | None:
@@ -225,6 +230,13 @@ def _experts(frame: Frame) -> RoutedExperts | None:
         return routed_experts.load(frame.routed_experts)
     except ValueError as error:
         raise ProtocolError(f"call {frame.call}: unreadable routed experts: {error}") from error
+
+
+def _alternatives(frame: Frame) -> Alternatives | None:
+    try:
+        return alternatives.load(frame.alternatives)
+    except ValueError as error:
+        raise ProtocolError(f"call {frame.call}: unreadable alternatives: {error}") from error
 
 
 def _decode(data: bytes, kind: Any) -> Any:

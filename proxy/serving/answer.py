@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
+from proxy.alternatives import CollectedAlternatives
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
@@ -69,6 +70,9 @@ class LiveAnswer:
         self._prompt = prompt
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._alternatives = (
+            CollectedAlternatives(sampling.alternatives) if sampling.alternatives else None
+        )
         self._tokens: list[SampledToken] = []
         self._finish = FinishReason.CUT
         self._begun = time.perf_counter()
@@ -142,6 +146,7 @@ class LiveAnswer:
             duration_s=time.perf_counter() - self._begun,
             engine=self._generation.engine,
             routed_experts=None if cut else self._generation.routed_experts,
+            alternatives=None if self._alternatives is None else self._alternatives.rows(),
             answer=dump_answer(said) if size else b"",
             answer_key=self.key.stored() if size else b"",
         )
@@ -200,6 +205,8 @@ class LiveAnswer:
     def _take(self, chunk: Chunk) -> None:
         self._ids += chunk.ids
         self._logprobs += chunk.logprobs
+        if self._alternatives is not None:
+            self._alternatives.add(len(chunk.ids), chunk.alternatives)
         tokens = _shown(self._call, chunk)
         self._tokens += tokens
         deltas = self._visible(self._parser.feed(chunk.ids))

@@ -40,7 +40,7 @@ _INTENT = (
 )
 _ANSWER = (
     "$1::text, $2::int, $3::text, $4::bytea, $5::bytea, $6::bytea, $7::text, $8::bytea, $9::bytea,"
-    " $10::double precision, $11::double precision, $12::text, $13::bytea"
+    " $10::double precision, $11::double precision, $12::text, $13::bytea, $14::bytea"
 )
 _ANSWER_NAMES = [name.strip() for name in rows.ANSWER_COLUMNS.split(",")]
 # FOR SHARE: the session cannot be closed between the check of its status and the insert.

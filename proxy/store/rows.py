@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from proxy import routed_experts
+from proxy import alternatives, routed_experts
 from proxy.errors import ProxyError, SessionError, StoreError
 from proxy.records import (
     BranchMode,
@@ -45,7 +45,7 @@ INTENT_COLUMNS = (
 )
 ANSWER_COLUMNS = (
     "status, sampled_ids, logprobs, versions, finish_reason, answer_key, answer,"
-    " first_token_s, duration_s, engine, routed_experts"
+    " first_token_s, duration_s, engine, routed_experts, alternatives"
 )
 MAY_COMMIT = "answers.status <> 'cut' OR excluded.status = 'cut'"
 """A turn that another process has closed as CUT does not become DONE any more: that process has
@@ -180,6 +180,7 @@ def answer_row(t: Turn) -> tuple[Any, ...]:
         t.duration_s,
         t.engine,
         routed_experts.dump(t.routed_experts),
+        alternatives.dump(t.alternatives),
     )
 
 
@@ -214,6 +215,7 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
         duration_s=row[20],
         engine=row[21] or "",
         routed_experts=routed_experts.load(row[22]),
+        alternatives=alternatives.load(row[23]),
     )
 
 

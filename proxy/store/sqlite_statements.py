@@ -52,7 +52,7 @@ BEGIN = (
 )
 COMMIT = (
     f"INSERT INTO answers ({rows.ANSWER_COLUMNS}, session_id, idx)"
-    f" SELECT {', '.join('?' * 11)}, session_id, idx FROM turns WHERE session_id = ? AND idx = ?"
+    f" SELECT {', '.join('?' * 12)}, session_id, idx FROM turns WHERE session_id = ? AND idx = ?"
     " ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{c.strip()} = excluded.{c.strip()}" for c in rows.ANSWER_COLUMNS.split(","))
     + f" WHERE {rows.MAY_COMMIT}"

@@ -228,6 +228,17 @@ class TrainedTokens(TypedDict):
 
 
 @with_config(CLOSED)
+class AlternativesJson(TypedDict):
+    """The most probable tokens at each position, in descending order; empty where none are
+    recorded."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    texts: dict[str, str] | None
+    """The text of each id; null if the tokenizer is not known."""
+
+
+@with_config(CLOSED)
 class TokensPage(TypedDict):
     """Answer of `GET /view/tokens`. All lists but `spans` have one entry per token."""
 
@@ -240,6 +251,8 @@ class TokensPage(TypedDict):
     logprobs: list[float | None]
     spans: list[tuple[int, int, int, bool, bool, int | None]]
     """`(start, end, turn, sampled, trained, version)`"""
+    alternatives: NotRequired[AlternativesJson]
+    """Missing if no token of the page has any."""
     trained: NotRequired[TrainedTokens]
 
 

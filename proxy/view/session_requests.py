@@ -30,7 +30,8 @@ HEADS = 500
 """Turns of a session in one answer."""
 CONVERSATION_TURNS = 20
 CACHED_PATHS = 4
-"""Paths whose tokens stay in memory while a reader scrolls: 1 MB each for 128k tokens."""
+"""Paths whose tokens stay in memory while a reader scrolls: 1 MB each for 128k tokens, and as much
+again for each recorded alternative of a sampled token."""
 
 
 class SessionRequests:
@@ -99,10 +100,14 @@ class SessionRequests:
         tokens = await self._path(request)
         tokenizer = self._tokenizer_of(request)
         page = await asyncio.to_thread(tokens.page, start, wanted, tokenizer)
+        end = start + len(page["ids"])
+        recorded = await asyncio.to_thread(tokens.alternatives_page, start, end, tokenizer)
+        if recorded is not None:
+            page["alternatives"] = recorded
         session, run = session_id(request), request.query.get("run", "")
         trained = await asyncio.to_thread(self._runs.trained_tokens, session, run)
         if trained is not None:
-            page["trained"] = trained.page(tokens.spans, start, start + len(page["ids"]))
+            page["trained"] = trained.page(tokens.spans, start, end)
         return answer(page)
 
     def _tokenizer_of(self, request: web.Request) -> Tokenizer | None:

@@ -1,4 +1,5 @@
-"""A turn token by token: ids and text, and for sampled ones probability, version and mask.
+"""A turn token by token: ids and text, and for sampled ones probability, version, mask, and the
+recorded alternatives.
 
 Invariant: the texts of the tokens, joined, are the text that the model saw and wrote. Where several
 tokens are one character, the first of them has it.
@@ -12,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from proxy.records import Ids, Logprobs, Turn, TurnStatus
+from proxy.records import Alternatives, Ids, Logprobs, Turn, TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
-from proxy.view.answers import TokensPage
+from proxy.view.answers import AlternativesJson, TokensPage
 
 MAX_TOKENS = 4_000
 """Tokens of one page."""
@@ -47,6 +48,8 @@ class TurnTokens:
     prompt_tokens: int
     """Number of tokens that the engine was given for this turn."""
     shared_tokens: int
+    alternatives: list[tuple[int, Alternatives]]
+    """For each turn that recorded some: where its answer begins, and their rows."""
 
     def page(self, start: int, count: int, tokenizer: Tokenizer | None) -> TokensPage:
         """The tokens `[start, start + count)` as JSON, with the spans that they are in."""
@@ -73,6 +76,24 @@ class TurnTokens:
             ],
         }
 
+    def alternatives_page(
+        self, start: int, end: int, tokenizer: Tokenizer | None
+    ) -> AlternativesJson | None:
+        """Those of the tokens `[start, end)` of a page; None if none of them has any."""
+        ids: list[list[int]] = [[] for _ in range(start, end)]
+        logprobs: list[list[float]] = [[] for _ in range(start, end)]
+        for begin, rows in self.alternatives:
+            first = max(start, begin)
+            for at, row in enumerate(rows[first - begin : max(0, end - begin)], first - start):
+                known = row[row["logprob"] != -np.inf]
+                ids[at] = known["id"].tolist()
+                logprobs[at] = [round(value, 5) for value in known["logprob"].tolist()]
+        different = {each for row in ids for each in row}
+        if not different:
+            return None
+        texts = {str(each): _text([each], tokenizer) for each in different} if tokenizer else None
+        return {"ids": ids, "logprobs": logprobs, "texts": texts}
+
 
 def turn_tokens(path: Sequence[Turn]) -> TurnTokens:
     """`path`: the turns on the path of the last one, from the root."""
@@ -81,6 +102,7 @@ def turn_tokens(path: Sequence[Turn]) -> TurnTokens:
     logprobs = np.full(total, np.nan, np.float32)
     parts: list[Ids] = []
     spans: list[TokenSpan] = []
+    alternatives: list[tuple[int, Alternatives]] = []
     ends = [after.shared_tokens for _, after in pairwise(path)] + [total]
     for each, end in zip(path, ends, strict=True):
         own = np.concatenate([each.prompt_ids, each.sampled_ids])
@@ -91,8 +113,16 @@ def turn_tokens(path: Sequence[Turn]) -> TurnTokens:
         if end > each.prompt_tokens:
             logprobs[each.prompt_tokens : end] = each.logprobs[: end - each.prompt_tokens]
             spans += _sampled(each, end)
+            if each.alternatives is not None:
+                rows = each.alternatives[: end - each.prompt_tokens]
+                alternatives.append((each.prompt_tokens, rows))
     return TurnTokens(
-        np.concatenate(parts), logprobs, spans, turn.prompt_tokens, turn.shared_tokens
+        np.concatenate(parts),
+        logprobs,
+        spans,
+        turn.prompt_tokens,
+        turn.shared_tokens,
+        alternatives,
     )
 
 

@@ -1,4 +1,5 @@
 // A turn token by token: the text coloured by probability, or one row per token.
+import { Alternatives } from "./alternatives.js";
 import { get } from "./api.js";
 import { count, number, oneLine, visible } from "./format.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
@@ -41,7 +42,7 @@ export function Tokens({ place }) {
         href=${link("tokens", session, { turn, colour: each, at: chosen })} aria-current=${colour === each ? "true" : null}>${each}</a>`)}</span>`}
       <a href=${link("tokens", session, { turn, as: mode, at: first.prompt_tokens })}>answer</a>
       <a href=${link("tokens", session, { turn, as: mode, at: 0 })}>beginning</a></p></div>
-    <${Details} token=${token} />
+    <${Details} token=${token} /><${Alternatives} token=${token} page=${page(chosen)} />
     ${mode === "table" ? html`<${Table} ...${given} />` : html`<${Flow} ...${given} />`}`;
 }
 

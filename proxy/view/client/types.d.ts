@@ -41,6 +41,7 @@ export interface TokenPage {
   start: number; total: number; prompt_tokens: number; shared_tokens: number; ids: number[];
   texts: string[] | null; logprobs: (number | null)[];
   spans: [number, number, number, boolean, boolean, number | null][];
+  alternatives?: { ids: number[][]; logprobs: number[][]; texts: Record<string, string> | null };
   trained?: TrainedTokens;
 }
 /** The trainer's side of the same tokens; null where it did not use the token. */
