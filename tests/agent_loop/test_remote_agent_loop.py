@@ -122,14 +122,16 @@ async def test_sampling_is_pinned_in_training_and_left_to_the_agent_in_evaluatio
 ) -> None:
     task = {"sampling": {"temperature": 0.3}}
     pinned = SamplingConfig(temperature=0.7)
-    seeded = SamplingConfig(temperature=0.7, seeded=True, routed_experts=True)
+    seeded = SamplingConfig(temperature=0.7, seeded=True, routed_experts=True, alternatives=3)
     await run(proxy, trials, task=task, sampling=seeded)
     assert proxy.engine.calls[-1].sampling["temperature"] == 0.7
     assert proxy.engine.calls[-1].sampling["seed"] == 11
     assert "routed_experts_prompt_start" in proxy.engine.calls[-1].sampling
+    assert proxy.engine.calls[-1].sampling["logprobs"] == 4  # the sampled one, too
     rollout = await run(proxy, trials, task=task, sampling=pinned, kind=SessionKind.EVAL)
     assert proxy.engine.calls[-1].sampling["temperature"] == 0.3
     assert "routed_experts_prompt_start" not in proxy.engine.calls[-1].sampling
+    assert proxy.engine.calls[-1].sampling["logprobs"] == 0
     assert rollout.reward == 1.0
     assert not rollout.trainable
     assert rollout.metrics["sampled_tokens"] > 0

@@ -12,11 +12,12 @@ import pytest
 
 from proxy.engines.address import EngineAddress
 from proxy.engines.completions import CompletionsEngine
+from proxy.engines.http_engine import HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
-from proxy.errors import EngineError, RequestError
+from proxy.errors import EngineError, EngineRefusal, RequestError
 from proxy.records import FinishReason
 from tests.conftest import TINY_CONTEXT_TOKENS
 
@@ -76,6 +77,48 @@ async def test_streamed_and_whole_answers_are_the_same_sample(
     (span,) = whole.versions
     assert (span.start, span.end) == (0, 24)
     assert streamed[-1].versions == whole.versions
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, CompletionsEngine])
+async def test_alternatives_are_the_most_probable_tokens_and_change_no_request_of_the_agent(
+    vllm: VllmServer, kind: type[HttpEngine[Any]]
+) -> None:
+    client = kind(vllm.url)
+    await client.check()
+    wanted = {"max_tokens": 12, "temperature": 0.8, "seed": 7, "top_logprobs": 2}
+
+    async def sampled(**more: int) -> Chunk:
+        sampling = Sampling(**{**wanted, **more})  # type: ignore[arg-type]
+        call = client.generate(PROMPT, sampling, request_id="r", stream=False)
+        (chunk,) = [each async for each in call]
+        return chunk
+
+    alone, recorded = await sampled(), await sampled(alternatives=5)
+    assert recorded.ids == alone.ids
+    assert recorded.top_logprobs is not None
+    assert alone.top_logprobs is not None
+    for top, expected in zip(recorded.top_logprobs, alone.top_logprobs, strict=True):
+        assert [token for token, _ in top] == [token for token, _ in expected]
+    rows = recorded.alternatives
+    assert rows is not None
+    assert rows.shape == (12, 5)
+    assert (np.diff(rows["logprob"]) <= 0).all()
+    assert (np.exp(rows["logprob"]).sum(1) <= 1.001).all()
+    (widest,) = [await sampled(alternatives=19)]
+    assert widest.alternatives is not None
+    np.testing.assert_allclose(widest.alternatives["logprob"][:, :5], rows["logprob"], atol=1e-3)
+    for row, token, logprob in zip(rows, recorded.ids, recorded.logprobs, strict=True):
+        known = dict(row.tolist())
+        assert len(known) == 5
+        assert known.get(token, logprob) == pytest.approx(logprob, abs=1e-4)
+        assert token in known or logprob <= row["logprob"].min() + 1e-4
+    await client.close()
+
+
+async def test_refusal_of_too_many_alternatives_names_logprobs(engine: VllmEngine) -> None:
+    """By this word the client knows it, and adds what to do (`HttpEngine.generate`)."""
+    with pytest.raises(EngineRefusal, match="Requested sample logprobs of 24"):
+        await sample(engine, Sampling(max_tokens=4, top_logprobs=24))
 
 
 async def test_logprobs_are_those_of_the_sampled_distribution(engine: VllmEngine) -> None:

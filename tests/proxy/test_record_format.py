@@ -6,6 +6,7 @@ from hypothesis.extra.numpy import arrays
 
 from proxy.record_format import RecordFormatError, decode_record, encode_record
 from proxy.records import (
+    ALTERNATIVE,
     FinishReason,
     ForkCause,
     Reward,
@@ -21,6 +22,11 @@ from proxy.records import (
 def experts() -> st.SearchStrategy[np.ndarray]:  # type: ignore[type-arg]
     shapes = st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2))
     return st.one_of(arrays(np.uint8, shapes), arrays(np.uint16, shapes))
+
+
+def alternatives() -> st.SearchStrategy[np.ndarray]:  # type: ignore[type-arg]
+    shapes = st.tuples(st.integers(0, 4), st.integers(1, 3))
+    return arrays(ALTERNATIVE, shapes)
 
 
 @st.composite
@@ -43,6 +49,7 @@ def turns(draw: st.DrawFn) -> Turn:
         status=draw(st.sampled_from(TurnStatus)),
         answer=draw(st.binary(max_size=30)),
         routed_experts=draw(st.none() | experts()),
+        alternatives=draw(st.none() | alternatives()),
         request=draw(st.binary(max_size=30)),
     )
 
@@ -58,10 +65,11 @@ def test_record_survives_encoding_and_decoding_bit_for_bit(recorded: list[Turn])
     assert decoded_session == session
     assert len(decoded) == len(recorded)
     for got, want in zip(decoded, recorded, strict=True):
-        assert (got.routed_experts is None) == (want.routed_experts is None)
-        for name in ("prompt_ids", "sampled_ids", "logprobs", "routed_experts"):
+        for name in ("prompt_ids", "sampled_ids", "logprobs", "routed_experts", "alternatives"):
             if getattr(want, name) is None:
+                assert getattr(got, name) is None
                 continue
+            assert getattr(got, name).shape == getattr(want, name).shape
             assert getattr(got, name).tobytes() == getattr(want, name).tobytes()
             assert getattr(got, name).dtype == getattr(want, name).dtype
         assert (got.versions, got.status, got.fork_cause) == (

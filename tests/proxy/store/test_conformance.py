@@ -11,6 +11,7 @@ import pytest
 
 from proxy.errors import SessionError, StoreError
 from proxy.records import (
+    ALTERNATIVE,
     BranchMode,
     FinishReason,
     ForkCause,
@@ -127,6 +128,25 @@ async def test_routed_experts_are_read_back_in_their_type(store: Store, dtype: t
         assert_same(stored, turn)
         if turn.routed_experts is not None and stored.routed_experts is not None:
             assert stored.routed_experts.shape == turn.routed_experts.shape
+
+
+async def test_alternatives_are_read_back_bit_for_bit(store: Store) -> None:
+    """Those of a cut turn, too; another process closes a turn without any."""
+    await store.create_session(a_session())
+    rows = np.array([[(6, -0.125), (5, -3.5)], [(7, -0.5), (-1, -np.inf)]], ALTERNATIVE)
+    done = replace(answered(an_intent()), alternatives=rows)
+    cut = replace(done, index=1, status=TurnStatus.CUT)
+    for turn in (done, cut, an_intent(index=2)):
+        await store.begin_turn(turn)
+    for turn in (done, cut):
+        await store.commit_turn(turn)
+    await store.set_turn_status("task/7-a", 2, TurnStatus.CUT)
+    *stored, closed = await store.get_turns("task/7-a")
+    for found, turn in zip(stored, (done, cut), strict=True):
+        assert_same(found, turn)
+        assert found.alternatives is not None
+        assert found.alternatives.shape == rows.shape
+    assert closed.alternatives is None
 
 
 async def test_turn_without_answer_is_open_while_its_proxy_lives(store: Store) -> None:

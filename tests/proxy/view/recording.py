@@ -76,7 +76,9 @@ async def work(
 
 async def record(proxy: RunningProxy, name: str = "fix/sum-1") -> SessionHandle:
     """One trial with every kind of thing that the page shows."""
-    session = await proxy.session(trial_id=name, metadata={"task_id": "sum-1", "group": 7})
+    session = await proxy.session(
+        trial_id=name, metadata={"task_id": "sum-1", "group": 7}, sampling={"alternatives": 5}
+    )
     task = "The test of src/sum.py fails. Find out why, and correct it."
     messages = await work(proxy, session, task)
     # The agent changes the arguments of its second call when it sends the history again.

@@ -20,7 +20,7 @@ from proxy.admin_key import AdminKeys
 from proxy.config import ListenConfig
 from proxy.conversation.messages import Message, dump_answer
 from proxy.errors import ConfigurationError
-from proxy.records import Turn, TurnStatus
+from proxy.records import ALTERNATIVE, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.store import open_store
 from proxy.store.browser import Grant, GrantKind
@@ -328,6 +328,49 @@ async def test_tokens_are_those_of_the_record_and_their_texts_join_to_the_prompt
     middle = await reader.get("tokens", session=session.trial_id, turn=1, start=7, count=5)
     assert middle["ids"] == found["ids"][7:12]
     assert middle["texts"] == found["texts"][7:12]
+
+
+async def test_tokens_have_their_recorded_alternatives(proxy: RunningProxy, reader: Reader) -> None:
+    on, off = await proxy.session(sampling={"alternatives": 3}), await proxy.session()
+    for session in (on, off):
+        await work(proxy, session, "Hello.", turns=2)
+    page = {"turn": 1, "start": 0, "count": 4000}
+    assert "alternatives" not in await reader.get("tokens", session=off.trial_id, **page)
+    found = await reader.get("tokens", session=on.trial_id, **page)
+    _, turns = await proxy.record(on)
+    expected: list[list[int]] = [[] for _ in found["ids"]]
+    for turn in turns:
+        assert turn.alternatives is not None
+        expected[turn.prompt_tokens : turn.path_tokens] = turn.alternatives["id"].tolist()
+    told = found["alternatives"]
+    assert told["ids"] == expected
+    last = turns[1]
+    assert last.alternatives is not None
+    np.testing.assert_allclose(
+        told["logprobs"][last.prompt_tokens :], last.alternatives["logprob"], atol=1e-4
+    )
+    tokenizer = proxy.rendering.tokenizer
+    assert set(told["texts"]) == {str(each) for row in expected for each in row}
+    assert all(
+        text == "".join(pieces([int(token)], tokenizer)) for token, text in told["texts"].items()
+    )
+    page |= {"start": last.prompt_tokens - 2, "count": 4}
+    part = (await reader.get("tokens", session=on.trial_id, **page))["alternatives"]
+    assert part["ids"] == expected[page["start"] : page["start"] + 4]
+    assert len(part["texts"]) <= 6
+
+
+def test_alternatives_end_where_a_fork_leaves_the_answer() -> None:
+    rows = np.array([[(6, -0.5)], [(-1, -np.inf)]], ALTERNATIVE)
+    first = replace(answered(replace(an_intent(), shared_tokens=0)), alternatives=rows)
+    fork = replace(answered(an_intent(index=1)), parent=0, shared_tokens=4, alternatives=rows)
+    told = turn_tokens([first, fork]).alternatives_page(0, 9, None)
+    assert told == {
+        "ids": [[], [], [], [6], [], [], [], [6], []],
+        "logprobs": [[], [], [], [-0.5], [], [], [], [-0.5], []],
+        "texts": None,
+    }
+    assert turn_tokens([first, fork]).alternatives_page(8, 9, None) is None
 
 
 def test_characters_of_several_tokens_are_shown_at_the_first(rendering: Rendering) -> None:

@@ -97,6 +97,31 @@ async def test_hostile_content_is_shown_as_text_in_every_view(
     assert tab.complaints == []
 
 
+async def test_details_of_a_token_have_its_alternatives(
+    proxy: RunningProxy, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.session(trial_id="chosen", sampling={"alternatives": 3})
+    await work(proxy, session, "Hello.", turns=1)
+    _, (turn,) = await proxy.record(session)
+    assert turn.alternatives is not None
+    monkeypatch.setattr("proxy.view.turn_tokens._text", lambda ids, _: HOSTILE)
+    await enter(tab, proxy)
+    items = "[...document.querySelectorAll('ol.alternatives li')]"
+    for at, row in enumerate(turn.alternatives["id"].tolist()):
+        token = int(turn.sampled_ids[at])
+        place = f"/tokens/chosen?turn=0&at={turn.prompt_tokens + at}"
+        await show(tab, place, "document.querySelector('ol.alternatives li')")
+        told = await tab.evaluate(f"{items}.map(each => each.querySelector('small').innerText)")
+        expected = [*row, *([] if token in row else [token])]
+        assert told == [f"id {each}" + " sampled" * (each == token) for each in expected]
+    assert "<script>window.hacked = 1</script>" in await tab.text("ol.alternatives li code")
+    assert "⟨U+202E⟩gnp.exe" in await tab.text("ol.alternatives li code")
+    await show(tab, "/tokens/chosen?turn=0&at=0", "document.querySelector('p.alternatives')")
+    assert await tab.evaluate("window.hacked") is None
+    assert await tab.evaluate(NO_OVERFLOW)
+    assert tab.complaints == []
+
+
 async def test_calls_appear_while_they_come_in_and_keys_move_between_turns(
     proxy: RunningProxy, tab: Tab
 ) -> None:
