@@ -33,6 +33,7 @@ from proxy.client import ProxyClient
 from proxy.landlock import missing
 from proxy.records import Ids
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_mirror import CheckpointMirror, CheckpointUploads
 from trainer.cluster import open_cluster
 from trainer.cluster.cluster import Cluster
 from trainer.cluster.device_plan import gpus_here, plan_devices
@@ -250,6 +251,7 @@ async def open_fit(
     """
     config, folder, say = parts.config, log.folder, log.progress.say
     checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=config.trainer.keep_last)
+    uploads = CheckpointUploads(CheckpointMirror.of(config.trainer))
     async with (
         open_cluster(config, folder, control) as cluster,
         StartingEngines(cluster, config.engine, control) as starting,
@@ -257,6 +259,7 @@ async def open_fit(
         cluster.trainer(parts.probe.tolist()) as rank_zero,
     ):
         state = await control.wait_for(rank_zero.ask(Restore(checkpoints)))
+        uploads.start(checkpoints.latest(), folder)
         for warning in {agent.sandbox_warning for agent in config.agent_sections.values()}:
             if warning is not None:
                 say(warning)
@@ -279,6 +282,7 @@ async def open_fit(
                 checkpoints,
                 log,
                 control,
+                uploads,
                 trials_per_step=parts.trials_per_step,
             )
             fit.resume_from(state)

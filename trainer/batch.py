@@ -30,6 +30,29 @@ Source = Literal["recorded", "rendered"]
 renderer made them of the recorded text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Sequences that are laid out together in a micro-batch.
+
+    Example: Unit(sequences=(0, 1), tokens=5)  # [5 6 7] and [5 6 8 9], which share a prefix
+    """
+
+    sequences: tuple[int, ...]
+    """Indices of the sequences in the batch."""
+    tokens: int
+    """Number of their input tokens; a shared prefix counts once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What a micro-batch will hold. Example: RowPlan((Unit((0, 1), 5),), share=0.5)"""
+
+    units: tuple[Unit, ...]
+    share: float
+    """The share of its input tokens among those of all micro-batches that were planned with it,
+    also those of other ranks."""
+
+
 @dataclass(slots=True)
 class Batch:
     """The trained tokens of `R` rollouts.
@@ -79,6 +102,9 @@ class Batch:
     sources: tuple[Source, ...] = ()
     """`[R]`, for text to imitate: where the tokens of each rollout come from. Empty: the policy of
     this run sampled all of them."""
+    micro_batches: tuple[RowPlan, ...] = ()
+    """The plan of each micro-batch, if the batch is one rank's part; empty: it is not divided
+    yet."""
 
     prox_logprobs: Tensor | None = None
     """`[N]` float32, log-probability under the policy at the start of the update; None until it is

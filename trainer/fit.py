@@ -24,6 +24,7 @@ from agent_loop.records import Group
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch, trained_batch
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_mirror import CheckpointUploads
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError, TrainingError
@@ -127,6 +128,8 @@ class Fit:
     checkpoints: Checkpoints
     log: RunLog
     control: RunControl
+    uploads: CheckpointUploads = field(default_factory=CheckpointUploads)
+    """Copies the checkpoints to `trainer.checkpoint_mirror`."""
     trials_per_step: int = 0
     """Number of trials of a step, for the progress line; 0 if they also run between steps."""
     step: int = 0
@@ -259,10 +262,15 @@ class Fit:
 
     async def _save(self, success: float | None = None, *, must: bool = False) -> None:
         """Writes a checkpoint of this step. A failure is a warning, unless the checkpoint `must` be
-        written, as at the end of the run."""
-        if self.step == self.log.saved_step:
-            return
+        written and copied, as at the end of the run."""
+        if self.step != self.log.saved_step:
+            await self._write(success, must=must)
+        if must:
+            await self.control.finish(self.uploads.finish())
+
+    async def _write(self, success: float | None, *, must: bool) -> None:
         self.log.phase(self.step, "saving")
+        await self.control.finish(self.uploads.room(self.log.progress.say))
         is_best = self._is_best(success)
         best = success if is_best else self.best
         request = Save(self.checkpoints, self._loop_state(best), is_best)
@@ -276,6 +284,7 @@ class Fit:
         self.best = best
         self.log.saved_step = self.step
         self._saved_at = time.monotonic()
+        self.uploads.start(self.checkpoints.latest(), self.log.folder)
         self.producer.acknowledge(self.produced)
 
     def _loop_state(self, best: float | None) -> dict[str, Any]:

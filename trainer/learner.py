@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from proxy.records import ServedPolicy
+from trainer import steps
 from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
@@ -33,16 +34,7 @@ from trainer.checkpoint import (
     restore_random_state,
 )
 from trainer.errors import TrainingError, WeightSyncError
-from trainer.models import (
-    ComputeLogprobs,
-    ComputeReference,
-    ComputeValues,
-    Imitate,
-    Models,
-    RestoreAdapter,
-    ScoreRandomAdapter,
-    Update,
-)
+from trainer.models import Models, RestoreAdapter, UseRandomAdapter
 from trainer.policy.adapter import adapter_config
 from trainer.policy.flops import training_flops, utilisation
 from trainer.ranks_config import RanksConfig
@@ -121,8 +113,8 @@ class Learner:
         metrics = routing_metrics(self.models, batch, self.config.rollout.temperature)
         if not self.algorithm.needs_prox:
             return metrics
-        step = ComputeLogprobs(batch, self.config.rollout.temperature)
-        scores = self.models.together(step)
+        temperature = self.config.rollout.temperature
+        scores = steps.compute_logprobs(self.models, batch, temperature=temperature)
         metrics |= mismatch_metrics(batch, scores.logprobs, self.version)
         metrics["actor/entropy_before"] = float(scores.entropy.mean())
         self._check_mismatch(metrics.get("mismatch/logp_abs_mean", 0.0))
@@ -130,13 +122,12 @@ class Learner:
 
     def compute_ref_logprobs(self, batch: Batch) -> None:
         """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if the algorithm uses them."""
-        if self.algorithm.needs_reference or self.algorithm.needs_teacher:
-            self.models.together(ComputeReference(batch, self.config.rollout.temperature))
+        temperature = self.config.rollout.temperature
+        steps.compute_ref_logprobs(self.models, batch, temperature=temperature)
 
     def compute_values(self, batch: Batch) -> None:
         """Sets `batch.values` if the algorithm has a critic."""
-        if self.algorithm.needs_values:
-            self.models.together(ComputeValues(batch))
+        steps.compute_values(self.models, batch)
 
     def compute_advantages(self, batch: Batch) -> Metrics:
         """Sets `batch.advantages`."""
@@ -154,8 +145,13 @@ class Learner:
             TrainingError: a token would not be trained exactly once, a gradient is not finite, or
                 the engine's probabilities differ from the trainer's.
         """
-        step = Update(batch, self.config.rollout.temperature, self.version, self._generator)
-        metrics = {"actor/update_steps": 0.0} | self.models.together(step)
+        metrics = {"actor/update_steps": 0.0} | steps.update(
+            self.models,
+            batch,
+            temperature=self.config.rollout.temperature,
+            version=self.version,
+            generator=self._generator,
+        )
         if not self.algorithm.needs_prox:
             metrics |= self._mismatch_in_update(batch, metrics)
         self.step += 1
@@ -169,14 +165,14 @@ class Learner:
         Raises:
             TrainingError: a token would not be trained exactly once, or a gradient is not finite.
         """
-        metrics = self.models.together(Imitate(batch, aggregation))
+        metrics = steps.imitate(self.models, batch, aggregation)
         self.step += 1
         self.version += 1
         return metrics
 
     def imitation_loss(self, batch: Batch) -> float:
         """Mean of `−log p` over the tokens of the batch, in nats."""
-        scores = self.models.together(ComputeLogprobs(batch, temperature=1.0))
+        scores = steps.compute_logprobs(self.models, batch, temperature=1.0)
         return -float(scores.logprobs.double().mean())
 
     def sync_weights(self) -> Metrics:
@@ -216,8 +212,8 @@ class Learner:
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """log p(ids[t] | ids[:t]) at temperature 1 for t = 1 … T-1, under the current weights."""
-        batch = probe_batch(ids)
-        return self.models.together(ComputeLogprobs(batch, temperature=1.0)).logprobs.tolist()
+        scores = steps.compute_logprobs(self.models, probe_batch(ids), temperature=1.0)
+        return scores.logprobs.tolist()
 
     def weights(self) -> Generator[Named]:
         """The policy's weights by their names in a Hugging Face checkpoint; see `Models`."""
@@ -300,12 +296,13 @@ class Learner:
         """Compares trainer and engines on a random adapter, before anything is sampled."""
         if not self.config.engine.verify or len(self.probe) < 2:
             return
-        scores = self.models.together(ScoreRandomAdapter(probe_batch(self.probe)))
+        self.models.together(UseRandomAdapter())
         config = adapter_config(self.models.policy.model)
         tolerance = self.config.engine.probe_tolerance(self.config.model)
         try:
+            scores = self.score(self.probe)
             with closing(self.models.adapter()) as tensors:
-                engines.try_out(tensors, config, self.probe, scores.logprobs.tolist(), tolerance)
+                engines.try_out(tensors, config, self.probe, scores, tolerance)
         except WeightSyncError as error:
             raise WeightSyncError(
                 f"the engine does not serve this policy's adapters: {error}; set "

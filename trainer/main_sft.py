@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from proxy.config import RenderingConfig
 from trainer.algorithms import AlgorithmConfig
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_mirror import CheckpointMirror, CheckpointUploads
 from trainer.cluster import open_cluster
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
@@ -72,11 +73,13 @@ async def train(parts: SftParts, log: RunLog, control: RunControl) -> Ended:
     config, folder = parts.config, log.folder
     log.progress.say(parts.note)
     checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=config.trainer.keep_last)
+    uploads = CheckpointUploads(CheckpointMirror.of(config.trainer))
     async with (
         open_cluster(config, folder, control) as cluster,
         cluster.trainer([]) as rank_zero,
     ):
         state = await control.wait_for(rank_zero.ask(Restore(checkpoints)))
+        uploads.start(checkpoints.latest(), folder)
         fit = SftFit(
             parts.sft,
             config.trainer,
@@ -87,6 +90,7 @@ async def train(parts: SftParts, log: RunLog, control: RunControl) -> Ended:
             checkpoints,
             log,
             control,
+            uploads,
         )
         fit.resume_from(state)
         return "done" if await fit.run() else "stopped"

@@ -2,15 +2,16 @@
 
 `Models` holds only the models that the algorithm needs: the policy and, depending on the algorithm,
 a critic, a reference and a teacher. Rank 0 leads: `Models.together(step)` sends the step to the
-other ranks, which `follow`, and executes it, too. A step is a small frozen dataclass, and its
-method `on` is its only handler.
+other ranks, which `follow`, and executes it, too; `Models.deal(steps)` sends each rank its own
+step. A step is a small frozen dataclass, and its method `on` is its only handler. The steps that
+compute a batch are in `trainer.steps`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,18 +20,16 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.algorithms import Algorithm, AlgorithmConfig
-from trainer.algorithms.aggregation import Aggregation
-from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError
 from trainer.optimizer import OptimizerConfig
+from trainer.parts import BatchPart
 from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy, Scores
-from trainer.policy.update import update_by_imitation, update_critic, update_policy
 from trainer.teacher import EngineTeacher, check_engine_tokens, have_same_tokens
 from trainer.weight_sync.segment import Named
 
@@ -40,6 +39,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 class FrozenModel(Protocol):
     """A model that scores recorded tokens and is not trained."""
+
+    def parts(self, batch: Batch) -> list[BatchPart]:
+        """The batch, divided into one part for each rank."""
+        ...
 
     def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores: ...
 
@@ -56,6 +59,9 @@ class AdaptersOff:
 
     policy: Policy
 
+    def parts(self, batch: Batch) -> list[BatchPart]:
+        return self.policy.parts(batch)
+
     def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
         with self.policy.adapters_off():
             return self.policy.compute_logprobs(batch, temperature=temperature, replay=False)
@@ -65,7 +71,7 @@ class AdaptersOff:
 class Models:
     """Example:
     models = build_models(ModelConfig(path=…), OptimizerConfig(), AlgorithmConfig(preset="ppo"))
-    scores = models.together(ComputeLogprobs(batch, temperature=1.0))
+    scores = compute_logprobs(models, batch, temperature=1.0)  # of `trainer.steps`
     """
 
     policy: Policy
@@ -74,14 +80,18 @@ class Models:
     reference: FrozenModel | None = None
     teacher: FrozenModel | None = None
     updates: int = 0
-    """Number of batches trained on."""
+    """Number of batches trained on; counted on rank 0."""
     random_adapter: RandomAdapter | None = None
     """Set while the policy has a random adapter, by which engines are tested."""
 
     def together(self, step: CollectiveStep[T]) -> T:
         """Executes the step on every rank; to be called on rank 0 only. Returns rank 0's result."""
-        self.policy.ranks.tell(step)
-        return step.on(self)
+        return self.deal([step] * self.policy.ranks.size)
+
+    def deal(self, steps: Sequence[CollectiveStep[T]]) -> T:
+        """As `together`, but each rank receives and executes its own step, `steps[rank]`."""
+        self.policy.ranks.deal(steps)
+        return steps[0].on(self)
 
     def weights(self) -> Generator[Named]:
         """`(name, tensor)` as in a Hugging Face checkpoint, gathered one by one from all ranks.
@@ -117,7 +127,7 @@ class Models:
 
     def save_state(self, folder: Path) -> None:
         """Writes `state_dict` to the folder, each rank its own shards."""
-        self.together(SaveState(folder))
+        self.together(SaveState(folder, self.updates, self.algorithm.state_dict()))
 
     def load_state(self, folder: Path) -> None:
         """Reads what `save_state` wrote, possibly with another number of ranks."""
@@ -141,95 +151,6 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeLogprobs:
-    """Scores the batch with the policy; sets `batch.prox_logprobs` and `batch.entropies`."""
-
-    batch: Batch
-    temperature: float
-
-    def on(self, models: Models) -> Scores:
-        scores = models.policy.compute_logprobs(self.batch, temperature=self.temperature)
-        self.batch.prox_logprobs, self.batch.entropies = scores.logprobs, scores.entropy
-        return scores
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeReference:
-    """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if there are such models."""
-
-    batch: Batch
-    temperature: float
-
-    def on(self, models: Models) -> None:
-        batch = self.batch
-        if models.reference is not None:
-            scores = models.reference.compute_logprobs(batch, temperature=self.temperature)
-            batch.ref_logprobs = scores.logprobs
-        if models.teacher is not None:
-            scores = models.teacher.compute_logprobs(batch, temperature=self.temperature)
-            batch.teacher_logprobs = scores.logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeValues:
-    """Sets `batch.values` if there is a critic."""
-
-    batch: Batch
-
-    def on(self, models: Models) -> None:
-        if models.critic is not None:
-            self.batch.values = models.critic.compute_values(self.batch)
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Trains the critic on the batch, then the policy, except during the critic's warm-up."""
-
-    batch: Batch
-    temperature: float
-    version: int
-    """Version of the policy's weights before the update."""
-    generator: torch.Generator
-    """Random generator that draws the mini-batches; it has the same state on every rank."""
-
-    def on(self, models: Models) -> Metrics:
-        metrics: Metrics = {}
-        warming_up = False
-        if models.critic is not None:
-            learnt = update_critic(
-                models.critic, models.algorithm, self.batch, generator=self.generator
-            )
-            metrics |= {f"critic/{name}": value for name, value in learnt.items()}
-            settings = models.algorithm.config.critic
-            warming_up = settings is not None and models.updates < settings.warmup_steps
-        models.updates += 1
-        if warming_up:
-            return metrics
-        learnt = update_policy(
-            models.policy,
-            models.algorithm,
-            self.batch,
-            temperature=self.temperature,
-            version=self.version,
-            generator=self.generator,
-        )
-        return metrics | {f"actor/{name}": value for name, value in learnt.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Imitate:
-    """Executes one optimizer step towards the tokens of the batch, whoever sampled them."""
-
-    batch: Batch
-    aggregation: Aggregation
-
-    def on(self, models: Models) -> Metrics:
-        models.updates += 1
-        learnt = update_by_imitation(models.policy, self.batch, self.aggregation)
-        return {f"sft/{name}": value for name, value in learnt.items()}
-
-
-@dataclass(frozen=True, slots=True)
 class GatherWeights:
     """The other ranks' part in `Models.weights` and `Models.adapter`."""
 
@@ -245,21 +166,17 @@ class GatherWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreRandomAdapter:
-    """Replaces the policy's adapter by a random one until `RestoreAdapter`, and scores the batch
-    with it."""
+class UseRandomAdapter:
+    """Replaces the policy's adapter by a random one until `RestoreAdapter`."""
 
-    batch: Batch
-
-    def on(self, models: Models) -> Scores:
+    def on(self, models: Models) -> None:
         models.random_adapter = RandomAdapter(models.policy.model)
         models.random_adapter.enter()
-        return models.policy.compute_logprobs(self.batch, temperature=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreAdapter:
-    """Ends `ScoreRandomAdapter`."""
+    """Ends `UseRandomAdapter`."""
 
     def on(self, models: Models) -> None:
         if models.random_adapter is not None:
@@ -272,8 +189,15 @@ class SaveState:
     """Writes the state of all ranks to the folder."""
 
     folder: Path
+    updates: int
+    """As `Models.updates` on rank 0."""
+    algorithm: dict[str, Any]
+    """The algorithm's state on rank 0, which leads the updates."""
 
     def on(self, models: Models) -> None:
+        # torch's DCP may take a value that is no tensor from any of the ranks.
+        models.updates = self.updates
+        models.algorithm.load_state_dict(self.algorithm)
         write_state(models.state_dict(), self.folder)
 
 

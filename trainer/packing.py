@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from proxy.records import Ids
-from trainer.batch import Batch
+from trainer.batch import Batch, RowPlan, Unit
 
 Counts = npt.NDArray[np.int64]
 Run = tuple[int, int, int]
@@ -139,14 +139,6 @@ class MicroBatch:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Sequences that are laid out together, and the number of their input tokens."""
-
-    sequences: tuple[int, ...]
-    tokens: int
-
-
 def pack(
     batch: Batch,
     *,
@@ -156,7 +148,30 @@ def pack(
     sequences: Iterable[int] | None = None,
     multiple_of: int = 1,
 ) -> list[MicroBatch]:
-    """The batch (or the `sequences` with these indices) as micro-batches of at most `max_tokens`.
+    """The batch (or the `sequences` with these indices) as micro-batches, as `divide` divides
+    it."""
+    divided = divide(
+        batch,
+        max_tokens=max_tokens,
+        fill_tokens=fill_tokens,
+        share_prefixes=share_prefixes,
+        sequences=sequences,
+        multiple_of=multiple_of,
+    )
+    return lay_out(batch, divided)
+
+
+def divide(
+    batch: Batch,
+    *,
+    max_tokens: int,
+    fill_tokens: int | None = None,
+    share_prefixes: bool = False,
+    sequences: Iterable[int] | None = None,
+    multiple_of: int = 1,
+) -> list[RowPlan]:
+    """Divides the batch (or the `sequences` with these indices) into micro-batches of at most
+    `max_tokens`; returns the plan of each.
 
     Sequences without a common prefix are distributed evenly, up to `fill_tokens` each (None:
     `max_tokens`). A sequence longer than `max_tokens` has a micro-batch of its own. The number of
@@ -167,14 +182,19 @@ def pack(
     if share_prefixes:
         units = _shared_units(batch, chosen, max_tokens)
     else:
-        units = [_Unit((index,), len(batch.sequences[index])) for index in chosen]
+        units = [Unit((index,), len(batch.sequences[index])) for index in chosen]
     bins = _balance(units, min(max_tokens, fill_tokens or max_tokens), multiple_of)
+    total = max(1, sum(unit.tokens for unit in units))
+    return [RowPlan(tuple(bin_), sum(unit.tokens for unit in bin_) / total) for bin_ in bins]
+
+
+def lay_out(batch: Batch, divided: Iterable[RowPlan]) -> list[MicroBatch]:
+    """The micro-batches with these plans, in the same order."""
     bounds = torch.searchsorted(batch.sequence, torch.arange(len(batch.sequences) + 1))
-    total = sum(unit.tokens for unit in units)
-    return [_lay_out(batch, bin_, bounds, share_prefixes, total) for bin_ in bins]
+    return [_laid_out(batch, row, bounds) for row in divided]
 
 
-def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[_Unit]:
+def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[Unit]:
     """Each group's sequences in depth-first order of their radix tree, cut to `max_tokens`.
 
     Sorting sequences by their ids gives that order. A sequence adds to the tree the tokens after
@@ -183,14 +203,14 @@ def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[
     groups: dict[int, list[int]] = defaultdict(list)
     for index in chosen:
         groups[int(batch.group[batch.sequence_rollout[index]])].append(index)
-    units: list[_Unit] = []
+    units: list[Unit] = []
     for group in groups.values():
         group.sort(key=lambda index: batch.sequences[index].astype(">i4").tobytes())
         walk = [batch.sequences[index] for index in group]
         lengths = np.array([len(ids) for ids in walk])
         shared = np.array([0, *(common_prefix(a, b) for a, b in pairwise(walk))])
         for start, stop, tokens in cut(lengths, shared, max_tokens):
-            units.append(_Unit(tuple(group[start:stop]), tokens))
+            units.append(Unit(tuple(group[start:stop]), tokens))
     return units
 
 
@@ -224,14 +244,14 @@ def cut(lengths: Counts, shared: Counts, max_tokens: int) -> list[tuple[int, int
     return parts[::-1]
 
 
-def _balance(units: Sequence[_Unit], full_tokens: int, multiple_of: int) -> list[list[_Unit]]:
+def _balance(units: Sequence[Unit], full_tokens: int, multiple_of: int) -> list[list[Unit]]:
     """Distributes the units over as few bins as possible, evenly: takes the longest unit first, and
     puts it into the emptiest bin."""
     total = sum(unit.tokens for unit in units)
     count = min(-(-total // full_tokens), len(units))
     while True:
         count = max(1, -(-count // multiple_of)) * multiple_of
-        bins: list[list[_Unit]] = [[] for _ in range(count)]
+        bins: list[list[Unit]] = [[] for _ in range(count)]
         loads = [0] * count
         for unit in sorted(units, key=lambda unit: -unit.tokens):
             emptiest = loads.index(min(loads))
@@ -242,9 +262,8 @@ def _balance(units: Sequence[_Unit], full_tokens: int, multiple_of: int) -> list
         count += 1
 
 
-def _lay_out(
-    batch: Batch, units: Sequence[_Unit], bounds: Tensor, share_prefixes: bool, total: int
-) -> MicroBatch:
+def _laid_out(batch: Batch, row: RowPlan, bounds: Tensor) -> MicroBatch:
+    units = row.units
     if not units:  # models refuse 0 tokens, so the row holds one token that predicts nothing
         one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         return MicroBatch(one, one, Layout(one + 1, longest=1), none, none, share=0.0)
@@ -258,7 +277,7 @@ def _lay_out(
         path = np.zeros(0, np.int64)  # index in [T] of each token of the current sequence
         for index in unit.sequences:
             sequence = batch.sequences[index]
-            shared = common_prefix(previous, sequence) if share_prefixes else 0
+            shared = common_prefix(previous, sequence)
             fresh = np.arange(used, used + len(sequence) - shared)
             ends[path[shared:]] = used
             path = np.concatenate([path[:shared], fresh])
@@ -284,11 +303,11 @@ def _lay_out(
         targets=torch.as_tensor(merged_targets[order]),
         predictors=torch.as_tensor(np.concatenate(predictors)[order]),
         experts=None if experts is None else torch.as_tensor(experts),
-        share=len(ends) / total,
+        share=row.share,
     )
 
 
-def _no_experts(batch: Batch, units: Sequence[_Unit], tokens: int) -> npt.NDArray[np.int32] | None:
+def _no_experts(batch: Batch, units: Sequence[Unit], tokens: int) -> npt.NDArray[np.int32] | None:
     """`[T, L, K]` of -1; None if no sequence of the units has recorded experts."""
     routings = (batch.routing[i] for unit in units for i in unit.sequences if batch.routing)
     some = next((routing for routing in routings if routing is not None), None)

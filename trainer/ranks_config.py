@@ -55,6 +55,10 @@ class TrainerSection(Section):
     time."""
     keep_last: int = Field(2, ge=1)
     """Number of checkpoints to keep, in addition to the one with the best scheduled evaluation."""
+    checkpoint_mirror: str | None = None
+    """URL of a folder to which each checkpoint is copied, of any file system that fsspec knows:
+    `s3://bucket/run-a`, `file:///mnt/nfs/run-a`. A start on an empty disk continues from the newest
+    whole copy. Each run has its own folder (docs/scale.md)."""
     stop_at_success: float | None = Field(None, gt=0, le=1)
     """Success rate of a scheduled evaluation at which the run ends; None: never."""
     no_signal_steps: int = Field(10, ge=0)

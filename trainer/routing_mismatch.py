@@ -41,5 +41,6 @@ def routing_metrics(models: Models, batch: Batch, temperature: float) -> Metrics
         )
     metrics = {"mismatch/replayed_tokens": share}
     if policy.config.router_compared:
-        metrics |= models.together(CompareRouting(batch, temperature))
+        parts = policy.parts(batch)
+        metrics |= models.deal([CompareRouting(part.batch, temperature) for part in parts])
     return metrics

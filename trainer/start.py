@@ -25,11 +25,13 @@ from proxy.shown_config import without_credentials
 from trainer import main_colocated, main_separate, main_sft, main_swarm
 from trainer.assembly import SwarmParts, TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Saved
+from trainer.checkpoint_mirror import CheckpointMirror, MirroredCheckpoint
 from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump, load
+from trainer.errors import ConfigError
 from trainer.fit import Ended
 from trainer.main_sft import SftParts, assemble_sft
 from trainer.ranks_config import RanksConfig
@@ -48,6 +50,7 @@ def check_only(
     """Checks everything that can be checked without starting a process; returns the resolved
     configuration."""
     config = load(paths, overrides, environment)
+    CheckpointMirror.of(config.trainer)
     _leads(config, environment={})
     return dump(config)
 
@@ -87,6 +90,8 @@ def _begin_or_continue(parts: Parts) -> int:
     running; else begins a new run, and says why."""
     config = parts.config
     folder = RunFolder.latest(config.trainer.run_dir)
+    if folder is None and (mirrored := _mirrored(config)) is not None:
+        return _continue_on_empty_disk(parts, *mirrored)
     if folder is None or folder.read_summary().get("status") == "done":
         return _begin_new(parts)
     if folder.is_running:
@@ -105,6 +110,12 @@ def _begin_or_continue(parts: Parts) -> int:
 
 
 def _begin_new(parts: Parts, *notes: str) -> int:
+    if (mirrored := _mirrored(parts.config)) is not None:
+        mirror, copy = mirrored
+        raise ConfigError(
+            f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of "
+            "another run, and this is a new run; give each run its own URL, or delete that folder"
+        )
     folder = RunFolder.create(parts.config.trainer.run_dir)
     replace_file(folder.config, dump(parts.config))
     return _run(parts, folder, None, *notes)
@@ -125,15 +136,52 @@ def _continue(parts: Parts, folder: RunFolder) -> int:
 
     The steps after that checkpoint are repeated, and their former lines are deleted.
     """
-    checkpoints = Checkpoints(folder.checkpoints, keep_last=parts.config.trainer.keep_last)
     folder.lock()
+    return _continue_locked(parts, folder)
+
+
+def _continue_on_empty_disk(
+    parts: Parts, mirror: CheckpointMirror, copy: MirroredCheckpoint
+) -> int:
+    """Continues a run of the same configuration, of which only the mirror is left."""
+    theirs = yaml.safe_load(mirror.history(copy, "config.yaml"))
+    if changed := list(_changed(theirs, yaml.safe_load(dump(parts.config)))):
+        raise ConfigError(
+            f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of a "
+            f"run with another configuration ({', '.join(changed[:8])}); set it as it was to "
+            "continue that run, or use another URL for a new run"
+        )
+    folder = RunFolder.create(parts.config.trainer.run_dir)
+    mirror.fetch(copy, folder)
+    return _continue_locked(parts, folder, f"fetched {mirror.url}, step {copy.step}")
+
+
+def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
+    checkpoints = Checkpoints(folder.checkpoints, keep_last=parts.config.trainer.keep_last)
     saved = checkpoints.latest()
+    if (mirrored := _mirrored(parts.config)) is not None:
+        mirror, copy = mirrored
+        if copy.run_id != folder.run_id:
+            raise ConfigError(
+                f"trainer.checkpoint_mirror={mirror.url} has checkpoints of the run {copy.run_id}, "
+                f"and {folder.path} is the run {folder.run_id}; give each run its own URL"
+            )
+        if saved is None or copy.step > saved.step:
+            saved = mirror.fetch(copy, folder)
+            notes = (*notes, f"fetched {mirror.url}, step {copy.step}")
     if saved is not None:
         checkpoints.read_run(saved)  # refuses what cannot be continued, before anything changes
     replace_file(folder.config, dump(parts.config))
     for lines in (folder.metrics, folder.trials_log, folder.phases):
         truncate_jsonl(lines, saved.step if saved else 0)
-    return _run(parts, folder, saved)
+    return _run(parts, folder, saved, *notes)
+
+
+def _mirrored(config: RanksConfig) -> tuple[CheckpointMirror, MirroredCheckpoint] | None:
+    """The run's mirror and its newest whole checkpoint; None if there is none."""
+    mirror = CheckpointMirror.of(config.trainer)
+    copy = None if mirror is None else mirror.newest()
+    return None if mirror is None or copy is None else (mirror, copy)
 
 
 def _follows(config: RanksConfig, environment: Mapping[str, str]) -> bool:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from trainer.batch import Batch
 from trainer.errors import ConfigError, TrainingError, WeightSyncError
+from trainer.parts import BatchPart, part_of
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Scores
 from trainer.weight_sync.control import EngineControl
@@ -35,6 +36,10 @@ class EngineTeacher:
         self.ranks = ranks
         self._controls = [EngineControl([url]) for _ in range(concurrency)]
 
+    def parts(self, batch: Batch) -> list[BatchPart]:
+        """The batch, divided into one part for each rank."""
+        return [part_of(batch, share) for share in self.ranks.shares(range(len(batch.sequences)))]
+
     def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
         """The log-probability of every trained token; the entropies are NaN.
 
@@ -48,7 +53,7 @@ class EngineTeacher:
                 " rollout.temperature=1, or a checkpoint (algorithm.distillation.teacher)"
             )
         logprobs = torch.zeros(batch.num_tokens)
-        sequences = self.ranks.share(range(len(batch.sequences)))
+        sequences = range(len(batch.sequences))
         with ThreadPoolExecutor(len(self._controls)) as pool:
             workers = [self._controls[at % len(self._controls)] for at in range(len(sequences))]
             try:
@@ -58,7 +63,7 @@ class EngineTeacher:
         for sequence, values in zip(sequences, scored, strict=True):
             here = batch.sequence == sequence
             logprobs[here] = torch.tensor(values)[batch.position[here] - 1]
-        return Scores(self.ranks.sum(logprobs), torch.full_like(logprobs, torch.nan))
+        return Scores(logprobs, torch.full_like(logprobs, torch.nan))
 
     @staticmethod
     def _score(control: EngineControl, batch: Batch, sequence: int) -> list[float]:

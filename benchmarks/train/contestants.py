@@ -19,10 +19,11 @@ import torch
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.correction import Correction
 from trainer.batch import Batch
+from trainer.models import Models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.policy.update import update_policy
+from trainer.steps import update_policy
 
 Step = Callable[[], float]
 """Makes one step. Returns the gradient norm before clipping, by which contestants are compared."""
@@ -44,12 +45,11 @@ def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: b
         )
     )
     algorithm.compute_advantages(batch)
+    models = Models(policy, algorithm)
     generator = torch.Generator().manual_seed(0)
 
     def step() -> float:
-        metrics = update_policy(
-            policy, algorithm, batch, temperature=1.0, version=0, generator=generator
-        )
+        metrics = update_policy(models, batch, temperature=1.0, version=0, generator=generator)
         return metrics["grad_norm"]
 
     return step

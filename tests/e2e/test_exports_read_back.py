@@ -287,7 +287,7 @@ def our_gradients(path: Path, samples: list[Sample]) -> dict[str, Tensor]:
     batch = build_batch([Group("g", task, rollouts)])
     algorithm.compute_advantages(batch)
     sequences = torch.arange(len(batch.sequences))
-    loss = algorithm.loss(batch, sequences, version=0)
+    loss = algorithm.loss(batch, algorithm.weigh(batch, sequences), version=0)
     for micro in policy.pack(batch, sequences.tolist()):
         policy.forward_backward(micro, batch, loss, temperature=1.0, entropy_grad=False)
     return gradients(policy.model)

@@ -29,6 +29,7 @@ from proxy.run_files.files import read_jsonl, truncate_jsonl
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
 from tests.trainer.score_text import ScoreText
+from trainer import steps
 from trainer.batch import Batch
 from trainer.checkpoint import Checkpoints, Saved
 from trainer.cluster.engines import RunEngines
@@ -40,6 +41,7 @@ from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Evaluates, Fit, TrainOn
 from trainer.learner import Learner
 from trainer.learners import Learners
+from trainer.models import Models
 from trainer.policy.policy import Policy, Scores
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
@@ -511,17 +513,23 @@ def test_log_probabilities_are_computed_only_if_the_algorithm_uses_them(
     rollouts = [
         asyncio.run(trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=seed)) for seed in (3, 4)
     ]
-    calls: list[Batch] = []
-    compute = Policy.compute_logprobs
+    passes_of_policy: list[Batch] = []
+    batches: list[Batch] = []
+    compute, compute_of_all = Policy.compute_logprobs, steps.compute_logprobs
 
     def counted(self: Policy, batch: Batch, *, temperature: float) -> Scores:
-        calls.append(batch)
+        passes_of_policy.append(batch)
         return compute(self, batch, temperature=temperature)
 
+    def seen(models: Models, batch: Batch, *, temperature: float) -> Scores:
+        batches.append(batch)
+        return compute_of_all(models, batch, temperature=temperature)
+
     monkeypatch.setattr(Policy, "compute_logprobs", counted)
+    monkeypatch.setattr(steps, "compute_logprobs", seen)
     trained = TrainOn([Group("g", rollouts[0].task, rollouts)]).on(Learners.of(learner))
-    assert len(calls) == passes
-    for batch in calls:
+    assert len(passes_of_policy) == len(batches) == passes
+    for batch in batches:
         assert batch.entropies is not None
         assert (batch.entropies > 0).all()
     assert trained.metrics["mismatch/logp_abs_mean"] < 1e-5

@@ -15,17 +15,11 @@ import pytest
 import torch
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
+from trainer import steps
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
 from trainer.batch import build_batch
-from trainer.models import (
-    ComputeLogprobs,
-    ComputeReference,
-    ComputeValues,
-    Models,
-    Update,
-    build_models,
-)
+from trainer.models import Models, build_models
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.model import ModelConfig
@@ -98,11 +92,11 @@ def learn(checkpoint: Path, algorithm: dict[str, Any], *, staleness: int, update
             continue
         batch = build_batch(waiting.popleft())
         assert int(batch.versions[0]) == max(0, version - staleness)
-        models.together(ComputeLogprobs(batch, temperature=1.0))
-        models.together(ComputeReference(batch, temperature=1.0))
-        models.together(ComputeValues(batch))
+        steps.compute_logprobs(models, batch, temperature=1.0)
+        steps.compute_ref_logprobs(models, batch, temperature=1.0)
+        steps.compute_values(models, batch)
         models.algorithm.compute_advantages(batch)
-        models.together(Update(batch, 1.0, version, generator))
+        steps.update(models, batch, temperature=1.0, version=version, generator=generator)
         version += 1
     return float(build_batch(sample(models, version)).rewards.mean())
 

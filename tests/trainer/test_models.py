@@ -11,19 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.trainer.policy.test_policy import make_batch
+from trainer import steps
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.errors import ConfigError
-from trainer.models import (
-    AdaptersOff,
-    ComputeLogprobs,
-    ComputeReference,
-    ComputeValues,
-    Models,
-    Update,
-    build_models,
-)
+from trainer.models import AdaptersOff, Models, build_models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
@@ -39,12 +32,12 @@ def make_models(checkpoint: Path, *, lora: bool = False, **algorithm: Any) -> Mo
 
 
 def train(models: Models, batch: Batch) -> Metrics:
-    models.together(ComputeLogprobs(batch, temperature=1.0))
-    models.together(ComputeReference(batch, temperature=1.0))
-    models.together(ComputeValues(batch))
+    steps.compute_logprobs(models, batch, temperature=1.0)
+    steps.compute_ref_logprobs(models, batch, temperature=1.0)
+    steps.compute_values(models, batch)
     models.algorithm.compute_advantages(batch)
     generator = torch.Generator().manual_seed(models.updates)
-    return models.together(Update(batch, temperature=1.0, version=0, generator=generator))
+    return steps.update(models, batch, temperature=1.0, version=0, generator=generator)
 
 
 def test_only_models_that_the_algorithm_needs_are_loaded(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 
 from trainer import start
 from trainer.checkpoint import FORMAT, Saved
+from trainer.checkpoint_mirror import CheckpointMirror
 from trainer.cli import main
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.run.folder import RunFolder
@@ -230,3 +232,45 @@ def test_failed_run_ends_with_its_own_error_whatever_its_report_raises(
     assert (summary["status"], summary["error"]) == ("failed", "TrainerError: no engine is left")
     assert closings == ["begun", "ended"]
     assert not folder.is_running
+
+
+def test_run_on_an_empty_disk_continues_from_its_mirror(
+    run_until: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
+    assert run_until("running", url) == ("run", 0)
+    run = RunFolder(tmp_path / "run")
+    mirror = CheckpointMirror(f"file://{tmp_path}/mirror", keep_last=2)
+    mirror.upload(Saved(run.checkpoints / "step-000007", 7), run)
+    name = run.run_id
+    shutil.rmtree(run.path)
+    with pytest.raises(ConfigError, match=r"another configuration \(trainer\.steps\)"):
+        run_until("running", url, "trainer.steps=9")
+    assert not run.path.exists()
+    assert run_until("running", url) == ("run", 7)
+    assert f"fetched file://{tmp_path}/mirror, step 7" in capsys.readouterr().out
+    assert RunFolder(tmp_path / "run").run_id == name
+
+
+def test_mirror_of_another_run_is_refused(run_until: Any, tmp_path: Path) -> None:
+    url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
+    assert run_until("running", url) == ("run", 0)
+    run = RunFolder(tmp_path / "run")
+    mirror = CheckpointMirror(f"file://{tmp_path}/mirror", keep_last=2)
+    mirror.upload(Saved(run.checkpoints / "step-000007", 7), run)
+    with pytest.raises(ConfigError, match=r"step 7 of another run, and this is a new run"):
+        run_until("running", url, "trainer.resume=never")
+    (run.path / "run.id").write_text("another")
+    with pytest.raises(ConfigError, match=r"and .*run is the run another; give each"):
+        run_until("running", url)
+
+
+def test_newer_copy_of_the_mirror_is_continued(run_until: Any, tmp_path: Path) -> None:
+    url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
+    assert run_until("running", url) == ("run", 0)
+    run = RunFolder(tmp_path / "run")
+    newer = run.checkpoints / "step-000009"
+    shutil.copytree(run.checkpoints / "step-000007", newer)
+    CheckpointMirror(f"file://{tmp_path}/mirror", keep_last=2).upload(Saved(newer, 9), run)
+    shutil.rmtree(newer)
+    assert run_until("running", url) == ("run", 9)

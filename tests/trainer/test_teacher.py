@@ -131,7 +131,7 @@ def test_k2_on_sampled_tokens_has_the_gradient_of_the_reverse_kl() -> None:
 def test_only_the_teacher_is_learnt_from(tiny_model: Path, batch: Batch) -> None:
     """With advantage none, a policy that is its own teacher does not move."""
     from trainer.models import build_models
-    from trainer.policy.update import update_policy
+    from trainer.steps import update_policy
 
     algorithm = distillation(teacher=tiny_model)
     models: Models = build_models(ModelConfig(path=tiny_model), OptimizerConfig(lr=0.1), algorithm)
@@ -140,8 +140,7 @@ def test_only_the_teacher_is_learnt_from(tiny_model: Path, batch: Batch) -> None
     batch.teacher_logprobs = models.teacher.compute_logprobs(batch, temperature=1.0).logprobs
     models.algorithm.compute_advantages(batch)
     metrics = update_policy(
-        models.policy,
-        models.algorithm,
+        models,
         batch,
         temperature=1.0,
         version=0,

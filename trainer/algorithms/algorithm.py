@@ -17,7 +17,13 @@ from trainer.algorithms.config import AlgorithmConfig
 from trainer.algorithms.kl import K3
 from trainer.algorithms.policy_losses import log_linear_prox
 from trainer.algorithms.returns import Returns, are_equal
-from trainer.algorithms.token_loss import LossFunction, Metrics, TokenLoss, ValueLossFunction
+from trainer.algorithms.token_loss import (
+    LossFunction,
+    Metrics,
+    StepWeights,
+    TokenLoss,
+    ValueLossFunction,
+)
 from trainer.batch import Batch
 from trainer.errors import TrainingError
 
@@ -32,7 +38,7 @@ class Algorithm:
             batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
         algorithm.compute_advantages(batch)
         for sequences in algorithm.mini_batches(batch, generator):
-            loss = algorithm.loss(batch, sequences, version=7)
+            loss = algorithm.loss(batch, algorithm.weigh(batch, sequences), version=7)
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -112,22 +118,32 @@ class Algorithm:
                 if len(share):
                     yield sequences[torch.isin(owners, share)]
 
+    def weigh(self, batch: Batch, sequences: Tensor | Sequence[int] | None = None) -> StepWeights:
+        """The weights of one optimizer step on `sequences` (None: all that are trained) of the
+        whole batch."""
+        if sequences is None:
+            sequences = self.trained_sequences(batch)
+        chosen = torch.isin(batch.sequence, torch.as_tensor(sequences, dtype=torch.int64))
+        weights = torch.zeros(batch.num_tokens)
+        aggregation = self.config.aggregation
+        weights[chosen] = aggregation.weights(batch.sequence[chosen], batch.rollout[chosen])
+        share = chosen.float() / max(1, int(chosen.sum()))
+        return StepWeights(weights, share, self._kept_of_batch(batch), self.kl_coefficient)
+
     def loss(
-        self, batch: Batch, sequences: Tensor | Sequence[int] | None = None, *, version: int = 0
+        self, batch: Batch, step: StepWeights | None = None, *, version: int = 0
     ) -> LossFunction:
-        """The loss of one optimizer step on `sequences` (None: all that are trained):
+        """The loss of one optimizer step with these weights (None: `weigh(batch)`):
 
             Σ_t weight_t · (correction_t · policy_loss_t + β KL_t + …)
 
-        `version` is the version of the weights at the start of the update.
+        `version` is the version of the policy's weights at the start of the update.
         Raises TrainingError if a column that the algorithm needs was not computed, or if the policy
         did not sample the batch.
         """
         _refuse_text(batch)
-        chosen = self._chosen(batch, sequences)
-        weights, share = self._weights(batch, chosen), chosen.float() / max(1, int(chosen.sum()))
+        whole = step or self.weigh(batch)
         advantages = _needed(batch.advantages, "advantages")
-        kept = self._kept_of_batch(batch)
 
         def function(logprobs: Tensor, entropy: Tensor, targets: Tensor) -> TokenLoss:
             def of(column: Tensor) -> Tensor:
@@ -136,10 +152,12 @@ class Algorithm:
             sequence, behaviour = of(batch.sequence), of(batch.logprobs)
             prox = self._prox(batch, logprobs, targets, version)
             policy = self.config.loss.losses(logprobs, prox, of(advantages), sequence)
-            correction = self.config.correction.weights(prox - behaviour, sequence) * of(kept)
+            correction = self.config.correction.weights(prox - behaviour, sequence)
+            correction = correction * of(whole.kept)
             corrected = policy.losses * correction
             losses, terms = corrected, {}
-            for name, value, coefficient in self._penalties(batch, logprobs, entropy, targets):
+            penalties = self._penalties(batch, logprobs, entropy, targets, whole.kl_coefficient)
+            for name, value, coefficient in penalties:
                 losses = losses + coefficient * value
                 terms[name] = value
             terms |= {
@@ -150,26 +168,24 @@ class Algorithm:
                 "entropy": entropy,
                 "logp_abs_diff": (logprobs - behaviour).abs(),
             }
-            metrics = {name: (of(share) * value.detach()).sum() for name, value in terms.items()}
-            metrics["policy_loss"] = (of(weights) * corrected).detach().sum()
-            weighted = of(weights) * losses
+            share, weights = of(whole.share), of(whole.weights)
+            metrics = {name: (share * value.detach()).sum() for name, value in terms.items()}
+            metrics["policy_loss"] = (weights * corrected).detach().sum()
+            weighted = weights * losses
             metrics["loss"] = weighted.detach().sum()
             return TokenLoss(weighted, metrics)
 
         return function
 
-    def value_loss(
-        self, batch: Batch, sequences: Tensor | Sequence[int] | None = None
-    ) -> ValueLossFunction:
-        """The critic's loss of one optimizer step on `sequences`.
+    def value_loss(self, batch: Batch, step: StepWeights | None = None) -> ValueLossFunction:
+        """The critic's loss of one optimizer step with these weights (None: `weigh(batch)`).
 
         Raises TrainingError if the values or their targets were not computed.
         """
         critic = self.config.critic
         if critic is None:
             raise TrainingError("this algorithm has no critic; set algorithm.critic")
-        chosen = self._chosen(batch, sequences)
-        weights, share = self._weights(batch, chosen), chosen.float() / max(1, int(chosen.sum()))
+        whole = step or self.weigh(batch)
         old, goal = _needed(batch.values, "values"), _needed(batch.value_targets, "value targets")
 
         def function(values: Tensor, targets: Tensor) -> TokenLoss:
@@ -177,8 +193,8 @@ class Algorithm:
                 return column[targets].to(values.device)
 
             result = critic.losses(values, of(old), of(goal))
-            weighted = of(weights) * result.losses
-            clipped = (of(share) * result.clipped).sum()
+            weighted = of(whole.weights) * result.losses
+            clipped = (of(whole.share) * result.clipped).sum()
             return TokenLoss(weighted, {"loss": weighted.detach().sum(), "clip_fraction": clipped})
 
         return function
@@ -220,18 +236,6 @@ class Algorithm:
         self.adapt_kl(metrics["kl/reference"])
         return -coefficient * estimate, metrics
 
-    def _chosen(self, batch: Batch, sequences: Tensor | Sequence[int] | None) -> Tensor:
-        """`[N]` bool: the tokens of the step."""
-        if sequences is None:
-            sequences = self.trained_sequences(batch)
-        return torch.isin(batch.sequence, torch.as_tensor(sequences, dtype=torch.int64))
-
-    def _weights(self, batch: Batch, chosen: Tensor) -> Tensor:
-        weights = torch.zeros(batch.num_tokens)
-        aggregation = self.config.aggregation
-        weights[chosen] = aggregation.weights(batch.sequence[chosen], batch.rollout[chosen])
-        return weights
-
     def _kept_of_batch(self, batch: Batch) -> Tensor:
         """`[N]` bool: False for tokens that a rejection over the whole batch drops."""
         kept = torch.ones(batch.num_tokens, dtype=torch.bool)
@@ -256,14 +260,19 @@ class Algorithm:
                 return behaviour
 
     def _penalties(
-        self, batch: Batch, logprobs: Tensor, entropy: Tensor, targets: Tensor
+        self,
+        batch: Batch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        targets: Tensor,
+        kl_coefficient: float,
     ) -> Iterator[tuple[str, Tensor, float]]:
         """`(metric, [M] values, coefficient)` of each term that is added to the policy's loss."""
         kl, distillation = self.config.kl, self.config.distillation
         if kl is not None and kl.where == "loss":
             reference = _needed(batch.ref_logprobs, "reference log-probabilities")[targets]
             value = kl.estimator.divergence(logprobs, reference.to(logprobs.device))
-            yield "kl_loss", value, self.kl_coefficient
+            yield "kl_loss", value, kl_coefficient
         if distillation is not None:
             teacher = _needed(batch.teacher_logprobs, "the teacher's log-probabilities")[targets]
             value = distillation.estimator.divergence(logprobs, teacher.to(logprobs.device))

@@ -7,24 +7,28 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import Aggregation
-from trainer.algorithms.token_loss import LossFunction, TokenLoss
+from trainer.algorithms.token_loss import LossFunction, StepWeights, TokenLoss
 from trainer.batch import Batch
 
 
-def imitation_loss(batch: Batch, aggregation: Aggregation) -> LossFunction:
-    """`Σ_t weight_t · −log π_θ(t)` over the tokens of the batch. The weights are those of
-    `aggregation`, computed for the whole batch."""
+def imitation_weights(batch: Batch, aggregation: Aggregation) -> StepWeights:
+    """The weights of one optimizer step on the whole batch."""
     weights = aggregation.weights(batch.sequence, batch.rollout)
     share = torch.full_like(weights, 1 / max(1, batch.num_tokens))
+    return StepWeights(weights, share, torch.ones_like(weights, dtype=torch.bool))
+
+
+def imitation_loss(step: StepWeights) -> LossFunction:
+    """`Σ_t weight_t · −log π_θ(t)` over the tokens of the batch."""
 
     def function(logprobs: Tensor, entropy: Tensor, targets: Tensor) -> TokenLoss:
         def of(column: Tensor) -> Tensor:
             return column[targets].to(logprobs.device)
 
-        weighted = -of(weights) * logprobs
+        weighted = -of(step.weights) * logprobs
         metrics = {
             "loss": weighted.detach().sum(),
-            "entropy": (of(share) * entropy.detach()).sum(),
+            "entropy": (of(step.share) * entropy.detach()).sum(),
         }
         return TokenLoss(weighted, metrics)
 

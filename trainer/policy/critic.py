@@ -19,9 +19,10 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
+from trainer.parts import BatchPart
 from trainer.policy.model import DTYPES, ModelConfig, blocks, load_model
 from trainer.policy.parallel import Ranks
-from trainer.policy.policy import pack_for
+from trainer.policy.policy import pack_for, parts_for
 from trainer.policy.scorer import last_hidden
 
 
@@ -48,7 +49,9 @@ class Critic:
     critic = Critic(ModelConfig(path=…), OptimizerConfig(lr=1e-5))
     batch.values = critic.compute_values(batch)
     algorithm.compute_advantages(batch)
-    metrics = update_critic(critic, algorithm, batch, generator=generator)
+    for micro in critic.pack(batch):
+        metrics = critic.forward_backward(micro, batch, algorithm.value_loss(batch))
+    metrics |= critic.step()
     """
 
     def __init__(
@@ -76,17 +79,22 @@ class Critic:
         self.stepper = Stepper(self.module, optimizer, total_steps)
 
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
-        """The batch (or some of its sequences) as this rank's micro-batches."""
-        return pack_for(self.module.model, self.config, self.ranks, batch, sequences)
+        """The batch (or some of its sequences) as micro-batches of this rank."""
+        return pack_for(self.module.model, self.config, batch, sequences)
+
+    def parts(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[BatchPart]:
+        """The batch (or some of its sequences), divided into one part for each rank."""
+        return parts_for(self.module.model, self.config, self.ranks, batch, sequences)
 
     @torch.no_grad()
     def compute_values(self, batch: Batch) -> Tensor:
-        """`[N]` float32: the critic's estimate of the return from each trained token on."""
+        """`[N]` float32: the critic's estimate of the return from each trained token on. All ranks
+        call this together, each with its own part of a batch."""
         self.module.eval()
         values = torch.zeros(batch.num_tokens)
         for micro in self.pack(batch):
             values[micro.targets] = self.module(micro.to(self.device)).cpu()
-        return self.ranks.sum(values)
+        return values
 
     def forward_backward(self, micro: MicroBatch, batch: Batch, loss: ValueLossFunction) -> Metrics:
         """Adds the gradient of the micro-batch's losses; returns its contributions to the metrics.

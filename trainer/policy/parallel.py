@@ -1,9 +1,9 @@
 """Data-parallel ranks: which rank trains which micro-batch, and what is summed over all ranks.
 
-Invariant: several ranks compute the same as one rank, up to rounding. Each rank has the columns of
-the whole batch and computes its share of the micro-batches. The gradient is the sum over ranks
-(FSDP2 computes the mean, so losses are multiplied by the number of ranks). Rank 0 leads: it sends
-each step to the other ranks over a separate process group.
+Invariant: several ranks compute the same as one rank, up to rounding. Rank 0 leads: it has the
+whole batch, and sends each step to the other ranks over a separate process group, with the part of
+the batch that the rank computes (`trainer.parts`). The gradient is the sum over ranks (FSDP2
+computes the mean, so losses are multiplied by the number of ranks).
 """
 
 from __future__ import annotations
@@ -80,14 +80,30 @@ class Ranks:
     def tell(self, message: Any) -> None:
         """Sends a message from rank 0 to the other ranks, which receive it with `hear`. Does
         nothing on other ranks."""
-        if self.size > 1 and self.rank == 0:
-            dist.broadcast_object_list([message], src=0, group=self.calls)
+        if self.rank == 0:
+            self.deal([message] * self.size)
+
+    def deal(self, messages: Sequence[Any]) -> None:
+        """Sends each of the other ranks its own message from rank 0: rank `r` receives
+        `messages[r]` with `hear`, and nothing of the other messages."""
+        if self.size > 1:
+            sent = [None, *messages[1:]]
+            dist.scatter_object_list([None], sent, src=0, group=self.calls)
 
     def hear(self) -> Any:
         """The next message from rank 0."""
         received: list[Any] = [None]
-        dist.broadcast_object_list(received, src=0, group=self.calls)
+        dist.scatter_object_list(received, None, src=0, group=self.calls)
         return received[0]
+
+    def gather(self, value: T) -> list[T]:
+        """On rank 0, the values of all ranks, by rank; empty on the others. All ranks call this
+        together."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self.calls)
+        return gathered or []
 
     @property
     def size(self) -> int:
@@ -97,9 +113,9 @@ class Ranks:
     def rank(self) -> int:
         return 0 if self.mesh is None else int(self.mesh.get_local_rank())
 
-    def share(self, items: Sequence[T]) -> list[T]:
-        """The items of this rank: every `size`-th item."""
-        return list(items[self.rank :: self.size])
+    def shares(self, items: Sequence[T]) -> list[list[T]]:
+        """The items of each rank: every `size`-th item."""
+        return [list(items[rank :: self.size]) for rank in range(self.size)]
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

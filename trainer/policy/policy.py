@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.token_loss import LossFunction, Metrics
-from trainer.batch import Batch
+from trainer.batch import Batch, RowPlan
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
-from trainer.packing import MicroBatch, pack
+from trainer.packing import MicroBatch, divide, lay_out
+from trainer.parts import BatchPart, part_in_micro_batches
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.export import checkpoint_tensors
 from trainer.policy.model import (
@@ -101,14 +102,23 @@ class Policy:
         return self._stepper
 
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
-        """The batch (or some of its sequences) as this rank's micro-batches.
+        """The batch (or some of its sequences) as micro-batches of this rank.
+
+        Raises TrainingError as `parts`, which has checked a rank's own part of a batch.
+        """
+        if self.replays and not batch.micro_batches:
+            check_rows(self.model, batch)
+        return pack_for(self.model, self.config, batch, sequences)
+
+    def parts(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[BatchPart]:
+        """The batch (or some of its sequences), divided into one part for each rank.
 
         Raises TrainingError for a rollout longer than the model's context, or with the routed
         experts of another model.
         """
         if self.replays:
             check_rows(self.model, batch)
-        return pack_for(self.model, self.config, self.ranks, batch, sequences)
+        return parts_for(self.model, self.config, self.ranks, batch, sequences)
 
     @property
     def replays(self) -> bool:
@@ -118,7 +128,10 @@ class Policy:
     @torch.no_grad()
     def compute_logprobs(self, batch: Batch, *, temperature: float, replay: bool = True) -> Scores:
         """Log-probability and entropy of every trained token at the rollout's temperature. Without
-        `replay`, the policy routes by itself."""
+        `replay`, the policy routes by itself.
+
+        All ranks call this together, each with its own part of a batch.
+        """
         self.scorer.eval()
         logprobs, entropy = torch.zeros(2, batch.num_tokens)
         for micro in self.pack(batch):
@@ -126,7 +139,7 @@ class Policy:
             scored = self._score(micro, batch, temperature, entropy_grad=False)
             logprobs[micro.targets] = scored.logprobs.cpu()
             entropy[micro.targets] = scored.entropy.cpu()
-        return Scores(self.ranks.sum(logprobs), self.ranks.sum(entropy))
+        return Scores(logprobs, entropy)
 
     @torch.no_grad()
     def compare_routing(self, batch: Batch, *, temperature: float) -> Metrics:
@@ -221,13 +234,27 @@ class Policy:
 
 
 def pack_for(
-    model: Any,
-    config: ModelConfig,
-    ranks: Ranks,
-    batch: Batch,
-    sequences: Iterable[int] | None,
+    model: Any, config: ModelConfig, batch: Batch, sequences: Iterable[int] | None
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of the batch, within the model's context and the memory budget.
+    """The micro-batches of a rank's part, or of a batch that is not divided yet."""
+    if batch.micro_batches and sequences is None:
+        return lay_out(batch, batch.micro_batches)
+    return lay_out(batch, _divided(model, config, Ranks(), batch, sequences))
+
+
+def parts_for(
+    model: Any, config: ModelConfig, ranks: Ranks, batch: Batch, sequences: Iterable[int] | None
+) -> list[BatchPart]:
+    """The part of each rank, in micro-batches within the model's context and the memory budget;
+    all ranks have the same number of micro-batches. Raises TrainingError as `Policy.parts`."""
+    divided = _divided(model, config, ranks, batch, sequences)
+    return [part_in_micro_batches(batch, share) for share in ranks.shares(divided)]
+
+
+def _divided(
+    model: Any, config: ModelConfig, ranks: Ranks, batch: Batch, sequences: Iterable[int] | None
+) -> list[RowPlan]:
+    """The batch's micro-batches, whose number is a multiple of the number of ranks.
 
     Raises TrainingError for a rollout that is longer than the model's context or has a token
     outside the model's vocabulary.
@@ -246,7 +273,7 @@ def pack_for(
                 f"rollout {trial}: a sequence of {len(ids)} tokens is longer than the model's"
                 f" context of {limit}; lower the context length of the engine to {limit}"
             )
-    micros = pack(
+    return divide(
         batch,
         max_tokens=config.max_micro_batch_tokens,
         fill_tokens=None if model.device.type == "cuda" else CPU_FILL_TOKENS,
@@ -254,7 +281,6 @@ def pack_for(
         sequences=sequences,
         multiple_of=ranks.size,
     )
-    return ranks.share(micros)
 
 
 def _raise_not_finite(batch: Batch, micro: MicroBatch, logprobs: Tensor, losses: Tensor) -> None:

@@ -17,6 +17,7 @@ from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch, imitation_batch
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_mirror import CheckpointUploads
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError
 from trainer.learner import RunState
@@ -87,6 +88,8 @@ class SftFit:
     checkpoints: Checkpoints
     log: RunLog
     control: RunControl
+    uploads: CheckpointUploads = field(default_factory=CheckpointUploads)
+    """Copies the checkpoints to `trainer.checkpoint_mirror`."""
     step: int = 0
     """Number of steps that count."""
     _saved_at: float = field(default_factory=time.monotonic)
@@ -152,9 +155,15 @@ class SftFit:
         return by_steps or (bool(seconds) and time.monotonic() - self._saved_at >= seconds)
 
     async def _save(self, *, must: bool = True) -> None:
-        """Writes a checkpoint of this step. A failure is a warning, unless it `must` be written."""
-        if self.step == self.log.saved_step:
-            return
+        """Writes a checkpoint of this step. A failure is a warning, unless it `must` be written and
+        copied."""
+        if self.step != self.log.saved_step:
+            await self._write(must=must)
+        if must:
+            await self.control.finish(self.uploads.finish())
+
+    async def _write(self, *, must: bool) -> None:
+        await self.control.finish(self.uploads.room(self.log.progress.say))
         loop: dict[str, Any] = {"demonstrations": self.digest}
         try:
             await self.control.finish(self.rank_zero.ask(Save(self.checkpoints, loop, best=False)))
@@ -165,3 +174,4 @@ class SftFit:
             return
         self.log.saved_step = self.step
         self._saved_at = time.monotonic()
+        self.uploads.start(self.checkpoints.latest(), self.log.folder)

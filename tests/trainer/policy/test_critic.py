@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
-from tests.trainer.policy.test_policy import make_batch
+from tests.trainer.policy.test_policy import make_batch, make_policy
 from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.models import Models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig
-from trainer.policy.update import update_critic
+from trainer.steps import update_critic
 
 
 def make_critic(checkpoint: Path, *, share_prefixes: bool = True) -> Critic:
@@ -52,11 +53,12 @@ def test_updates_raise_the_explained_variance(checkpoint: Path) -> None:
         )
     )
     batch, critic = make_batch(3), make_critic(checkpoint)
+    models = Models(make_policy(checkpoint), algorithm, critic)
     generator = torch.Generator().manual_seed(0)
     explained = []
     for _ in range(6):
         batch.values = critic.compute_values(batch)
         algorithm.compute_advantages(batch)
-        metrics = update_critic(critic, algorithm, batch, generator=generator)
+        metrics = update_critic(models, critic, batch, generator=generator)
         explained.append(metrics["explained_variance"])
     assert explained[-1] > max(0.5, explained[0])

@@ -1,7 +1,8 @@
-"""Two gloo processes with sharded weights train like one process."""
+"""Two gloo processes with sharded weights train like one process, each on its part of the batch."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,41 +12,40 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from tests.trainer.policy.test_policy import make_batch
-from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer import steps
+from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
+from trainer.models import Finish, Models, build_models, follow
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.critic import Critic
 from trainer.policy.model import LoraSettings, ModelConfig
 from trainer.policy.parallel import Ranks
-from trainer.policy.policy import Policy
-from trainer.policy.update import update_critic, update_policy
 
 pytestmark = pytest.mark.slow
 
 
-def train(checkpoint: Path, ranks: Ranks, lora: bool) -> tuple[Metrics, dict[str, Tensor]]:
-    """Two PPO updates with a critic, two mini-batches each; metrics and final weights."""
+def models_of(checkpoint: Path, ranks: Ranks, lora: bool) -> Models:
     config = ModelConfig(
         path=checkpoint, max_micro_batch_tokens=64, lora=LoraSettings(rank=2) if lora else None
     )
     torch.manual_seed(0)
     # SGD-like: a large epsilon, as Adam would turn rounding noise in tiny gradients into steps
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-2)
-    policy = Policy(config, optimizer, ranks=ranks)
-    critic = Critic(config, optimizer, ranks=ranks)
-    algorithm = Algorithm(AlgorithmConfig.model_validate({"preset": "ppo", "mini_batches": 2}))
+    algorithm = AlgorithmConfig.model_validate({"preset": "ppo", "mini_batches": 2})
+    return build_models(config, optimizer, algorithm, ranks=ranks)
+
+
+def train(checkpoint: Path, ranks: Ranks, lora: bool) -> tuple[Metrics, dict[str, Tensor]]:
+    """Two PPO updates with a critic, two mini-batches each; metrics and final weights."""
+    models = models_of(checkpoint, ranks, lora)
     batch, metrics = make_batch(1), Metrics()
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
-        batch.values = critic.compute_values(batch)
-        algorithm.compute_advantages(batch)
-        metrics |= update_critic(critic, algorithm, batch, generator=generator)
-        metrics = {f"critic/{name}": value for name, value in metrics.items()}
-        metrics |= update_policy(
-            policy, algorithm, batch, temperature=1.0, version=3, generator=generator
-        )
-    return metrics, dict(policy.named_hf_parameters())
+        steps.compute_logprobs(models, batch, temperature=1.0)
+        steps.compute_values(models, batch)
+        models.algorithm.compute_advantages(batch)
+        metrics |= steps.update(models, batch, temperature=1.0, version=3, generator=generator)
+    with closing(models.weights()) as weights:
+        return metrics, dict(weights)
 
 
 def worker(rank: int, checkpoint: Path, folder: Path) -> None:
@@ -53,10 +53,16 @@ def worker(rank: int, checkpoint: Path, folder: Path) -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     ranks = Ranks.of_process_group("cpu")
-    results = [train(checkpoint, ranks, lora) for lora in (False, True)]
     if rank == 0:
+        results = []
+        for lora in (False, True):
+            results.append(train(checkpoint, ranks, lora))
+            ranks.tell(Finish())
         torch.save(results, folder / "results.pt")
-    dist.destroy_process_group()
+    else:
+        for lora in (False, True):
+            follow(models_of(checkpoint, ranks, lora))
+    ranks.leave()
 
 
 def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from trainer.algorithms.presets import PRESETS
 from trainer.algorithms.token_loss import LossFunction, Metrics, TokenLoss
 from trainer.batch import Batch, build_batch
 from trainer.errors import TrainingError
+from trainer.models import Models
 from trainer.policy.policy import Policy
-from trainer.policy.update import update_policy
+from trainer.steps import update_policy
 
 
 def prepared(policy: Policy, algorithm: Algorithm, seed: int = 1) -> Batch:
@@ -38,8 +39,7 @@ def prepared(policy: Policy, algorithm: Algorithm, seed: int = 1) -> Batch:
 
 def update(policy: Policy, algorithm: Algorithm, batch: Batch) -> Metrics:
     return update_policy(
-        policy,
-        algorithm,
+        Models(policy, algorithm),
         batch,
         temperature=1.0,
         version=3,

@@ -15,15 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.needs import needs
 from tests.trainer.sft.recorded import rendering_of, sample_of, text_turns
+from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.aggregation import RolloutMean, TokenMean
-from trainer.algorithms.imitation import imitation_loss
+from trainer.algorithms.imitation import imitation_loss, imitation_weights
 from trainer.batch import Batch
+from trainer.models import Models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.policy.update import update_by_imitation
 from trainer.sft.demonstrations import demonstration
 from trainer.sft.fit import batch_of
+from trainer.steps import imitate
 
 LR = 0.1
 STEP = OptimizerConfig(lr=LR, eps=1.0, max_grad_norm=1e9)
@@ -57,10 +59,9 @@ def test_loss_and_gradient_are_those_of_transformers_path_by_path(
 ) -> None:
     assert len(batch.sequences) == 4
     policy = Policy(ModelConfig(path=tiny_model, share_prefixes=share_prefixes), STEP)
+    loss_of_tokens = imitation_loss(imitation_weights(batch, TokenMean()))
     total = sum(
-        policy.forward_backward(micro, batch, imitation_loss(batch, TokenMean()), temperature=1.0)[
-            "loss"
-        ]
+        policy.forward_backward(micro, batch, loss_of_tokens, temperature=1.0)["loss"]
         for micro in policy.pack(batch)
     )
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager")
@@ -77,7 +78,7 @@ def test_loss_and_gradient_are_those_of_transformers_path_by_path(
 
 
 def test_rollout_mean_weighs_every_session_the_same(batch: Batch) -> None:
-    loss = imitation_loss(batch, RolloutMean())
+    loss = imitation_loss(imitation_weights(batch, RolloutMean()))
     targets = torch.arange(batch.num_tokens)
     ones = torch.full((batch.num_tokens,), -1.0)
     losses = loss(ones, ones, targets).losses
@@ -96,7 +97,7 @@ def test_one_step_is_that_of_trls_sft_trainer(
     from trl import SFTConfig, SFTTrainer
 
     policy = Policy(ModelConfig(path=tiny_model), STEP)
-    metrics = update_by_imitation(policy, batch, TokenMean())
+    metrics = imitate(Models(policy, Algorithm(AlgorithmConfig())), batch, TokenMean())
     rows = {
         "input_ids": [ids.tolist() for ids in batch.sequences],
         "labels": [labels_of(batch, n).tolist() for n in range(len(batch.sequences))],
@@ -134,7 +135,7 @@ def test_one_step_is_that_of_trls_sft_trainer(
     trainer.train()
     theirs = dict(model.named_parameters())
     before = load_file(tiny_model / "model.safetensors")
-    assert metrics["loss"] == pytest.approx(trainer.state.log_history[0]["loss"], abs=1e-4)
+    assert metrics["sft/loss"] == pytest.approx(trainer.state.log_history[0]["loss"], abs=1e-4)
     for name, weight in policy.named_hf_parameters():
         torch.testing.assert_close(weight, theirs[name].detach(), atol=1e-6, rtol=0)
         assert (weight - before[name]).abs().max() > 1e-6, name
