@@ -36,7 +36,7 @@ VIEWS = {
     "tokens": (f"/tokens/{NAME}?turn=3", "document.querySelectorAll('.flow .token').length > 9"),
     "table": (f"/tokens/{NAME}?turn=3&as=table", "document.querySelector('.token-table .p')"),
     "search": ("/search?text=numbers", "document.querySelectorAll('.hits mark').length > 3"),
-    "forks": ("/forks?cause=foreign_assistant", "document.querySelector('.view-forks tbody tr')"),
+    "forks": ("/forks", "document.querySelector('.view-forks tbody tr')"),
 }
 
 
