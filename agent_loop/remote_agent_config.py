@@ -21,8 +21,8 @@ ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 
 
 class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
-    """The agent: one of `command`, `python`, `http`, `kubernetes`, `launcher`, or (by `agent_name`
-    or `agent_import_path`) an agent of Harbor."""
+    """The agent: one of `command`, `python`, `http`, `kubernetes`, `ray`, `launcher`, or (by
+    `agent_name` or `agent_import_path`) an agent of Harbor."""
 
     @property
     def fields_hidden(self) -> frozenset[str]:
@@ -69,6 +69,11 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     def sandbox_warning(self) -> str | None:
         """One line for the start of a run on what its agents can reach; None: nothing of the
         run."""
+        if self.ray is not None:
+            return (
+                "warning: remote_agent.ray: agents have no wall on their nodes; they can read what "
+                "Ray's user can read, and can connect to Ray"
+            )
         if not self._is_local:
             return None
         if self.sandbox == "off":

@@ -85,7 +85,7 @@ class TrainerConfig(ProcessesConfig):
         elif self.swarm is None and not self.remote_agent.agents:
             yield (
                 "no agent: set remote_agent.command.argv to the program that starts it, or one of "
-                "remote_agent.python, http, kubernetes, agent_name"
+                "remote_agent.python, http, kubernetes, ray, agent_name"
             )
 
     def _only_agents(self) -> Iterator[str]:

@@ -16,8 +16,8 @@ reward."""
 
 
 class Launcher(Protocol):
-    """Implementations: `command`, `python`, `http`, `kubernetes`, `harbor`, `swarm`
-    (`registry.py`)."""
+    """Implementations: `command`, `python`, `http`, `kubernetes`, `ray`, `harbor`,
+    `swarm` (`registry.py`)."""
 
     @property
     def overhead_s(self) -> float:

@@ -19,6 +19,7 @@ from agent_loop.launchers.kubernetes import KubernetesConfig
 from agent_loop.launchers.openenv import OpenEnvConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
 from agent_loop.launchers.python import PythonConfig
+from agent_loop.launchers.ray_task import RayConfig
 from agent_loop.launchers.verifiers import VerifiersConfig
 from agent_loop.outside_parts import OutsidePart
 from proxy.errors import ConfigurationError
@@ -48,6 +49,8 @@ class AgentConfig(HarborConfig):
     """A service that runs agents, at `http.url`."""
     kubernetes: KubernetesConfig | None = None
     """A pod of a Kubernetes Job for each trial, from `kubernetes.image`."""
+    ray: RayConfig | None = None
+    """A program in a task of a Ray cluster for each trial: `ray.argv` starts it."""
     verifiers: VerifiersConfig | None = None
     """An environment of the package `verifiers`: `verifiers.env`. It brings tasks and rewards."""
     openenv: OpenEnvConfig | None = None
@@ -73,7 +76,7 @@ class AgentConfig(HarborConfig):
         if not self.agents:
             raise ConfigurationError(
                 "remote_agent: no agent: set command.argv to the program that starts it, or one of "
-                "python, http, kubernetes, agent_name, launcher"
+                "python, http, kubernetes, ray, agent_name, launcher"
             )
         return HarborLauncher(self, task_roots)
 
