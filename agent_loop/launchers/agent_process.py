@@ -6,6 +6,7 @@ the key of its own session and no other key.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,11 @@ async def run_agent(
     argv: Sequence[str] = (),
     call: Mapping[str, Any] | None = None,
     visible: Sequence[Path] = (),
+    lifeline: socket.socket | None = None,
 ) -> Ended:
     """Runs the agent in a new working directory, to its end or its deadline. The agent is the
     program `argv`, whose placeholders are replaced, or the function call `call`. `visible`: files
-    that it can write besides the trial's own.
+    that it can write besides the trial's own. `lifeline`: see `ProcessHost.run`.
 
     Raises:
         LaunchError: the working directory cannot be made, or the agent cannot be started.
@@ -73,7 +75,7 @@ async def run_agent(
         wall=trial.wall,
         visible=(*trial.visible, *visible),
     )
-    return await host.run(job)
+    return await host.run(job, lifeline)
 
 
 async def call_agent(

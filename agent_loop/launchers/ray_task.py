@@ -5,17 +5,22 @@
                                                            └─▶ no node in start_timeout_s
 
 Invariant: when `run` returns, raises or is cancelled, the agent and all its descendants have ended,
-or their node is out of reach. Ray starts no task a second time: a trial whose node was lost fails
-as our fault, and the trial loop starts a new one.
+or their node is out of reach. What Ray says about a task is not enough for this: it may report the
+end of a task whose agent is still being ended, and it cannot end one whose worker is suspended. So
+each agent has a connection to this process (`lifeline.py`), by which it is ended and its end is
+known. Ray places agents, carries what they leave, and reports lost workers and nodes. It starts no
+task a second time: a trial whose node was lost fails as our fault, and the trial loop starts a new
+one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +30,17 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.agent_process import ProcessSettings, agent_result, run_agent
+from agent_loop.launchers.lifeline import Lifeline, LifelineAddress, LifelineListener
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.processes.host import END_TIMEOUT_S, Ended, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 
-LOST_S = 30.0
-"""Seconds after `grace_s` within which a cancelled task has ended; then its worker is killed."""
+LOST_S = 100.0
+"""Seconds in addition to `grace_s` after which an agent counts as out of reach: more than the 90 s
+after which the probes of a lifeline end it on a node that the network does not reach."""
+COLLECT_S = 300.0
+"""Seconds after an agent's end within which its node has sent what it left."""
 
 
 class RayConfig(ProcessSettings, LauncherConfig):
@@ -92,6 +101,7 @@ class RayLauncher:
         self._places = asyncio.Semaphore(settings.agents)
         self._opening = asyncio.Lock()
         self._own_connection = False
+        self._listener = LifelineListener()
 
     @property
     def overhead_s(self) -> float:
@@ -106,6 +116,7 @@ class RayLauncher:
         return agent_result(finished.ended)
 
     async def close(self) -> None:
+        self._listener.close()
         if self._own_connection:
             self._own_connection = False
             await asyncio.to_thread(self._ray.shutdown)
@@ -147,6 +158,23 @@ class RayLauncher:
 
     async def _in_task(self, trial: Trial) -> FinishedAgent:
         """Raises LaunchError: no node had room, or the agent's node was lost."""
+        line = await self._listener.expect(self._ray.util.get_node_ip_address())
+        ref = self._submit(trial, line.address)
+        task = asyncio.wrap_future(ref.future())
+        try:
+            node = await self._started(task, line)
+            return await self._finished(task, node, trial.timeout_s)
+        finally:
+            grace_s = self._settings.grace_s
+            if not await line.end(grace_s + END_TIMEOUT_S + LOST_S):
+                self._ray.cancel(ref, force=True)  # its agent ends with its worker
+            elif not task.done():
+                self._ray.cancel(ref)  # it waits for a node, or packs what nobody wants
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # what went wrong has been raised, or the trial was cancelled
+
+    def _submit(self, trial: Trial, address: LifelineAddress) -> Any:
+        """The task's ObjectRef."""
         settings = self._settings
         options: dict[str, Any] = {
             "num_cpus": settings.num_cpus,
@@ -160,89 +188,67 @@ class RayLauncher:
         # What rewards see and the agent does not stays on this machine.
         own = replace(trial.task, data=trial.agent_data)
         sent = replace(trial, task=own, wall=None)
-        task = self._ray.remote(_run_on_node).options(**options).remote(sent, settings)
-        node = ""
+        return self._ray.remote(_run_on_node).options(**options).remote(sent, settings, address)
+
+    async def _started(self, task: asyncio.Future[FinishedAgent], line: Lifeline) -> str:
+        """The address of the node on which the task has started.
+
+        Raises:
+            LaunchError: no node had room, or the task failed before its agent could start.
+        """
+        wait_s = self._settings.start_timeout_s
+        await asyncio.wait(
+            (task, line.connected), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if line.connected.done():
+            return line.connected.result()
+        if task.done():
+            await self._finished(task, "(it has not connected)", 0.0)
+        wanted = {"CPU": self._settings.num_cpus, **self._settings.resources}
+        raise LaunchError(
+            f"ray: no node had room for {wanted} within {wait_s:.0f} s; the cluster has "
+            f"{self._ray.cluster_resources()}: add nodes, or lower remote_agent.ray.num_cpus, "
+            "resources or rollout.concurrency"
+        )
+
+    async def _finished(
+        self, task: asyncio.Future[FinishedAgent], node: str, timeout_s: float
+    ) -> FinishedAgent:
+        """Raises LaunchError: the task failed, was lost, or does not report its agent's end."""
+        limit_s = timeout_s + self._settings.grace_s + END_TIMEOUT_S + COLLECT_S
         try:
-            node = await self._started(task)
-            limit_s = trial.timeout_s + settings.grace_s + END_TIMEOUT_S + LOST_S
             async with asyncio.timeout(limit_s):
-                finished: FinishedAgent = await (await anext(task))
-            return finished
+                return await task
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, LaunchError):
                 raise error.cause from None
             raise LaunchError(f"ray: the task on {node} failed: {_one_line(error)}") from error
-        except (self._ray.exceptions.RayError, StopAsyncIteration) as error:
+        except self._ray.exceptions.RayError as error:
             raise LaunchError(
                 f"ray: the agent was lost with its worker or its node {node}: {_one_line(error)}"
             ) from error
         except TimeoutError:
-            await self._end(task)
             raise LaunchError(
                 f"ray: node {node} has not reported the end of its agent within {limit_s:.0f} s"
             ) from None
-        except asyncio.CancelledError:
-            await self._end(task)
-            raise
-
-    async def _started(self, task: Any) -> str:
-        """The address of the node on which the task has started.
-
-        Raises:
-            LaunchError: no node had room.
-        """
-        wait_s = self._settings.start_timeout_s
-        try:
-            async with asyncio.timeout(wait_s):
-                node: str = await (await anext(task))
-                return node
-        except TimeoutError:
-            await self._end(task)
-            wanted = {"CPU": self._settings.num_cpus, **self._settings.resources}
-            raise LaunchError(
-                f"ray: no node had room for {wanted} within {wait_s:.0f} s; the cluster has "
-                f"{self._ray.cluster_resources()}: add nodes, or lower remote_agent.ray.num_cpus, "
-                "resources or rollout.concurrency"
-            ) from None
-
-    async def _end(self, task: Any) -> None:
-        """Cancels the task, and returns when its agent has ended, also if this call is
-        cancelled."""
-        ending = asyncio.create_task(self._cancelled(task))
-        while not ending.done():
-            try:
-                await asyncio.shield(ending)
-            except asyncio.CancelledError:
-                continue
-
-    async def _cancelled(self, task: Any) -> None:
-        last = task.completed()
-        self._ray.cancel(task)
-        try:
-            async with asyncio.timeout(self._settings.grace_s + END_TIMEOUT_S + LOST_S):
-                await last
-        except TimeoutError:
-            self._ray.cancel(task, force=True)  # the agent ends with its worker
-        except self._ray.exceptions.RayError:
-            pass  # it was cancelled, or its node is lost
 
 
-def _run_on_node(trial: Trial, settings: RayConfig) -> Iterator[str | FinishedAgent]:
-    """The Ray task. Yields the node's address when it starts, then what the agent left."""
-    import ray
-
-    yield ray.util.get_node_ip_address()
-    yield asyncio.run(_run_agent(trial, settings))
+def _run_on_node(trial: Trial, settings: RayConfig, address: LifelineAddress) -> FinishedAgent:
+    """The Ray task."""
+    with address.connect() as line:
+        return asyncio.run(_run_agent(trial, settings, line))
 
 
-async def _run_agent(trial: Trial, settings: RayConfig) -> FinishedAgent:
+async def _run_agent(trial: Trial, settings: RayConfig, line: socket.socket) -> FinishedAgent:
     with tempfile.TemporaryDirectory(prefix="agent-") as folder:
         here = replace(trial, directory=Path(folder))
         host = ProcessHost()
         try:
-            ended = await run_agent(host, here, settings, argv=settings.argv)
+            ended = await run_agent(host, here, settings, argv=settings.argv, lifeline=line)
         finally:
             await host.close()
+        if ended.ended_by == "cancel":
+            return FinishedAgent(ended, b"", b"")  # nobody waits for it
         log = (here.directory / "agent.log").read_bytes()
         return FinishedAgent(ended, log, _packed(here.workspace, settings.workspace_bytes))
 

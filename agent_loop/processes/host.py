@@ -88,9 +88,10 @@ class Job:
     def name(self) -> str:
         return self.argv[0] if self.argv else "call"
 
-    def as_file(self, sandbox: int | None) -> int:
+    def as_file(self, sandbox: int | None, descriptors: Sequence[str]) -> int:
         """Descriptor of a file in memory that holds the job as JSON; a pipe would block at
-        64 KiB. `sandbox`: id of a process in the sandbox of a strict wall."""
+        64 KiB. `sandbox`: id of a process in the sandbox of a strict wall. `descriptors`: what
+        follows the report's descriptor."""
         fields = {
             "argv": [str(part) for part in self.argv],
             "call": self.call,
@@ -102,6 +103,7 @@ class Job:
             "timeout_s": self.timeout_s,
             "grace_s": self.grace_s,
             "limits": self.limits.as_rlimits(),
+            "descriptors": list(descriptors),
             "wall": None if self.wall is None else self._wall(self.wall, sandbox),
         }
         fd = os.memfd_create("job")
@@ -194,26 +196,34 @@ class ProcessHost:
         """Starts the server, which otherwise the first job starts."""
         self._running()
 
-    async def run(self, job: Job) -> Ended:
-        """Runs the job to its end or its deadline.
+    async def run(self, job: Job, lifeline: socket.socket | None = None) -> Ended:
+        """Runs the job to its end or its deadline. `lifeline`: a connection that ends the job when
+        its other end closes. It is closed here once the job has it, and then remains open until
+        the job and all its descendants have ended, even if this process is suspended.
 
         Raises:
             LaunchError: the job or its sandbox could not be started, or its supervisor was killed.
         """
         if job.wall is None or job.wall.show is None:
-            return await self._run(job, None)
+            return await self._run(job, None, lifeline)
         try:
             sandbox = await Sandbox.start(job.sandbox_spec(job.wall.show, job.wall.hide))
         except SandboxError as error:
             raise LaunchError(f"cannot start {job.name!r}: {error}") from error
         try:
-            return await self._run(job, sandbox.pid)
+            return await self._run(job, sandbox.pid, lifeline)
         finally:
             await sandbox.stop()
 
-    async def _run(self, job: Job, sandbox: int | None) -> Ended:
-        ports_fd = await self._ports.descriptor(job.wall.ports) if job.wall is not None else -1
-        cancel_fd, report_fd = self._request(job, sandbox, ports_fd)
+    async def _run(self, job: Job, sandbox: int | None, lifeline: socket.socket | None) -> Ended:
+        more: dict[str, int] = {}
+        if job.wall is not None and job.wall.ports:
+            more["ports"] = await self._ports.descriptor(job.wall.ports)
+        if lifeline is not None:
+            more["lifeline"] = lifeline.fileno()
+        cancel_fd, report_fd = self._request(job, sandbox, more)
+        if lifeline is not None:
+            lifeline.close()
         report = asyncio.ensure_future(_read(report_fd))
         try:
             raw = await asyncio.shield(report)
@@ -236,14 +246,15 @@ class ProcessHost:
         self._socket = self._server = None
         self._ports.close()
 
-    def _request(self, job: Job, sandbox: int | None, ports_fd: int) -> tuple[int, int]:
-        """Sends the job to the server. Returns two descriptors: closing the first one ends the
-        job, and the report is read from the second one."""
+    def _request(self, job: Job, sandbox: int | None, more: Mapping[str, int]) -> tuple[int, int]:
+        """Sends the job to the server, with `more` descriptors by their names. Returns two
+        descriptors: closing the first one ends the job, and the report is read from the second
+        one."""
         cancel_read, cancel_write = os.pipe()
         report_read, report_write = os.pipe()
-        job_file = job.as_file(sandbox)
+        job_file = job.as_file(sandbox, tuple(more))
         try:
-            fds = [job_file, cancel_read, report_write, *([ports_fd] if ports_fd >= 0 else [])]
+            fds = [job_file, cancel_read, report_write, *more.values()]
             socket.send_fds(self._running(), [b"j"], fds)
         except OSError as error:
             os.close(cancel_write)

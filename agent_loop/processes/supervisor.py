@@ -2,17 +2,20 @@
 
 This is a program that imports the standard library only (`python -I -S supervisor.py`); for agents
 that are Python functions, `function_server.py` runs it with their module imported. It is a server:
-for three or four descriptors that arrive on its socket it forks one supervisor. The supervisor
-reads a JSON job from the first descriptor (a file), starts the agent, ends it when the second
-descriptor closes, and writes one JSON line about the agent's end to the third. The fourth is the
-rule set of the ports that are refused to the agent. `ProcessHost` in `host.py` is
-the caller. A fork takes a millisecond, even where the agent's module takes seconds to import.
+for the descriptors that arrive on its socket it forks one supervisor. The supervisor reads a JSON
+job from the first descriptor (a file), starts the agent, ends it when the second descriptor closes,
+and writes one JSON line about the agent's end to the third. The job names those that follow:
+`ports`, the rule set of the ports that are refused to the agent, and `lifeline`, a connection that
+ends the agent when it closes, and that the supervisor holds until it exits. `ProcessHost` in
+`host.py` is the caller. A fork takes a millisecond, even where the agent's module takes seconds to
+import.
 
 Invariant: when a supervisor exits, no descendant of its agent is alive. The supervisor is the
 *child subreaper* of all processes below it (prctl(2)): even a daemon that forks twice, opens a
 session and clears its environment becomes its child, and is found and killed. The second
 descriptor closes on cancellation, and when the process that started the agent dies, even by
-`kill -9`. If the supervisor is killed, the agent dies with it (PR_SET_PDEATHSIG).
+`kill -9`; if it is closed before the agent has started, the agent does not start. If the supervisor
+is killed, the agent dies with it (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -51,31 +54,37 @@ def serve(server: socket.socket, body: Body) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     gc.freeze()  # so that the collector does not copy shared pages in forks
     while True:
-        _, fds, _, _ = socket.recv_fds(server, 1, 4)
+        _, fds, _, _ = socket.recv_fds(server, 1, 5)
         if not fds:
             return
         if os.fork() == 0:
             server.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            supervise(fds[0], fds[1], fds[2], fds[3] if len(fds) > 3 else -1, body)
+            supervise(fds, body)
             os._exit(0)
         for fd in fds:
             os.close(fd)
 
 
-def supervise(job_fd: int, cancel_fd: int, report_fd: int, ports_fd: int, body: Body) -> None:
+def supervise(fds: list[int], body: Body) -> None:
+    job_fd, cancel_fd, report_fd, *others = fds
     with open(job_fd, "rb") as file:
         job = json.load(file)
+    named = dict(zip(job["descriptors"], others, strict=True))
+    cancel_fds = [cancel_fd, *([named["lifeline"]] if "lifeline" in named else [])]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Blocked before the fork, so that no SIGCHLD is missed; the agent gets an empty signal mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    if _closed(cancel_fds):
+        _report(report_fd, launch_error="it was cancelled before it started")
+        return
     try:
-        agent = Agent(job, body, (cancel_fd, report_fd), ports_fd)
+        agent = Agent(job, body, (*cancel_fds, report_fd), named.get("ports", -1))
     except OSError as error:
         _report(report_fd, launch_error=str(error))
         return
-    ended_by = _watch(agent, cancel_fd, job["timeout_s"], job["grace_s"])
+    ended_by = _watch(agent, cancel_fds, job["timeout_s"], job["grace_s"])
     wall_s = time.monotonic() - agent.started
     status, left_over = _end_everything(agent.pid)
     left_over += agent.left_behind_wall()
@@ -203,12 +212,19 @@ class BoundedLog:
         self._file.close()
 
 
-def _watch(agent: Agent, cancel_fd: int, timeout_s: float, grace_s: float) -> str:
+def _closed(cancel_fds: list[int]) -> bool:
+    poll = select.poll()
+    for fd in cancel_fds:
+        poll.register(fd, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(0))
+
+
+def _watch(agent: Agent, cancel_fds: list[int], timeout_s: float, grace_s: float) -> str:
     """Waits until the agent's main process ends, and returns why: `exit`, `timeout` or `cancel`. At
     the deadline its process group gets SIGTERM, and after `grace_s` all descendants get SIGKILL.
     """
     poll = select.poll()
-    for fd in (agent.pidfd, *agent.logs, cancel_fd):
+    for fd in (agent.pidfd, *agent.logs, *cancel_fds):
         poll.register(fd, select.POLLIN | select.POLLHUP)
     ended_by = "exit"
     deadline = agent.started + timeout_s
@@ -226,8 +242,10 @@ def _watch(agent: Agent, cancel_fd: int, timeout_s: float, grace_s: float) -> st
                 poll.unregister(fd)
         if agent.pidfd in ready:
             return ended_by
-        if cancel_fd in ready:
-            poll.unregister(cancel_fd)
+        if ready.intersection(cancel_fds):
+            for fd in cancel_fds:
+                poll.unregister(fd)
+            cancel_fds = []
             ended_by, deadline = "cancel", time.monotonic() + grace_s
             agent.signal(signal.SIGTERM)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,8 +23,9 @@ import pytest
 from agent_loop.errors import LaunchError
 from agent_loop.launchers import ray_task
 from agent_loop.launchers.ray_task import RayConfig, RayLauncher
-from agent_loop.records import AgentEnd, Task, Trial
+from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from tests.agent_loop.conftest import MakeTrial
+from tests.agent_loop.launchers.test_command import until
 from tests.needs import skip_or_fail
 
 try:
@@ -75,9 +80,36 @@ def make_trial(tmp_path: Path) -> MakeTrial:
     return make
 
 
-def launcher(script: str, **settings: Any) -> RayLauncher:
+async def run(trial: Trial, script: str, **settings: Any) -> AgentResult:
     defaults = {"resources": {"agents": 0.5}, "num_cpus": 0.5}
-    return RayLauncher(RayConfig(argv=("sh", "-c", script), **(defaults | settings)))
+    launcher = RayLauncher(RayConfig(argv=("sh", "-c", script), **(defaults | settings)))
+    try:
+        return await launcher.run(trial)
+    finally:
+        await launcher.close()
+
+
+def processes(trial: Trial) -> list[int]:
+    """Ids of the processes, on any node, that have the key of the trial's session."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended
+            if trial.api_key.encode() + b"\0" in environment.read_bytes():
+                found.append(int(environment.parent.name))
+    return found
+
+
+def workers(trial: Trial) -> set[int]:
+    """Ids of Ray's workers that have started the trial's processes: worker, server, supervisor,
+    agent."""
+    found = set()
+    for pid in processes(trial):
+        for _ in range(3):
+            status = Path(f"/proc/{pid}/status").read_text()
+            pid = int(status.split("PPid:")[1].split()[0])
+            if Path(f"/proc/{pid}/comm").read_text().startswith("ray::"):
+                found.add(pid)
+    return found
 
 
 @pytest.mark.slow
@@ -89,32 +121,44 @@ async def test_agent_on_a_node_is_like_one_on_this_machine(
     trial = make_trial(question="2+2", answer="4")
     trial = replace(trial, hidden_fields=frozenset({"answer"}))
     code = 'echo "$AGENT_MODEL"; cat "$TASK_FILE"; echo done > made; exit 3'
-    result = await launcher(code, memory_bytes=2**20, workspace_bytes=1000).run(trial)
+    result = await run(trial, code, memory_bytes=2**20, workspace_bytes=1000)
     assert (result.end, result.error) == (AgentEnd.CRASHED, "exit code 3")
     model, _, task = (trial.directory / "agent.log").read_text().partition("\n")
     assert model == trial.model
     assert json.loads(task) == trial.agent_data
     assert (trial.workspace / "made").read_text() == "done\n"
 
-    late = await launcher("sleep 600", grace_s=0.1).run(make_trial(timeout_s=0.5))
+    late = await run(make_trial(timeout_s=0.5), "sleep 600", grace_s=0.1)
     assert late.end is AgentEnd.TIMED_OUT
 
-    alive, gone = tmp_path / "alive", tmp_path / "gone"
-    code = f"trap 'touch {gone}; exit' TERM; touch {alive}; sleep 600 & wait"
-    running = asyncio.create_task(launcher(code).run(make_trial()))
-    while not alive.exists():  # noqa: ASYNC110 (depends on another process: there is no event)
-        await asyncio.sleep(0.01)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert gone.exists()
+    for suspended in (False, True):
+        alive = tmp_path / f"alive-{suspended}"
+        trial = make_trial()
+        code = f"trap '' TERM; touch {alive}; sleep 600 & wait; sleep 600"
+        running = asyncio.create_task(run(trial, code, grace_s=0.1))
+        await until(alive.exists)
+        (worker,) = workers(trial)
+        os.kill(worker, signal.SIGSTOP if suspended else signal.SIGCONT)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not processes(trial)
+        os.kill(worker, signal.SIGCONT)
+
+    alive, trial = tmp_path / "alive-lost", make_trial()
+    lost = asyncio.create_task(run(trial, f"touch {alive}; sleep 600"))
+    await until(alive.exists)
+    (worker,) = workers(trial)
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(LaunchError, match="the agent was lost with its worker or its node"):
+        await lost
+    assert not processes(trial)
 
     with pytest.raises(LaunchError, match=r"left 2000 bytes .* at most 1000 are copied back"):
-        await launcher("head -c 2000 /dev/zero > f", workspace_bytes=1000).run(make_trial())
+        await run(make_trial(), "head -c 2000 /dev/zero > f", workspace_bytes=1000)
 
-    crowded = launcher("true", resources={"agents": 2}, start_timeout_s=0.5)
     with pytest.raises(LaunchError, match=r"no node had room for .*'agents': 2.* within 0 s|1 s"):
-        await crowded.run(make_trial())
+        await run(make_trial(), "true", resources={"agents": 2}, start_timeout_s=0.5)
 
 
 @pytest.mark.long
@@ -124,14 +168,41 @@ async def test_lost_node_fails_the_trial_as_our_fault_and_the_next_one_runs(
     second = nodes.add_node(**NODE, resources={"second": 1})
     alive = tmp_path / "alive"
     code = f"touch {alive}; sleep 600"
-    running = asyncio.create_task(launcher(code, resources={"second": 1}).run(make_trial()))
-    while not alive.exists():  # noqa: ASYNC110 (depends on another process: there is no event)
-        await asyncio.sleep(0.01)
+    trial = make_trial()
+    running = asyncio.create_task(run(trial, code, resources={"second": 1}))
+    await until(alive.exists)
     nodes.remove_node(second, allow_graceful=False)
     with pytest.raises(LaunchError, match="the agent was lost with its worker or its node"):
         await running
-    result = await launcher("true").run(make_trial())
+    assert not processes(trial)
+    result = await run(make_trial(), "true")
     assert result.end is AgentEnd.EXITED
+
+
+@pytest.fixture
+def load() -> Iterator[None]:
+    """More work than this machine has cores."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    yield
+    for each in busy:
+        each.kill()
+        each.wait()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("load")
+async def test_agents_cancelled_at_any_moment_have_ended(nodes: Any, make_trial: MakeTrial) -> None:
+    """Queued, starting, running and ended."""
+    trials = [make_trial() for _ in range(30)]
+    for number, trial in enumerate(trials):
+        running = asyncio.create_task(run(trial, "sleep 0.3"))
+        await asyncio.wait([running], timeout=0.04 * number)
+        running.cancel()
+        await asyncio.wait([running])
+        assert not processes(trial)
+    # Tasks start in order: whatever Ray still starts has started before this one ends.
+    await run(make_trial(), "true", resources={"agents": 1}, num_cpus=1)
+    assert not [trial for trial in trials if processes(trial)]
 
 
 def test_working_directory_that_is_too_large_is_refused(tmp_path: Path) -> None:
