@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -286,6 +286,9 @@ bench-scale: setup ## simulated fleets of 10 to 1,000 GPUs
 
 bench-agents: setup ## 10,000 agents at once on two proxies and PostgreSQL: ARGS="--agents 1000 --kill"
 	$(BIN)/python -m benchmarks.agents $(ARGS)
+
+bench-context-parallel: setup ## memory of ranks that share each micro-batch: ARGS="--tokens 8192 --ranks 1 2 4"
+	$(BIN)/python -m benchmarks.context_parallel $(ARGS)
 
 bench-view: setup ## the page in the browser: a large store, scrolling, cost per viewer
 	$(BIN)/python -m benchmarks.view $(ARGS)

@@ -57,6 +57,7 @@ class TrainerConfig(ProcessesConfig):
             self._engines_are_the_proxys(),
             self._engines_have_addresses(),
             self._one_device_each(),
+            self._groups_of_ranks_are_whole(),
             self._weights_can_travel(),
             self._sleepers_are_idle(),
             self._pairs_share(),
@@ -123,6 +124,15 @@ class TrainerConfig(ProcessesConfig):
             yield (
                 f"trainer.device={self.trainer.device!r} is one device, and trainer.ranks="
                 f"{self.trainer.ranks} want one each; use cuda, cpu or auto"
+            )
+
+    def _groups_of_ranks_are_whole(self) -> Iterator[str]:
+        ranks, context = self.trainer.ranks, self.trainer.context_parallel
+        if ranks % context:
+            fitting = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
+            yield (
+                f"trainer.context_parallel={context} does not divide trainer.ranks={ranks}; use "
+                f"{' or '.join(fitting)}, or {-(-ranks // context) * context} ranks"
             )
 
     def _weights_can_travel(self) -> Iterator[str]:

@@ -26,6 +26,7 @@ from trainer.errors import ConfigError
 from trainer.optimizer import OptimizerConfig
 from trainer.parts import BatchPart
 from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
+from trainer.policy.context_parallel import check_heads
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
@@ -245,7 +246,8 @@ def build_models(
     Raises:
         ConfigError: as `check_models`.
     """
-    check_models(model, algorithm)
+    ranks = ranks or Ranks()
+    check_models(model, algorithm, context_parallel=ranks.context.size)
     per_batch = algorithm.epochs * algorithm.mini_batches
     total_steps = None if batches is None else batches * per_batch
     policy = Policy(
@@ -285,17 +287,20 @@ def build_models(
     return models
 
 
-def check_models(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
+def check_models(
+    model: ModelConfig, algorithm: AlgorithmConfig, *, context_parallel: int = 1
+) -> None:
     """Checks everything about the models that can be checked without loading their weights.
 
     Raises:
-        ConfigError: a path is not a checkpoint of a causal model, or a teacher or reference has
-            another vocabulary than the policy.
+        ConfigError: a path is not a checkpoint of a causal model, the heads of a model cannot be
+            divided among `context_parallel` ranks, or a teacher or reference has another vocabulary
+            than the policy.
     """
-    ours = _vocabulary(model.path, "model.path")
+    ours = _vocabulary(model.path, "model.path", context_parallel)
     others: dict[str, Path] = {}
     if algorithm.critic is not None and algorithm.critic.path is not None:
-        _vocabulary(algorithm.critic.path, "algorithm.critic.path")
+        _vocabulary(algorithm.critic.path, "algorithm.critic.path", context_parallel)
     if algorithm.kl is not None and algorithm.kl.reference is not None:
         others["algorithm.kl.reference"] = algorithm.kl.reference
     if algorithm.distillation is not None:
@@ -304,7 +309,7 @@ def check_models(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
         if algorithm.distillation.teacher_url is not None:
             check_engine_tokens(model.path, algorithm.distillation.teacher_url)
     for key, path in others.items():
-        theirs = _vocabulary(path, key)
+        theirs = _vocabulary(path, key, context_parallel)
         if not have_same_tokens(model.path, path, key) and theirs != ours:
             raise ConfigError(
                 f"{key}: {path} has a vocabulary of {theirs} tokens, but the policy has {ours}; "
@@ -312,10 +317,12 @@ def check_models(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
             )
 
 
-def _vocabulary(path: Path, key: str) -> int:
+def _vocabulary(path: Path, key: str, context_parallel: int) -> int:
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         raise ConfigError(
             f"{key}={path}: there is no such folder. If it is a model of the Hugging Face hub, run "
             f"`hf download {path} --local-dir models/{path.name}` and set {key}=models/{path.name}"
         )
-    return int(load_settings(path, key).get_text_config().vocab_size)
+    settings = load_settings(path, key)
+    check_heads(settings, context_parallel, key, path)
+    return int(settings.get_text_config().vocab_size)

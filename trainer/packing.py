@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +46,9 @@ class Layout:
     longest: int
     """Number of tokens of the longest path."""
 
-    def to(self, device: torch.device) -> Layout:
+    def to(self, device: torch.device) -> Self:
         """The same layout with its tensor on that device."""
-        return Layout(self.ends.to(device), self.longest)
+        return replace(self, ends=self.ends.to(device))
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -126,16 +127,16 @@ class MicroBatch:
     share: float = 1.0
     """The share of its input tokens among those of all micro-batches that were packed with it."""
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Self:
         """The same micro-batch with its tensors on that device."""
-        return MicroBatch(
-            self.ids.to(device),
-            self.positions.to(device),
-            self.layout.to(device),
-            self.targets.to(device),
-            self.predictors.to(device),
-            None if self.experts is None else self.experts.to(device),
-            self.share,
+        return replace(
+            self,
+            ids=self.ids.to(device),
+            positions=self.positions.to(device),
+            layout=self.layout.to(device),
+            targets=self.targets.to(device),
+            predictors=self.predictors.to(device),
+            experts=None if self.experts is None else self.experts.to(device),
         )
 
 

@@ -85,8 +85,10 @@ def part_in_micro_batches(batch: Batch, micro_batches: Sequence[RowPlan]) -> Bat
 
 
 def joined(parts: Sequence[BatchPart], columns: Sequence[Tensor]) -> Tensor:
-    """The column of the whole batch, from the columns of all of its parts."""
-    whole = torch.empty(sum(len(column) for column in columns))
+    """The column of the whole batch, from the columns of all of its parts. Ranks that compute a
+    part together have equal parts and columns."""
+    last = (int(part.tokens[-1]) for part in parts if len(part.tokens))
+    whole = torch.empty(1 + max(last, default=-1))
     for part, column in zip(parts, columns, strict=True):
         whole[part.tokens] = column
     return whole

@@ -47,6 +47,10 @@ class TrainerSection(Section):
     """Number of processes that train together: weights are sharded over them with FSDP2, and
     micro-batches are divided among them. Each has its own GPU if there are GPUs. Under torchrun,
     this must be the number of processes that torchrun starts."""
+    context_parallel: int = Field(1, ge=1)
+    """Number of ranks that compute each micro-batch together, each a part of its tokens, for
+    sequences whose activations are too large for one GPU (docs/scale.md). It divides `ranks` and
+    the model's numbers of attention heads."""
     save_every: int = Field(10, ge=0)
     """Number of steps between checkpoints; 0: no checkpoints by steps. A checkpoint is always
     written at the end, when the run is stopped, and after the best evaluation so far."""

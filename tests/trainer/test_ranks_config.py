@@ -77,3 +77,14 @@ def test_unsupported_settings_are_refused_by_name(sections: dict[str, Any], mess
     with pytest.raises(ValidationError) as refused:
         configured(**trainer, **sections)
     assert message in str(refused.value)
+
+
+def test_ranks_of_one_micro_batch_divide_all_ranks() -> None:
+    settings = {"ranks": 4, "context_parallel": 2}
+    assert config_of(Path("model"), trainer=settings).trainer.context_parallel == 2
+    with pytest.raises(ValidationError) as refused:
+        config_of(Path("model"), trainer={"ranks": 4, "context_parallel": 3})
+    assert (
+        "trainer.context_parallel=3 does not divide trainer.ranks=4; use 1 or 2 or 4, or 6 ranks"
+        in str(refused.value)
+    )

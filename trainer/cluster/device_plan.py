@@ -71,6 +71,8 @@ class DevicePlan:
     """The share of a GPU's memory for an engine that shares it with a rank."""
     rank: RankMemory
     engine: EngineMemory
+    context_parallel: int = 1
+    """Number of ranks that compute each micro-batch together."""
 
     def engine_config(self, engine: EnginesConfig, number: int, visible: str) -> EnginesConfig:
         """The settings of an engine with its GPUs. `visible`: this process's own
@@ -92,7 +94,10 @@ class DevicePlan:
     def _rank(self, rank: int) -> str:
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in self.rank.parts().items())
         unknown = "" if self.rank.passes is not None else ", activations unknown"
-        return f"rank {rank}, {_gib(self.rank.total)} ({parts}{unknown})"
+        group, number = divmod(rank, self.context_parallel)
+        part = f" (part {number + 1}/{self.context_parallel} of group {group})"
+        name = f"rank {rank}{part if self.context_parallel > 1 else ''}"
+        return f"{name}, {_gib(self.rank.total)} ({parts}{unknown})"
 
     def _engine(self, number: int) -> str:
         share = self.share or ENGINE_SHARE
@@ -150,7 +155,8 @@ def _planned(sections: str, gpus: tuple[Gpu, ...]) -> DevicePlan:
     engines = tuple(tuple(free[n * size : (n + 1) * size]) for n in range(replicas))
     shared = shared and bool({gpu for each in engines for gpu in each} & set(ranks))
     share = _check(config, gpus, ranks, engines, rank, engine, shared=shared)
-    return DevicePlan(gpus, ranks, engines, share, rank, engine)
+    context = config.trainer.context_parallel
+    return DevicePlan(gpus, ranks, engines, share, rank, engine, context)
 
 
 def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu]) -> tuple[int, ...]:
@@ -188,6 +194,7 @@ def _memory(config: RanksConfig, size: int) -> tuple[RankMemory, EngineMemory]:
         config.model.model_copy(update={"max_micro_batch_tokens": longest}),
         config.optimizer,
         ranks=config.trainer.ranks,
+        context_parallel=config.trainer.context_parallel,
         trained_models=1 + (algorithm.critic is not None),
         frozen_models=refers + (algorithm.distillation is not None),
     )
@@ -250,6 +257,7 @@ def _advice(config: RanksConfig, rank: RankMemory) -> str:
         ways.append("model.gradient_checkpointing=true")
     if (rank.passes or 0) > rank.total // 2:
         ways.append("a smaller model.max_micro_batch_tokens or engine.max_context_tokens")
+        ways.append("a larger trainer.context_parallel")
     return "; use " + ", ".join([*ways, "more trainer.ranks"])
 
 

@@ -23,7 +23,8 @@ def models_of_rank(
         ConfigError: a path is not a checkpoint of a causal model.
     """
     device = device_of(config.trainer.device, seat)
-    ranks = Ranks() if seat is None else Ranks.join(seat, device)
+    context = config.trainer.context_parallel
+    ranks = Ranks() if seat is None else Ranks.join(seat, device, context)
     torch.manual_seed(config.trainer.seed)
     return build_models(
         config.model,

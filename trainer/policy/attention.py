@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from trainer.packing import Layout, Run
 from trainer.policy.blocks import attend_by_blocks
+from trainer.policy.context_parallel import copied_heads, join_heads, own_heads, split_heads
 from trainer.policy.flex import flex_attend
 from trainer.policy.mask import AttentionMask
 
@@ -72,8 +73,13 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = AttentionMask(layout, layout.windowed(sliding_window))
     on_device = flex_attend if query.is_cuda else attend
-    out = on_device(query, key, value, mask, scale, softcap=softcap, sinks=s_aux)
-    return out.transpose(1, 2), None
+    key, value = (copied_heads(each, layout, heads=1) for each in (key, value))
+    query, key, value = (
+        split_heads(each, layout, tokens=2, heads=1) for each in (query, key, value)
+    )
+    sinks = None if s_aux is None else own_heads(s_aux, layout)
+    out = on_device(query, key, value, mask, scale, softcap=softcap, sinks=sinks)
+    return join_heads(out, layout, tokens=2, heads=1).transpose(1, 2), None
 
 
 def attend(

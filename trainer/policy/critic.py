@@ -20,6 +20,7 @@ from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
 from trainer.parts import BatchPart
+from trainer.policy.context_parallel import of_whole
 from trainer.policy.model import DTYPES, ModelConfig, blocks, load_model
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for, parts_for
@@ -41,7 +42,8 @@ class ValueModel(nn.Module):
         """The value of each target of the micro-batch, `[M]` float32."""
         hidden = last_hidden(self.model.get_decoder(), micro, self.compute_dtype)
         values: Tensor = self.head(hidden[micro.predictors].to(self.head.weight.dtype))
-        return values.float().sum(-1)  # a sum over one element, because FSDP2 refuses a view
+        # a sum over one element, because FSDP2 refuses a view
+        return of_whole(micro, values.float().sum(-1))
 
 
 class Critic:
@@ -93,7 +95,7 @@ class Critic:
         self.module.eval()
         values = torch.zeros(batch.num_tokens)
         for micro in self.pack(batch):
-            values[micro.targets] = self.module(micro.to(self.device)).cpu()
+            values[micro.targets] = self._values(micro).cpu()
         return values
 
     def forward_backward(self, micro: MicroBatch, batch: Batch, loss: ValueLossFunction) -> Metrics:
@@ -102,13 +104,17 @@ class Critic:
         Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
         self.module.train()
-        result = loss(self.module(micro.to(self.device)), micro.targets)
+        result = loss(self._values(micro), micro.targets)
         finite = torch.isfinite(result.losses)
         if not finite.all():
             token = int(micro.targets[int((~finite).nonzero()[0])])
             raise TrainingError(f"{batch.name(token)}: the critic's loss of a token is not finite")
         (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
         return {name: float(value.detach()) for name, value in result.metrics.items()}
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        values: Tensor = self.module(self.ranks.context.part(micro).to(self.device))
+        return values
 
     def step(self) -> Metrics:
         """Executes an optimizer step, as `Policy.step` does."""

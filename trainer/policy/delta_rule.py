@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 
 from trainer.packing import Layout
+from trainer.policy.context_parallel import join_heads, own_heads, split_heads
 
 _CONVOLUTION, _RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Functions of transformers' modules that a Gated DeltaNet layer calls."""
@@ -66,7 +67,10 @@ def tree_convolution(
 ) -> Tensor:
     """Causal convolution of each channel along each path: `[1, C, T]` → `[1, C, T]`; `weight`
     `[C, W]`. A token's window is its `W − 1` ancestors, with zeros before the start of its path."""
-    before = _before(_given(layout))
+    layout = _given(layout)
+    inputs = split_heads(inputs, layout, tokens=2, heads=1)
+    weight, bias = own_heads(weight, layout), None if bias is None else own_heads(bias, layout)
+    before = _before(layout)
     padded = pad(inputs, (0, 1))
     at = torch.arange(inputs.shape[-1], device=inputs.device)
     width = weight.shape[-1]
@@ -76,7 +80,8 @@ def tree_convolution(
         out = out + weight[:, width - 1 - back, None] * padded[:, :, at]
     if bias is not None:
         out = out + bias[:, None]
-    return (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype)
+    out = (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype)
+    return join_heads(out, layout, tokens=2, heads=1)
 
 
 def tree_delta_rule(
@@ -101,17 +106,15 @@ def tree_delta_rule(
     CUDA, fla's kernel computes all of them.
     """
     many = _fla_rule() if query.is_cuda and find_spec("fla") else functools.partial(_each, rule)
-    l2norm = use_qk_l2norm_in_kernel
-    return over_levels(
-        many,
-        query,
-        key,
-        value,
-        g=g,
-        beta=beta,
-        layout=_given(layout),
-        use_qk_l2norm_in_kernel=l2norm,
+    layout = _given(layout)
+    query, key, value, g, beta = (
+        split_heads(each, layout, tokens=1, heads=2) for each in (query, key, value, g, beta)
     )
+    l2norm = use_qk_l2norm_in_kernel
+    out = over_levels(
+        many, query, key, value, g=g, beta=beta, layout=layout, use_qk_l2norm_in_kernel=l2norm
+    )
+    return join_heads(out, layout, tokens=1, heads=2), None
 
 
 def over_levels(
@@ -124,7 +127,7 @@ def over_levels(
     beta: Tensor,
     layout: Layout,
     use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """`tree_delta_rule` with a rule that computes several runs in one row, whose bounds are
     `cu_seqlens` `[R + 1]`, from `initial_state` `[R, H, K, V]`."""
     row = (query, key, value, g, beta)
@@ -152,7 +155,7 @@ def over_levels(
         outputs.append(out)
         order.append(at)
     back = torch.cat(order).argsort()
-    return torch.cat(outputs, 1)[:, back], None
+    return torch.cat(outputs, 1)[:, back]
 
 
 def _each(rule: Rule, *row: Tensor, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

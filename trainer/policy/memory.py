@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
+from trainer.policy.context_parallel import ContextRanks
 from trainer.policy.model import DTYPES, ModelConfig
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
@@ -84,12 +85,14 @@ def rank_memory(
     optimizer: OptimizerConfig,
     *,
     ranks: int = 1,
+    context_parallel: int = 1,
     trained_models: int = 1,
     frozen_models: int = 0,
 ) -> RankMemory:
     """The memory of one of `ranks` that train the model of these settings (a checkpoint's
-    `config.json`). `trained_models`: the policy, and a critic of its size; `frozen_models`:
-    references and teachers of its size."""
+    `config.json`), of which `context_parallel` compute each micro-batch together.
+    `trained_models`: the policy, and a critic of its size; `frozen_models`: references and teachers
+    of its size."""
     settings = settings.get_text_config()
     compute_bytes = DTYPES[model.compute_dtype].itemsize
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
@@ -107,7 +110,7 @@ def rank_memory(
         gradients=trained_models * 4 * trained // ranks,
         moments=trained_models * MOMENT_BYTES[optimizer.name] * trained // ranks,
         gathered=gathered,
-        passes=_passes(settings, model),
+        passes=_passes(settings, model, context_parallel),
     )
 
 
@@ -123,26 +126,26 @@ def _adapter_weights(whole: Any, model: ModelConfig) -> int:
     return sum(model.lora.rank * (m.in_features + m.out_features) for m in linear)
 
 
-def _passes(settings: Any, model: ModelConfig) -> int | None:
+def _passes(settings: Any, model: ModelConfig, context_parallel: int) -> int | None:
     """The peak of what a forward and backward pass adds to weights, gradients and moments."""
     try:
-        return _counted(settings, model)
+        return _counted(settings, model, ContextRanks(context_parallel))
     except RuntimeError as error:  # all that FakeTensorMode raises
         _log.info("the activations of %s are not estimated: %s", settings.model_type, error)
         return None
 
 
-def _counted(settings: Any, model: ModelConfig) -> int:
-    layout = _one_path(model.max_micro_batch_tokens)
+def _counted(settings: Any, model: ModelConfig, ranks: ContextRanks) -> int:
+    micro = _one_path(model.max_micro_batch_tokens, ranks)
     depth = settings.num_hidden_layers
     period = _period(layer_kinds(settings))
 
     def saved(model: ModelConfig) -> tuple[float, float]:
         """Bytes that all layers keep, and the mean of one layer."""
         if 2 * period > depth:
-            total = _saved(settings, model, layout)
+            total = _saved(settings, model, micro)
             return total, total / depth
-        once, twice = (_saved(with_depth(settings, n * period), model, layout) for n in (1, 2))
+        once, twice = (_saved(with_depth(settings, n * period), model, micro) for n in (1, 2))
         return once + (depth / period - 1) * (twice - once), (twice - once) / period
 
     kept, _ = saved(model)
@@ -150,24 +153,22 @@ def _counted(settings: Any, model: ModelConfig) -> int:
     # The backward pass of a layer holds the gradients of what the layer keeps; with gradient
     # checkpointing also what it keeps, which is computed again.
     layer = of_a_layer * (2 if model.gradient_checkpointing else 1)
-    return int(kept + max(layer, _head_bytes(settings, model)))
+    return int(kept + max(layer, _head_bytes(settings, model, len(micro.ids))))
 
 
-def _head_bytes(settings: Any, model: ModelConfig) -> int:
-    """The output layer's backward pass: its gradient, its weights in the compute type, and chunks
-    of logits."""
+def _head_bytes(settings: Any, model: ModelConfig, tokens: int) -> int:
+    """The output layer's backward pass over this number of tokens: its gradient, its weights in the
+    compute type, and chunks of logits."""
     compute_bytes = DTYPES[model.compute_dtype].itemsize
     weights = settings.vocab_size * settings.hidden_size
-    rows = min(chunk_rows(settings.vocab_size), model.max_micro_batch_tokens)
+    rows = min(chunk_rows(settings.vocab_size), tokens)
     cast = compute_bytes if compute_bytes != 4 else 0
     return int(weights * (4 + cast) + LOGIT_COPIES * 4 * rows * settings.vocab_size)
 
 
-def _saved(settings: Any, model: ModelConfig, layout: Layout) -> int:
+def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> int:
     """Bytes that autograd keeps after a forward pass of the model, its own weights excepted."""
-    tokens = len(layout.ends)
-    ids = torch.zeros(tokens, dtype=torch.int64)
-    micro = MicroBatch(ids, layout.depths, layout, torch.arange(tokens), torch.arange(tokens))
+    ids = torch.zeros(len(micro.targets), dtype=torch.int64)
     dtype, stored, scale = DTYPES[model.compute_dtype], torch.float32, 1
     if _has_experts(settings):  # torch knows the shapes of grouped products in bfloat16 only
         scale, dtype, stored = dtype.itemsize // 2, torch.bfloat16, torch.bfloat16
@@ -195,12 +196,14 @@ def _has_experts(settings: Any) -> bool:
     return any(getattr(settings, name, None) for name in EXPERTS)
 
 
-def _one_path(tokens: int) -> Layout:
-    """The layout of one sequence, whose derived parts are computed outside of fake tensors."""
-    layout = Layout(torch.full((tokens,), tokens), tokens)
+def _one_path(tokens: int, ranks: ContextRanks) -> MicroBatch:
+    """A rank's part of one sequence of which every token is trained. What is derived from its
+    layout is computed here, outside of fake tensors."""
+    at, ids = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
+    micro = ranks.part(MicroBatch(ids, at, Layout(torch.full_like(at, tokens), tokens), at, at))
     for part in ("runs", "parents", "parent_runs", "depths"):
-        getattr(layout, part)
-    return layout
+        getattr(micro.layout, part)
+    return micro
 
 
 def _period(kinds: Sequence[Any]) -> int:

@@ -1,4 +1,7 @@
-"""Data-parallel ranks: which rank trains which micro-batch, and what is summed over all ranks.
+"""The ranks of the trainer: which rank trains which micro-batch, and what is summed over all ranks.
+
+With `C = trainer.context_parallel`, groups of `C` consecutive ranks compute each micro-batch
+together (`context_parallel.py`); the groups divide the micro-batches among them.
 
 Invariant: several ranks compute the same as one rank, up to rounding. Rank 0 leads: it has the
 whole batch, and sends each step to the other ranks over a separate process group, with the part of
@@ -9,7 +12,7 @@ computes the mean, so losses are multiplied by the number of ranks).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainer.policy.context_parallel import ContextRanks
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -49,12 +54,14 @@ class Ranks:
     """The processes that train together; `Ranks()` is a single process."""
 
     mesh: DeviceMesh | None = None
-    """Mesh of one dimension, over which weights are sharded and micro-batches are divided."""
+    """Mesh of one dimension, over which weights are sharded."""
     calls: dist.ProcessGroup | None = None
     """The group over which rank 0 sends messages to the others."""
+    context: ContextRanks = field(default_factory=ContextRanks)
+    """The ranks with which this rank computes each of its micro-batches."""
 
     @classmethod
-    def join(cls, seat: Seat, device: torch.device) -> Ranks:
+    def join(cls, seat: Seat, device: torch.device, context_parallel: int = 1) -> Ranks:
         """Joins the process group. Returns when all processes have joined."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -64,13 +71,25 @@ class Ranks:
             rank=seat.rank,
             world_size=seat.size,
         )
-        return cls.of_process_group(device.type)
+        return cls.of_process_group(device.type, context_parallel)
 
     @classmethod
-    def of_process_group(cls, device_type: str) -> Ranks:
-        """All ranks of the default process group, which must already exist."""
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-        return cls(mesh, dist.new_group(backend="gloo", timeout=SILENCE))
+    def of_process_group(cls, device_type: str, context_parallel: int = 1) -> Ranks:
+        """All ranks of the default process group, which must already exist. `context_parallel`:
+        number of ranks that compute each micro-batch together; it divides the number of ranks."""
+        size = dist.get_world_size()
+        mesh = init_device_mesh(device_type, (size,))
+        calls = dist.new_group(backend="gloo", timeout=SILENCE)
+        if context_parallel == 1:
+            return cls(mesh, calls)
+        groups = init_device_mesh(
+            device_type,
+            (size // context_parallel, context_parallel),
+            mesh_dim_names=("data", "context"),
+        )
+        own = groups["context"]
+        context = ContextRanks(context_parallel, own.get_local_rank(), own.get_group())
+        return cls(mesh, calls, context)
 
     def leave(self) -> None:
         """Ends the process group; pending operations of the group fail."""
@@ -113,6 +132,11 @@ class Ranks:
     def rank(self) -> int:
         return 0 if self.mesh is None else int(self.mesh.get_local_rank())
 
+    @property
+    def groups(self) -> int:
+        """Number of groups of ranks that compute their micro-batches together."""
+        return self.size // self.context.size
+
     def shares(self, items: Sequence[T]) -> list[list[T]]:
         """The items of each rank: every `size`-th item."""
         return [list(items[rank :: self.size]) for rank in range(self.size)]
@@ -124,9 +148,11 @@ class Ranks:
         return values
 
     def sum_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The sum of each metric over all ranks; every rank must have the same keys."""
+        """The sum of each metric over the groups of ranks; every rank must have the same keys, and
+        the ranks of a group have the same values."""
         names = sorted(metrics)
         total = self.sum(torch.tensor([metrics[name] for name in names], dtype=torch.float64))
+        total /= self.context.size
         return dict(zip(names, total.tolist(), strict=True))
 
     def placing(self, compute_dtype: torch.dtype) -> Callable[[nn.Module], None] | None:

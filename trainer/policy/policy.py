@@ -227,9 +227,8 @@ class Policy:
     ) -> Scored:
         ids = batch.ids[micro.targets].to(self.device)
         micro = micro if self.replays else replace(micro, experts=None)
-        scored: Scored = self.scorer(
-            micro.to(self.device), ids, temperature, entropy_grad=entropy_grad
-        )
+        part = self.ranks.context.part(micro).to(self.device)
+        scored: Scored = self.scorer(part, ids, temperature, entropy_grad=entropy_grad)
         return scored
 
 
@@ -246,15 +245,17 @@ def parts_for(
     model: Any, config: ModelConfig, ranks: Ranks, batch: Batch, sequences: Iterable[int] | None
 ) -> list[BatchPart]:
     """The part of each rank, in micro-batches within the model's context and the memory budget;
-    all ranks have the same number of micro-batches. Raises TrainingError as `Policy.parts`."""
+    all ranks have the same number of micro-batches, and those that compute each micro-batch
+    together have the same part. Raises TrainingError as `Policy.parts`."""
     divided = _divided(model, config, ranks, batch, sequences)
-    return [part_in_micro_batches(batch, share) for share in ranks.shares(divided)]
+    parts = [part_in_micro_batches(batch, divided[n :: ranks.groups]) for n in range(ranks.groups)]
+    return [part for part in parts for _ in range(ranks.context.size)]
 
 
 def _divided(
     model: Any, config: ModelConfig, ranks: Ranks, batch: Batch, sequences: Iterable[int] | None
 ) -> list[RowPlan]:
-    """The batch's micro-batches, whose number is a multiple of the number of ranks.
+    """The batch's micro-batches, whose number is a multiple of the number of groups of ranks.
 
     Raises TrainingError for a rollout that is longer than the model's context or has a token
     outside the model's vocabulary.
@@ -279,7 +280,7 @@ def _divided(
         fill_tokens=None if model.device.type == "cuda" else CPU_FILL_TOKENS,
         share_prefixes=config.share_prefixes,
         sequences=sequences,
-        multiple_of=ranks.size,
+        multiple_of=ranks.groups,
     )
 
 

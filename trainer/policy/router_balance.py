@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trainer.errors import ConfigError
+from trainer.packing import MicroBatch
+from trainer.policy.context_parallel import all_tokens
 from trainer.policy.shrink import CHOSEN, EXPERTS, number_of, shrunk
 
 
@@ -40,10 +42,12 @@ class RouterBalance:
         formula = getattr(module, "load_balancing_loss_func", _no_formula)
         return cls(number_of(text, EXPERTS), number_of(text, CHOSEN), formula)
 
-    def __call__(self, output: Any) -> Tensor:
-        """The loss of a decoder's output, a scalar. Every layer's scores are `[T, E]`."""
-        scores = tuple(each.float().reshape(-1, self.experts) for each in output.router_logits)
-        return self.formula(scores, self.experts, self.chosen)
+    def __call__(self, output: Any, micro: MicroBatch) -> Tensor:
+        """The loss of a decoder's output for the micro-batch, a scalar. Every layer's scores are
+        `[T, E]`, from all ranks that compute a part of it."""
+        scores = (each.float().reshape(-1, self.experts) for each in output.router_logits)
+        whole = tuple(all_tokens(micro, each) for each in scores)
+        return self.formula(whole, self.experts, self.chosen)
 
 
 def check_balance(settings: Any, path: Path) -> None:

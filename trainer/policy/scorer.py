@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from trainer.packing import MicroBatch
 from trainer.policy.attention import packed_attention
+from trainer.policy.context_parallel import of_part, of_whole
 from trainer.policy.delta_rule import fork_states
 from trainer.policy.router_balance import RouterBalance
 from trainer.policy.router_replay import ARGUMENT
@@ -60,18 +61,21 @@ class CausalScorer(nn.Module):
     def forward(
         self, micro: MicroBatch, ids: Tensor, temperature: float, *, entropy_grad: bool = False
     ) -> Scored:
-        """The scores of the tokens `ids` `[M]` as the targets of the micro-batch."""
+        """The scores of the tokens `ids` `[M]` as the targets of the micro-batch, or of a part of
+        it, whose other parts are computed by other ranks at the same time."""
         balance = self.balance if self.training else None
         replayed = {} if micro.experts is None else {ARGUMENT: micro.experts}
         output = _decode(self.model.get_decoder(), micro, self.compute_dtype, **replayed)
         rows = output.last_hidden_state[0][micro.predictors].to(self.compute_dtype)
         head = output_layer(self.model)
-        scores = token_logprobs(rows, head, ids, temperature, entropy_grad=entropy_grad)
-        return Scored(*scores, None if balance is None else balance(output))
+        own = of_part(micro, ids)
+        scores = token_logprobs(rows, head, own, temperature, entropy_grad=entropy_grad)
+        logprobs, entropy = (of_whole(micro, each) for each in scores)
+        return Scored(logprobs, entropy, None if balance is None else balance(output, micro))
 
 
 def last_hidden(decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
-    """The last hidden states of a packed row, `[T, D]`."""
+    """The last hidden states of a packed row, `[T, D]`, or of the tokens of a part of it."""
     hidden: Tensor = _decode(decoder, micro, compute_dtype).last_hidden_state[0]
     return hidden
 

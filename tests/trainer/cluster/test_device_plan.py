@@ -64,6 +64,20 @@ def test_ranks_and_engines_have_gpus_of_their_own_if_there_are_enough(model: Pat
     assert "engine 2 (1/2)" in lines[7]
 
 
+def test_ranks_that_share_micro_batches_are_named_and_need_less(model: Path) -> None:
+    sections = {"trainer": {"ranks": 4}, "engine": {"urls": ("http://127.0.0.1:1",)}}
+    alone = planned(model, [LARGE] * 4, **sections)
+    sections["trainer"] = {"ranks": 4, "context_parallel": 2}
+    plan = planned(model, [LARGE] * 4, **sections)
+    assert plan.rank.passes is not None
+    assert alone.rank.passes is not None
+    assert plan.rank.passes < 0.8 * alone.rank.passes
+    lines = list(plan.describe())
+    assert "rank 0, " in next(alone.describe())
+    assert "rank 1 (part 2/2 of group 0), " in lines[1]
+    assert "rank 2 (part 1/2 of group 1), " in lines[2]
+
+
 def test_a_single_gpu_is_shared_by_what_each_needs(model: Path) -> None:
     plan = planned(model, [LARGE])
     assert (plan.ranks, plan.engines) == ((0,), ((0,),))

@@ -155,7 +155,7 @@ def test_fla_computes_all_runs_of_a_level_at_once(monkeypatch: pytest.MonkeyPatc
     gate = torch.rand(1, 7, 2)
     options: dict[str, Any] = {"g": -gate, "beta": gate, "layout": layout}
     expected, _ = tree_delta_rule(CHUNK, q, k, q, **options)
-    got, _ = delta_rule.over_levels(kernel, q, k, q, **options)
+    got = delta_rule.over_levels(kernel, q, k, q, **options)
     torch.testing.assert_close(got, expected)
     assert [call["tokens"] for call in calls] == [4, 3]
     assert [call["cu_seqlens"].tolist() for call in calls] == [[0, 2, 4], [0, 1, 3]]

@@ -62,11 +62,25 @@ print(status("VmHWM") - before)  # ru_maxrss would include the process that star
 """
 
 
-def estimated(settings: object = SETTINGS, ranks: int = 1, frozen: int = 0, **model: object) -> int:
+def estimated(
+    settings: object = SETTINGS,
+    ranks: int = 1,
+    frozen: int = 0,
+    context: int = 1,
+    **model: object,
+) -> int:
     config = ModelConfig.model_validate(
         {"path": Path("unused"), "max_micro_batch_tokens": TOKENS, **model}
     )
-    return rank_memory(settings, config, OptimizerConfig(), ranks=ranks, frozen_models=frozen).total
+    memory = rank_memory(
+        settings,
+        config,
+        OptimizerConfig(),
+        ranks=ranks,
+        frozen_models=frozen,
+        context_parallel=context,
+    )
+    return memory.total
 
 
 @pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", True)])
@@ -92,3 +106,17 @@ def test_ranks_divide_weights_and_adapters_need_neither_gradients_nor_moments() 
     assert estimated() - estimated(ranks=8) > weights // 2
     assert estimated() - estimated(lora=LoraSettings(rank=4)) > weights // 2
     assert estimated(frozen=1) > estimated()
+
+
+def test_ranks_of_one_micro_batch_divide_its_activations() -> None:
+    config = ModelConfig(path=Path("unused"), max_micro_batch_tokens=TOKENS)
+    whole, half, quarter = (
+        rank_memory(SETTINGS, config, OptimizerConfig(), context_parallel=size).passes
+        for size in (1, 2, 4)
+    )
+    assert whole is not None
+    assert half is not None
+    assert quarter is not None
+    # The output layer's gradient and chunk of logits are those of one rank.
+    assert 0.5 < half / whole < 0.7
+    assert 0.25 < quarter / whole < 0.5

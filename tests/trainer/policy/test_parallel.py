@@ -1,4 +1,5 @@
-"""Two gloo processes with sharded weights train like one process, each on its part of the batch."""
+"""Two gloo processes with sharded weights train like one process, each on its part of the batch, or
+both on the same micro-batches."""
 
 from __future__ import annotations
 
@@ -48,11 +49,11 @@ def train(checkpoint: Path, ranks: Ranks, lora: bool) -> tuple[Metrics, dict[str
         return metrics, dict(weights)
 
 
-def worker(rank: int, checkpoint: Path, folder: Path) -> None:
+def worker(rank: int, checkpoint: Path, folder: Path, context: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    ranks = Ranks.of_process_group("cpu")
+    ranks = Ranks.of_process_group("cpu", context)
     if rank == 0:
         results = []
         for lora in (False, True):
@@ -65,9 +66,10 @@ def worker(rank: int, checkpoint: Path, folder: Path) -> None:
     ranks.leave()
 
 
-def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", [1, 2])
+def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path, context: int) -> None:
     """Both with all weights trained and with adapters only."""
-    mp.spawn(worker, (checkpoint, tmp_path), nprocs=2)
+    mp.spawn(worker, (checkpoint, tmp_path, context), nprocs=2)
     results = torch.load(tmp_path / "results.pt")
     for lora, (metrics, weights) in zip((False, True), results, strict=True):
         expected_metrics, expected_weights = train(checkpoint, Ranks(), lora)
