@@ -122,8 +122,8 @@ def all_tokens(micro: MicroBatch, rows: Tensor) -> Tensor:
     ranks, tokens, count = _ranks(micro.layout), len(micro.layout.ends), len(rows)
     if ranks.size == 1:
         return rows
-    start = ranks.rank * count
-    at = torch.arange(start, min(start + count, tokens), device=rows.device)
+    start, stop = (min(each * count, tokens) for each in (ranks.rank, ranks.rank + 1))
+    at = torch.arange(start, stop, device=rows.device)
     return ranks.joined(rows[: len(at)], at, tokens)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.parts import joined
 from trainer.policy.architecture import without_noise
-from trainer.policy.context_parallel import ContextRanks, split_heads
+from trainer.policy.context_parallel import ContextRanks, SharedLayout, split_heads
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
@@ -37,12 +38,14 @@ from trainer.policy.shrink import shrunk
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest element of a tensor."""
+AMPLIFIED = {"Gemma 4": 1e-4}
+"""Tolerances of architectures that amplify rounding (docs/models.md, Limits)."""
 MIXTURE: dict[str, Any] = {"router_aux_loss": 0.5, "router_replay": "replay"}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Example: Case("Qwen 3", {"gradient_checkpointing": True})"""
+    """Example: Case("Llama 3", {"gradient_checkpointing": True})"""
 
     title: str
     """Of one of `ARCHITECTURES`."""
@@ -62,9 +65,9 @@ class Case:
 
 
 CASES = (
-    Case("Qwen 3"),
-    Case("Qwen 3", (("gradient_checkpointing", True), ("share_prefixes", False))),
-    Case("Qwen 3", (("lora", {"rank": 2}),)),
+    Case("Llama 3"),
+    Case("Llama 3", (("gradient_checkpointing", True), ("share_prefixes", False))),
+    Case("Llama 3", (("lora", {"rank": 2}),)),
     Case("Qwen 3 MoE", tuple(MIXTURE.items())),
     Case("Qwen 3.5"),
     Case("gpt-oss"),
@@ -93,7 +96,8 @@ def computed(path: Path, case: Case, ranks: Ranks) -> Computed:
         {"path": path, "max_micro_batch_tokens": 200, **dict(case.changes)}
     )
     torch.manual_seed(0)
-    policy = Policy(config, OptimizerConfig(lr=1e-2, eps=1e-2), ranks=ranks)
+    with patch("trainer.policy.model.prove"):  # test_architectures.py does this
+        policy = Policy(config, OptimizerConfig(lr=1e-2, eps=1e-2), ranks=ranks)
     parts = policy.parts(batch)
     part, tokens = parts[ranks.rank].batch, parts[ranks.rank].tokens
     scores = policy.compute_logprobs(part, temperature=0.8).logprobs
@@ -151,14 +155,14 @@ def compare(size: int, context: int, cases: Sequence[Case], models: Path, result
     for number, case in enumerate(cases):
         found = Computed(*torch.load(results / f"{number}.pt"))
         expected = computed(case.save(models), case, Ranks())
-        title = f"{case}"
+        title, tolerance = f"{case}", AMPLIFIED.get(case.title, TOLERANCE)
         assert found.seen == expected.seen == len(expected.logprobs), title
-        assert distance(found.logprobs, expected.logprobs) < TOLERANCE, title
+        assert distance(found.logprobs, expected.logprobs) < tolerance, title
         for name, gradient in expected.gradients.items():
-            assert distance(found.gradients[name], gradient) < TOLERANCE, (title, name)
+            assert distance(found.gradients[name], gradient) < tolerance, (title, name)
         assert found.weights.keys() == expected.weights.keys()
         for name, weight in expected.weights.items():
-            assert distance(found.weights[name], weight) < TOLERANCE, (title, name)
+            assert distance(found.weights[name], weight) < tolerance, (title, name)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -185,9 +189,8 @@ def test_two_groups_of_two_ranks_equal_one(models: Path, tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("context", [2, 4])
 def test_four_ranks_equal_one(context: int, models: Path, tmp_path: Path) -> None:
-    """With 4, heads of keys and values are copied, and models with 2 linear heads are left out."""
-    cases = [each for each in CASES if context == 2 or each.title not in ("Qwen 3.5", "gpt-oss")]
-    compare(4, context, cases, models, tmp_path)
+    """With 4, the 2 heads of keys and values are copied."""
+    compare(4, context, CASES, models, tmp_path)
 
 
 @pytest.mark.long
@@ -229,7 +232,6 @@ def test_heads_that_ranks_cannot_divide_are_refused_with_numbers(tmp_path: Path)
         r" cannot divide; use 1 or 2 or 3 or 4 or 6",
     ):
         check_models(config, algorithm, context_parallel=8)
-    micro = MicroBatch(*[torch.zeros(4, dtype=torch.int64)] * 2, Layout(torch.tensor([4] * 4), 4),
-                       *[torch.zeros(0, dtype=torch.int64)] * 2)  # fmt: skip
+    layout = SharedLayout(torch.tensor([4, 4, 4, 4]), 4, ContextRanks(2))
     with pytest.raises(ValueError, match="a layer has 3 heads or channels"):
-        split_heads(torch.zeros(2, 3, 1), ContextRanks(2).part(micro).layout, tokens=0, heads=1)
+        split_heads(torch.zeros(2, 3, 1), layout, tokens=0, heads=1)
