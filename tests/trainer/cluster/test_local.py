@@ -69,11 +69,12 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
 def test_two_ranks_train_like_one_even_after_a_resume_with_another_number_of_ranks(
     checkpoint: Path, tmp_path: Path
 ) -> None:
+    """In the last step, both ranks compute each micro-batch together."""
     one, two = (RunFolder.create(tmp_path / name) for name in ("one", "two"))
     with fake_engine() as (engine, url):
         run(checkpoint, one, url, ranks=1)
-        for steps, ranks in ((1, 2), (2, 1), (STEPS, 2)):
-            run(checkpoint, two, url, ranks=ranks, steps=steps)
+        for steps, ranks, together in ((1, 2, 1), (2, 1, 1), (STEPS, 2, 2)):
+            run(checkpoint, two, url, ranks=ranks, steps=steps, context_parallel=together)
         assert engine.version == str(STEPS)
     assert len(metrics(one)) == STEPS
     for ours, theirs in zip(metrics(two), metrics(one), strict=True):
