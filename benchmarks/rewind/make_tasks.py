@@ -1,8 +1,8 @@
 """Writes train.jsonl and eval.jsonl: `python -m benchmarks.rewind.make_tasks`.
 
-There are few houses, so that each is seen in every step: prefix sampling begins with recorded turns
-of the same task. Evaluations are walks through the same houses, each of which is listed several
-times in `eval.jsonl`.
+There are few houses, so that each is seen in every second step: prefix sampling begins with recorded
+turns of the same task. Evaluations are walks through the same houses, each of which is listed
+several times in `eval.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.rewind.house import new_house
 
-_HOUSES, _WALKS = 4, 8
+_HOUSES, _WALKS = 8, 4
 _SEED = 3
 
 

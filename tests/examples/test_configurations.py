@@ -16,7 +16,7 @@ CONFIGS = [
     ROOT / "examples/quickstart/algorithms.yaml",
     *sorted((ROOT / "examples").glob("*/agentic_trainer.yaml")),
     *sorted((ROOT / "examples/environments").glob("*.yaml")),
-    ROOT / "benchmarks/rewind/agentic_trainer.yaml",
+    *sorted((ROOT / "benchmarks").glob("*/agentic_trainer.yaml")),
 ]
 MADE = {ROOT / "examples/pretrained/agentic_trainer.yaml": Path(".cache/pretrained/model")}
 """Configurations of models that are not in the repository → the folder that `make` makes."""

@@ -41,7 +41,12 @@ SHIPPED = {
     "rewind": Shipped(
         EXAMPLES.parent / "benchmarks/rewind/model",
         "benchmarks.rewind.expert:transcript",
-        ("--transcripts", "2560", "--epochs", "2"),
+        ("--transcripts", "3840", "--epochs", "2", "--max-loss", "0.2"),
+    ),
+    "compaction": Shipped(
+        EXAMPLES.parent / "benchmarks/compaction/model",
+        "benchmarks.compaction.expert:transcript",
+        ("--transcripts", "8000", "--epochs", "2", "--max-loss", "0.3"),
     ),
 }
 

@@ -1,0 +1,29 @@
+"""Trains an agent that summarises its history: with its summaries, without them, without a limit.
+
+    make bench-compaction                               all of `STUDY`'s arms, seeds 0, 1 and 2
+    make bench-compaction ARGS="masked --seeds 0"       one run
+    make bench-compaction ARGS="--table"                no run, only the results of those in --out
+
+An evaluation is 32 trials, each at a vault that was not trained at.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.arms import Study, main
+
+STUDY = Study(
+    "compaction",
+    {
+        "masked": ["remote_agent.credit.summaries=masked"],
+        "trained": ["remote_agent.credit.summaries=trained"],
+        "no_limit": [],
+    },
+    environment={"no_limit": {"HISTORY_LIMIT": "off"}},
+    goal=None,
+    steps=24,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY, __doc__))
