@@ -20,7 +20,7 @@ STUDY = Study(
         # With the default `low` of 0.1, hardly a group would begin with a prefix after the first
         # steps.
         "prefix": ["rollout.prefix.low=0.4"],
-        # A rollout of 6 turns, branches of 4 and 2: a group samples 4 * 12 turns, as 8 * 6 above.
+        # A walk of 10 turns, branches of 8, 6, 4 and 2: a group samples 4 * 30 turns, not 8 * 10.
         "trees": [
             "rollout.tree={every: 2, children: 1}",
             "rollout.group_size=4",

@@ -1,8 +1,8 @@
 """Writes train.jsonl and eval.jsonl: `python -m benchmarks.rewind.make_tasks`.
 
-There are few houses, so that each is seen in every second step: prefix sampling begins with recorded
-turns of the same task. Evaluations are walks through the same houses, each of which is listed
-several times in `eval.jsonl`.
+There are few houses, so that each is seen in every second step: prefix sampling begins with
+recorded turns of the same task. Evaluations are walks through the same houses, each of which is
+listed several times in `eval.jsonl`.
 """
 
 from __future__ import annotations
