@@ -167,7 +167,7 @@ def test_job_names_its_working_directory_absolutely(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     job = Job(argv=(), cwd=Path("runs/work"), env={}, log=Path("log"), timeout_s=1.0)
-    with open(job.as_file(sandbox=None), "rb") as file:
+    with open(job.as_file(sandbox=None, descriptors=()), "rb") as file:
         assert json.load(file)["cwd"] == str(tmp_path / "runs/work")
 
 
