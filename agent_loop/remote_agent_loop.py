@@ -51,7 +51,16 @@ from agent_loop.trial_retention import FinishedTrials
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.config import RetentionConfig
 from proxy.record_format import RecordFormatError
-from proxy.records import BranchMode, Origin, RuleAction, Session, SessionKind, Turn, TurnStatus
+from proxy.records import (
+    FOLDER,
+    BranchMode,
+    Origin,
+    RuleAction,
+    Session,
+    SessionKind,
+    Turn,
+    TurnStatus,
+)
 from proxy.wall import Wall
 
 Result = TypeVar("Result")
@@ -238,7 +247,11 @@ class _TrialRun:
 
     async def _session(self, ttl_s: float) -> SessionHandle:
         loop, attempt = self._loop, self._attempt
-        metadata = {"task_id": attempt.task.task_id, "source": attempt.task.source}
+        metadata = {
+            "task_id": attempt.task.task_id,
+            "source": attempt.task.source,
+            FOLDER: str(self._directory.resolve()),  # as its programs see it
+        }
         settings: dict[str, Any] = {
             "kind": attempt.kind,
             "sampling": self._pinned(),

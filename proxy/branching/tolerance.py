@@ -20,6 +20,8 @@ _ESCAPED = {r"\n": "\n\1\n", r"\r": "\n\2\n", r"\t": "\t\1\t"}
 _HIDES_A_WORD = re.compile(r"\\[nrt]|(?:\x1b|\\u001b)\[[\d;]*[A-Za-z]")
 """What ends in a letter and is no part of the word that follows it: a line break or tab that is
 escaped, as in results that an agent sends as JSON, and the codes of a terminal's colours."""
+_PADDING = r"[ \t]*"
+"""Blanks up to the next column or tab stop: their number depends on what is before them."""
 MIN_NAME_CHARS = 4
 """Shorter ids and folders are compared like any text: they may be part of any word."""
 
@@ -44,7 +46,8 @@ class Tolerance:
             if known:
                 parts.append(f"(?P<{kind}>{'|'.join(map(re.escape, known))})")
         for name, patterns in profile.tolerate.items():
-            parts.append(f"(?P<{name}>{'|'.join(pattern.pattern for pattern in patterns)})")
+            found = "|".join(pattern.pattern for pattern in patterns)
+            parts.append(f"(?P<{name}>(?:{found}){_PADDING})")
         self._pattern = re.compile("|".join(parts)) if parts else None
 
     def masked(self, text: str) -> str:
@@ -60,7 +63,9 @@ class Tolerance:
         one, other = (self._pattern.finditer(_with_words(text)) for text in (recorded, seen))
         pairs = zip(one, other, strict=True)
         return [
-            Tolerated(str(one.lastgroup), one[0][:SHOWN_CHARS], other[0][:SHOWN_CHARS])
+            Tolerated(
+                str(one.lastgroup), *(each[0].rstrip(" \t")[:SHOWN_CHARS] for each in (one, other))
+            )
             for one, other in pairs
             if one[0] != other[0]
         ]

@@ -297,3 +297,25 @@ def test_crash_counts_as_the_same_only_without_a_new_call() -> None:
     assert not crashed_again(origin, AgentResult(AgentEnd.EXITED), turns[:1])
     assert not crashed_again(origin, None, turns[:1])
     assert not crashed_again(None, crashed, [])
+
+
+async def test_branch_does_not_diverge_because_its_trial_has_another_folder(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    proxy.answers("Hello.")
+    config = CommandConfig(argv=AGENT, env={"TASK_PROMPT": "I work in {directory}/work."})
+    origin = None
+    for run in ("first", "second"):
+        loop = RemoteAgentLoop(
+            proxy.control,
+            CommandLauncher(config),
+            LauncherReward(),
+            tmp_path / run / "trials",
+            trial=TrialConfig(max_retries=0),
+        )
+        task = Task("t", {"prompt": "Count.", "turns": TURNS})
+        rollout = await loop.run(task, kind=SessionKind.EVAL, origin=origin)
+        await loop.close()
+        assert (rollout.status, rollout.error) == (RolloutStatus.DONE, None)
+        origin = Origin(rollout.trial_id, 2)
+    assert len(proxy.engine.calls) == TURNS + TURNS - 2

@@ -18,7 +18,8 @@ DONE = "I wrote hi to out.txt and read it back: the task is done now."
 SHELLS: dict[str, Any] = {
     "Bash": lambda command: {"command": command, "description": "Runs the step"},
     "bash": lambda command: {"command": command, "description": "Runs the step"},
-    "exec_command": lambda command: {"cmd": command},
+    # On a busy machine, a command takes longer than Codex and OpenHands wait by default (10 s).
+    "exec_command": lambda command: {"cmd": command, "yield_time_ms": 30_000},
     "shell": lambda command: {"command": ["bash", "-lc", command]},
     "shell_command": lambda command: {"command": command},
     "run_shell_command": lambda command: {
@@ -26,7 +27,7 @@ SHELLS: dict[str, Any] = {
         "is_background": False,
         "description": "Runs the step",
     },
-    "terminal": lambda command: {"command": command, "security_risk": "LOW"},
+    "terminal": lambda command: {"command": command, "timeout": 120, "security_risk": "LOW"},
     "run_command": lambda command: {"command": command},
     "run_commands": lambda command: {"commands": [command]},
 }

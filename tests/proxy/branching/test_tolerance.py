@@ -33,6 +33,7 @@ SAME = [
     ("commit", r"x\n1a2b3c4 Add a\n", r"x\n9b8c7d6 Add a\n"),
     ("unique", "agentId: a0b1c2d3 (with to: 'a0b1c2d3')", "agentId: a9f8e7 (with to: 'a9f8e7')"),
     ("inode", "Device: 0,45\tInode: 1234", "Device: 254,0\tInode: 99"),
+    ("inode", "Device: 0,45    Inode: 9   Links: 1", "Device: 0,241   Inode: 21  Links: 1"),
     ("port", "Serving HTTP on 0.0.0.0 port 41234", "Serving HTTP on 0.0.0.0 port 5173"),
 ]
 DIFFERENT = [

@@ -26,7 +26,7 @@ _EDITOR_COMMANDS: dict[type[Action], str] = {
 }
 TERMINUS = '"keystrokes"'
 """What only terminus-2's prompt has: its format is plain text."""
-KEYS_S = 1.0
+KEYS_S = 4.0
 """Seconds that terminus-2 waits for what its keys do, before it reads the screen."""
 
 

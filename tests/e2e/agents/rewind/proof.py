@@ -1,7 +1,8 @@
 """`make rewind-proof`: varied trials of real agents, each run again to each of its turns.
 
-Every run is a line of `DIR/AGENT.jsonl`, so that a measurement that was ended goes on with the
-trials that it lacks. The table at the end is of all lines.
+Every run is a line of `measured/AGENT.jsonl` (`--out`), which is committed, so that a measurement
+goes on with the runs that it lacks, on any machine. A line has what differs from GOOD. To measure
+runs again, delete their lines. The table at the end is of all lines.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -33,6 +34,7 @@ from proxy.config import RenderingConfig
 from proxy.records import Origin, SessionKind
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
+from proxy.store import open_store
 from tests.e2e.agents.rewind.player import Player
 from tests.e2e.agents.rewind.rewound import Rewinder, State, row
 from tests.e2e.agents.rewind.varied import VariedTrial, varied_trial
@@ -42,7 +44,14 @@ from tests.harbor_sdk.harbor_tasks import write_task
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.conftest import RunningProxy, starting_proxies
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 900.0
+"""Of a trial. A busy machine takes minutes for what takes seconds on an idle one."""
+MEASURED = Path(__file__).parent / "measured"
+GOOD: dict[str, Any] = {
+    "reached": True, "replayed": True, "error": None, "diverged": None, "workspace": None,
+    "early_calls": 0, "first_prompt": True, "tolerated": {},
+}  # fmt: skip
+"""A run to turn k as it should be, without a tolerated difference."""
 TERMINUS = "terminus_2"
 RETRYING = ("claude_code", "codex", "opencode", "opencode_responses", "opencode_messages")
 """Agents that ask again after an answer that was cut. The others' trials have no faults."""
@@ -79,37 +88,38 @@ class Place:
             )
         command = example(agent)
         inner = ("unshare", "-m", "sh", "-c", _IN_PLACE, str(root)) if root else ()
-        env = {"PATH": f"{AGENTS / 'bin'}:{os.environ['PATH']}", **command.env}
+        # Not the user's home: shells of agents would run its profile with each command.
+        env = {"PATH": f"{AGENTS / 'bin'}:{os.environ['PATH']}", "HOME": "{directory}"}
+        env |= command.env
         return CommandLauncher(CommandConfig(argv=("env", *inner, *command.argv), env=env))
 
-    def task(self, agent: str) -> Task:
+    def task(self, agent: str, task_id: str) -> Task:
         if agent != TERMINUS:
-            return Task("hi", {"prompt": PROMPT})
+            return Task(task_id, {"prompt": PROMPT})
         task = self.folder / "task" / "one"
         if not task.exists():
             limit = round(TIMEOUT_S)
             write_task(task.parent, "one", verify=_PACK, agent_timeout_s=limit)
-        return Task("hi", {"local_task_path": str(task)})
+        return Task(task_id, {"local_task_path": str(task)})
 
 
 def packed_state(state_dir: Path, rollout: Rollout) -> State:
     """The files of a Harbor trial's `/app`, from the archive that its verifier made."""
     run = json.loads((Path(rollout.logs or "") / RUN_FILE).read_text())
-    (archive,) = state_dir.rglob(f"*{run['run_id']}*/**/app.tar")
+    archive = next(state_dir.rglob(f"*{run['run_id']}*/**/app.tar"), None)
+    if archive is None:
+        return {}  # the trial failed before its verifier ran
     with tarfile.open(fileobj=BytesIO(archive.read_bytes())) as packed:
         found = {m.name: packed.extractfile(m) for m in packed if m.isfile()}
         return {name: file.read() for name, file in found.items() if file and "/.git/" not in name}
 
 
-async def measure(
-    agent: str,
-    varied: VariedTrial,
-    place: Place,
-    proxy: RunningProxy,
-    turns: Callable[[int], list[int]],
-) -> AsyncIterator[dict[str, Any]]:
-    """Records the trial and runs it again to `turns(number of its turns)`; one row per run."""
-    trials = place.folder / f"{agent}-{varied.number}"
+@asynccontextmanager
+async def rewinding(
+    agent: str, varied: VariedTrial, place: Place, proxy: RunningProxy, trials: Path, task_id: str
+) -> AsyncIterator[Rewinder]:
+    """Runs the agent in the varied trial through `proxy`. What runs at the same time has the same
+    `trials`, so that only the ids of the trials differ, and another `task_id`."""
     in_place = agent in ABSOLUTE or varied.number % 2 == 1
     root = place.folder / "place" if in_place and agent != TERMINUS else None
     if root:
@@ -128,38 +138,76 @@ async def measure(
     )
 
     async def run(origin: Origin | None) -> Rollout:
-        return await loop.run(place.task(agent), kind=SessionKind.EVAL, origin=origin)
+        return await loop.run(place.task(agent, task_id), kind=SessionKind.EVAL, origin=origin)
 
     state_dir = place.folder / "harbor"
     final = (lambda rollout: packed_state(state_dir, rollout)) if agent == TERMINUS else None
     player = Player(varied, f"{root}/" if root else "", proxy.engine.faults.append)
-    rewinder = Rewinder(proxy, run, trials, player, final)
     try:
-        recording = await rewinder.record()
-        rollout = recording.rollout
-        if rollout.status is not RolloutStatus.DONE:
-            sys.stderr.write(f"{agent} {varied.number} FAILED: {rollout.error}\n")
-            return
-        good, count = True, len(recording.turns)
-        for turn in turns(count):
-            began = time.monotonic()
-            found = row(await rewinder.rerun(recording, turn))
-            ok = found["reached"] and found["workspace"] is None and found["first_prompt"]
-            sys.stderr.write(f"{agent} {varied.number} to {turn}: {'ok' if ok else 'BAD'}\n")
-            good = good and ok
-            yield {"trial": varied.number, **found, "of": count, "s": time.monotonic() - began}
-        if good:
-            shutil.rmtree(trials)
+        yield Rewinder(proxy, run, trials, player, final, task_id)
     finally:
         await loop.close()
+
+
+async def measure(
+    name: str,
+    rewinders: Sequence[Rewinder],
+    turns: Callable[[int], list[int]],
+    write: Callable[[dict[str, Any]], None],
+) -> bool:
+    """Records the trial `name` with the first of `rewinders`, and runs it again to `turns(number
+    of its turns)`, with all of them at the same time. Writes a row per run; True if all are good.
+    """
+    recording = await rewinders[0].record()
+    rollout = recording.rollout
+    if rollout.status is not RolloutStatus.DONE:
+        sys.stderr.write(f"{name} FAILED: {rollout.error}\n")
+        return False
+    count = len(recording.turns)
+    left, good = turns(count), True
+
+    async def work(rewinder: Rewinder) -> None:
+        nonlocal good
+        while left:
+            turn = left.pop(0)
+            began = time.monotonic()
+            rerun = await rewinder.rerun(recording, turn)
+            found = row(rerun)
+            good = good and good_run(found)
+            cpu_s = rerun.branch.rollout.metrics.get("agent_cpu_s", 0.0)
+            sys.stderr.write(
+                f"{name} to {turn} of {count}: {'ok' if good_run(found) else 'BAD'}, "
+                f"{time.monotonic() - began:.1f} s, the agent's CPU {cpu_s:.1f} s\n"
+            )
+            write({"of": count, **found})
+
+    async with asyncio.TaskGroup() as group:
+        for rewinder in rewinders:
+            group.create_task(work(rewinder))
+    return good
+
+
+def good_run(found: dict[str, Any]) -> bool:
+    """Whether a row is GOOD, except for what was tolerated."""
+    return {**found, **GOOD} == {**found, "tolerated": GOOD["tolerated"]}
+
+
+def line(found: dict[str, Any]) -> str:
+    """A row as a line: what differs from GOOD."""
+    kept = {name: v for name, v in found.items() if name not in GOOD or v != GOOD[name]}
+    return json.dumps(kept, ensure_ascii=False)
 
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """All rows by agent."""
     return {
-        file.stem: [json.loads(line) for line in file.read_text().splitlines()]
+        file.stem: [{**GOOD, **json.loads(line)} for line in file.read_text().splitlines()]
         for file in sorted(folder.glob("*.jsonl"))
     }
+
+
+def rows_of(rows: list[dict[str, Any]], seed: int, trial: int) -> list[dict[str, Any]]:
+    return [each for each in rows if (each["seed"], each["trial"]) == (seed, trial)]
 
 
 def table(rows: dict[str, list[dict[str, Any]]]) -> str:
@@ -176,7 +224,7 @@ def table(rows: dict[str, list[dict[str, Any]]]) -> str:
         for each in found:
             kinds.update(each["tolerated"])
         lines.append(
-            f"| {agent} | {len({each['trial'] for each in found})} | {len(found)} "
+            f"| {agent} | {len({(each['seed'], each['trial']) for each in found})} | {len(found)} "
             f"| {len(reached)} ({len(reached) / max(1, len(found)):.1%}) "
             f"| {equal} of {len(reached)} | {sum(each['early_calls'] for each in found)} "
             f"| {exact} of {len(reached)} "
@@ -185,13 +233,12 @@ def table(rows: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-async def prove(given: argparse.Namespace, output: Path) -> None:
-    """Runs the trials that are not in `output` yet; one after the other for each worker."""
+async def prove(given: argparse.Namespace) -> None:
+    """Runs the trials that are not in `given.out` yet; one after the other for each worker."""
     ends = time.monotonic() + given.seconds
-    known = read(output)
     missing = [(agent, number) for number in range(given.trials) for agent in given.agents]
     with ExitStack() as stack:
-        folder = output / f"work-{os.getpid()}"
+        folder = given.work.absolute() / f"{given.seed}-{os.getpid()}"
         folder.mkdir(parents=True)
         server = None
         if any(agent == TERMINUS for agent, _ in missing):
@@ -203,24 +250,49 @@ async def prove(given: argparse.Namespace, output: Path) -> None:
         async def work(number: int) -> None:
             own = folder / f"worker-{number}"
             own.mkdir()
-            async with starting_proxies(checkpoint, rendering, own) as start:
+            async with AsyncExitStack() as started:
+                store = await open_store(f"sqlite:///{own}/proxy.db")
+                started.push_async_callback(store.close)
+                start = await started.enter_async_context(
+                    starting_proxies(checkpoint, rendering, own)
+                )
+                limits = {"engine_patience_s": 0}
+                proxies = [
+                    await start(store=store, max_context_tokens=131_072, limits=limits)
+                    for _ in range(given.runs)
+                ]
                 while missing and time.monotonic() < ends:
                     agent, trial = missing.pop(0)
-                    rows = [each for each in known.get(agent, []) if each["trial"] == trial]
-                    if rows and len(rows) >= len(given.turns or range(rows[0]["of"])):
+                    known = rows_of(read(given.out).get(agent, []), given.seed, trial)
+                    if known and len(known) >= len(given.turns or range(known[0]["of"])):
                         continue
-                    done = {each["turn"] for each in rows}
+                    await rewind(agent, trial, proxies, {each["turn"] for each in known})
 
-                    def lacking(count: int, done: set[int] = done) -> list[int]:
-                        wanted = given.turns or range(1, count + 1)
-                        return [turn for turn in wanted if turn <= count and turn not in done]
+        async def rewind(
+            agent: str, trial: int, proxies: Sequence[RunningProxy], done: set[int]
+        ) -> None:
+            """Measures the runs of a trial that are not `done`."""
+            varied = varied_trial(given.seed, trial, faults=agent in RETRYING)
+            trials = folder / f"{agent}-{trial}"
 
-                    proxy = await start(max_context_tokens=131_072, limits={"engine_patience_s": 0})
-                    varied = varied_trial(given.seed, trial, faults=agent in RETRYING)
-                    with (output / f"{agent}.jsonl").open("a") as file:
-                        async for each in measure(agent, varied, place, proxy, lacking):
-                            file.write(json.dumps(each) + "\n")
-                            file.flush()
+            def lacking(count: int) -> list[int]:
+                wanted = given.turns or range(1, count + 1)
+                return [turn for turn in wanted if turn <= count and turn not in done]
+
+            def write(found: dict[str, Any]) -> None:
+                with (given.out / f"{agent}.jsonl").open("a") as file:
+                    file.write(line({"seed": given.seed, "trial": trial, **found}) + "\n")
+
+            async with AsyncExitStack() as opened:
+                rewinders = [
+                    await opened.enter_async_context(
+                        rewinding(agent, varied, place, proxy, trials, f"run{number}")
+                    )
+                    for number, proxy in enumerate(proxies)
+                ]
+                good = await measure(f"{agent} {trial}", rewinders, lacking, write)
+            if good:
+                shutil.rmtree(trials)
 
         async with asyncio.TaskGroup() as group:
             for number in range(given.jobs):
@@ -234,13 +306,16 @@ def main() -> int:
     parser.add_argument("--turns", type=int, nargs="+", help="default: each turn of each trial")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
+    parser.add_argument("--runs", type=int, default=2, help="runs of each trial at the same time")
     parser.add_argument("--seconds", type=float, default=float("inf"),
                         help="begin no trial after these")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path(".cache/rewind-proof"))
+    parser.add_argument("--out", type=Path, default=MEASURED, help="folder of the lines")
+    parser.add_argument("--work", type=Path, default=Path(".cache/rewind-proof"),
+                        help="folder of the trials; those of bad runs are kept")  # fmt: skip
     given = parser.parse_args()
-    output = given.out.absolute() / str(given.seed)
-    asyncio.run(prove(given, output))
-    rows = read(output)
+    given.out.mkdir(parents=True, exist_ok=True)
+    asyncio.run(prove(given))
+    rows = read(given.out)
     sys.stdout.write(table(rows) + "\n")
     bad = [each for found in rows.values() for each in found if not each["reached"]]
     return int(bool(bad))

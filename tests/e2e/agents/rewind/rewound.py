@@ -89,15 +89,16 @@ class Rerun:
 
 
 class Rewinder:
-    """Runs one trial at a time, in `trials`, and notes the workspace at each of its calls."""
+    """Runs one trial at a time and notes the workspace at each of its calls."""
 
     def __init__(
         self, proxy: ProxyUnderTest, run: Run, trials: Path, answers: Answers,
-        final: Callable[[Rollout], State] | None = None,
+        final: Callable[[Rollout], State] | None = None, task_id: str = "hi",
     ) -> None:  # fmt: skip
-        """`final`: the workspace after the trial, if it is not the folder `work` of the trial; then
-        it is compared only there."""
+        """`run` runs a trial of the task `task_id` in `trials`. `final`: the workspace after the
+        trial, if it is not the folder `work` of the trial; then it is compared only there."""
         self.proxy = proxy
+        self._task_id = task_id
         self._run = run
         self._trials = trials
         self._final = final
@@ -118,7 +119,8 @@ class Rewinder:
         proxy.engine.script = noted
 
     def _latest(self) -> State:
-        return state_of(max(self._trials.iterdir(), key=_created) / "work")
+        own = self._trials.glob(f"{self._task_id}-*")
+        return state_of(max(own, key=_created) / "work")
 
     async def record(self, origin: Origin | None = None) -> Recording:
         engine = self.proxy.engine
@@ -162,8 +164,12 @@ class Rewinder:
         )
 
     def _differs(self, recording: Recording, again: Recording, turn: int) -> str | None:
-        ids = [recording.rollout.trial_id, again.rollout.trial_id]
-        tolerance = Tolerance(Profiles({}).get("default"), {"session": ids})
+        rollouts = (recording.rollout, again.rollout)
+        names = {
+            "session": [rollout.trial_id for rollout in rollouts],
+            "folder": [str(Path(rollout.logs or "").resolve()) for rollout in rollouts],
+        }
+        tolerance = Tolerance(Profiles({}).get("default"), names)
         pairs = [(recording.final, again.final)]
         if turn < len(recording.turns):
             asked = dict.fromkeys(recording.prompt(t.index) for t in recording.turns[turn:])

@@ -3,6 +3,7 @@ what the shipped profile tolerates."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from proxy.engines.scripted import Fault
 from proxy.profiles import Profiles
 from tests.e2e.agents.model import DONE
 from tests.e2e.agents.rewind.player import Player, steps_done
-from tests.e2e.agents.rewind.proof import table
+from tests.e2e.agents.rewind.proof import GOOD, MEASURED, NAMES, good_run, line, read, table
 from tests.e2e.agents.rewind.rewound import difference, state_of
 from tests.e2e.agents.rewind.varied import (
     COMMANDS,
@@ -26,6 +27,7 @@ from tests.e2e.agents.rewind.varied import (
     varied_trial,
 )
 
+PAGE = Path(__file__).parents[4] / "docs" / "rewind.md"
 TOOLS = '<tools>\n{"name": "bash", "parameters": {"properties": {"command": {}}}}\n</tools>\n'
 
 
@@ -92,10 +94,32 @@ def test_player_takes_the_step_after_the_last_results() -> None:
 
 def test_table_counts_what_was_measured() -> None:
     good = {
-        "trial": 0, "turn": 1, "reached": True, "workspace": None, "early_calls": 0,
+        "seed": 17, "trial": 0, "turn": 1, "reached": True, "workspace": None, "early_calls": 0,
         "first_prompt": True, "tolerated": {"time": 2},
     }  # fmt: skip
     bad = {**good, "turn": 2, "reached": False, "early_calls": 1, "tolerated": {"port": 1}}
     changed = {**good, "trial": 1, "workspace": "a.txt", "first_prompt": False}
     line = table({"codex": [good, bad, changed]}).splitlines()[-1]
     assert line == "| codex | 2 | 3 | 2 (66.7%) | 1 of 2 | 1 | 1 of 2 | time 4, port 1 |"
+
+
+def test_line_has_what_differs_from_a_good_run_and_is_read_back(tmp_path: Path) -> None:
+    run = {"seed": 17, "trial": 0, "of": 9, "turn": 1}
+    good = {**GOOD, **run, "tolerated": {"time": 2}}
+    bad = {**GOOD, **run, "reached": False, "diverged": "first line\n- a\n+ b"}
+    assert json.loads(line({**GOOD, **run})) == run
+    assert json.loads(line(good)) == {**run, "tolerated": {"time": 2}}
+    (tmp_path / "codex.jsonl").write_text(f"{line(good)}\n{line(bad)}\n")
+    assert read(tmp_path) == {"codex": [good, bad]}
+    assert (good_run(good), good_run(bad)) == (True, False)
+    assert not good_run({**good, "early_calls": 1})
+
+
+def test_committed_lines_are_those_of_the_table_in_the_docs() -> None:
+    measured = read(MEASURED)
+    assert measured.keys() <= set(NAMES)
+    for agent, rows in measured.items():
+        runs = [(each["seed"], each["trial"], each["turn"]) for each in rows]
+        assert len(set(runs)) == len(runs), agent
+        assert all(1 <= each["turn"] <= each["of"] for each in rows), agent
+    assert table(measured) in PAGE.read_text()
