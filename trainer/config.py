@@ -140,7 +140,7 @@ class TrainerConfig(ProcessesConfig):
         if cluster.backend == "ray" and transfer == "shm" and cluster.strategy != "STRICT_PACK":
             yield (
                 f"cluster.strategy={cluster.strategy}: engine.weight_transfer=shm is for one node; "
-                "use STRICT_PACK, or nccl"
+                "use STRICT_PACK, nccl or gloo"
             )
 
     def _sleepers_are_idle(self) -> Iterator[str]:

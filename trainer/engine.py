@@ -27,7 +27,7 @@ class EnginesConfig(VllmConfig):
     run started."""
     weight_transfer: Backend = "shm"
     """How weights are sent to engines: `shm` (shared memory) on one machine, `ipc` or `nccl`
-    between GPUs."""
+    between GPUs, `gloo` over any network."""
     verify: bool = True
     """Compare the engine's log-probabilities with the trainer's on a probe after each update."""
     verify_tolerance: float = Field(0.0, ge=0)

@@ -188,7 +188,7 @@ class Learner:
                 report = engines.push(tensors, config, self.version)
         else:
             with closing(self.weights()) as weights:
-                report = engines.push(weights, self.version)
+                report = engines.push(weights, self.version, self.models.policy.hf_shapes)
         metrics = {
             "sync/paused_s": report.paused_s,
             "sync/total_s": report.total_s,

@@ -10,8 +10,9 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeVar
 
 from proxy.secrecy import from_pipe
 
@@ -30,7 +31,7 @@ class FakeEngine:
         self.waiting = threading.Event()
         self.released = threading.Event()
 
-    def answer(self, path: str, body: dict[str, str]) -> dict[str, object]:
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, object]:
         route = path.partition("?")[0]
         self.calls.append(route)
         if route == self.never_answers:
@@ -49,9 +50,11 @@ class FakeEngine:
         return {"weight_version": self.version, "success": True, "world_size": 1}
 
 
+Engine = TypeVar("Engine", bound=FakeEngine)
+
+
 @contextmanager
-def fake_engine() -> Iterator[tuple[FakeEngine, str]]:
-    engine = FakeEngine()
+def serving(engine: Engine) -> Iterator[tuple[Engine, str]]:
     server = _server(engine, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -62,6 +65,10 @@ def fake_engine() -> Iterator[tuple[FakeEngine, str]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def fake_engine() -> AbstractContextManager[tuple[FakeEngine, str]]:
+    return serving(FakeEngine())
 
 
 def _server(

@@ -7,7 +7,7 @@ buffers (`e_score_correction_bias` of DeepSeek-V3, `layer_scalar` of Gemma 4).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -18,8 +18,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.policy.loading import layer_of
 
+Read = Callable[[Tensor], Tensor]
+"""Gives the whole tensor of a parameter or buffer, which may be sharded."""
 
-@torch.no_grad()
+
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """`(name, tensor)` as in the checkpoint: with merged adapters, gathered shards, experts one by
     one, and tied weights only once.
@@ -28,12 +30,23 @@ def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     layer, because a fused weight and its parts belong to one layer. Under FSDP every rank must
     iterate, because each tensor is gathered from all ranks.
     """
+    return _reverted(model, _whole)
+
+
+def checkpoint_shapes(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """As `checkpoint_tensors`, without contents: on the device `meta`, and gathered from no other
+    rank."""
+    return _reverted(model, _empty)
+
+
+@torch.no_grad()
+def _reverted(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for _, group in groupby(_merged(model), key=lambda each: layer_of(each[0])):
+    for _, group in groupby(_merged(model, read), key=lambda each: layer_of(each[0])):
         yield from revert_weight_conversion(plain, dict(group)).items()
 
 
-def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _merged(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers under transformers' names, each layer's one after another."""
     adapted = {
         name: module
@@ -43,9 +56,9 @@ def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _saved(model):
         if ".lora_" in name:
             continue
-        whole = _whole(tensor)
+        whole = read(tensor)
         owner = name.removesuffix(".base_layer.weight")
-        if owner in adapted:
+        if owner in adapted and not whole.is_meta:
             whole = whole + _whole(adapted[owner].get_delta_weight("default"))
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), whole
 
@@ -69,3 +82,7 @@ def _whole(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered from all ranks if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -25,7 +25,7 @@ from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, divide, lay_out
 from trainer.parts import BatchPart, part_in_micro_batches
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
-from trainer.policy.export import checkpoint_tensors
+from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
 from trainer.policy.model import (
     DTYPES,
     ModelConfig,
@@ -207,6 +207,10 @@ class Policy:
         """`(name, tensor)` as in the checkpoint at `config.path`: weights and buffers, under its
         names; tied weights appear once."""
         return checkpoint_tensors(self.model)
+
+    def hf_shapes(self) -> list[tuple[str, Tensor]]:
+        """The same without their contents (device `meta`); no other rank takes part."""
+        return list(checkpoint_shapes(self.model))
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of the LoRA adapter in PEFT's format; see `trainer.policy.adapter`."""

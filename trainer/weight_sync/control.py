@@ -14,17 +14,19 @@ import http.client
 import json
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from http import HTTPStatus
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from proxy.engines.address import EngineAddress
 from trainer.errors import WeightSyncError
 
+T = TypeVar("T")
 HEALTH_INTERVAL_S = 1.0
 """How often a waiting request asks whether its engine is alive."""
 HEALTH_TIMEOUT_S = 10.0
@@ -127,7 +129,13 @@ class EngineControl:
         return [list(answer["tokens"]) for answer in self._post_all("/tokenize", body)]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post_all("/init_weight_transfer_engine", {"init_info": init_info})
+        """Where workers have ranks, those of the first engine begin at the given `rank_offset`, and
+        those of each further engine after the ones of the engine before it."""
+        infos = [init_info] * len(self.urls)
+        if (first := init_info.get("rank_offset")) is not None:
+            offsets = accumulate(self.world_sizes(), initial=first)
+            infos = [init_info | {"rank_offset": offset} for offset in offsets]
+        self._each(self._init_transfer, self.urls, infos)
 
     def start_weight_update(self) -> None:
         """Starts an update. If a killed trainer left an update open, ends that one first: its
@@ -143,6 +151,9 @@ class EngineControl:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def _init_transfer(self, url: str, init_info: dict[str, Any]) -> None:
+        self._call("POST", url, "/init_weight_transfer_engine", {"init_info": init_info})
 
     def _start_update(self, url: str) -> None:
         try:
@@ -171,7 +182,16 @@ class EngineControl:
         return self._all("POST", path, body)
 
     def _all(self, method: str, path: str, body: dict[str, Any] | None) -> list[dict[str, Any]]:
-        return list(self._pool.map(lambda url: self._call(method, url, path, body), self.urls))
+        return self._each(lambda url: self._call(method, url, path, body), self.urls)
+
+    def _each(self, call: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+        """Calls every engine at once. An error of one is raised at once: the others may wait for
+        it."""
+        calls = [self._pool.submit(call, *each) for each in zip(*arguments, strict=False)]
+        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        for failed in (each for each in done if each.exception() is not None):
+            failed.result()
+        return [each.result() for each in calls]
 
     def _call(
         self, method: str, engine: str, path: str, body: dict[str, Any] | None

@@ -160,9 +160,14 @@ def digest(tensors: Iterable[Named]) -> str:
     """
     total = xxhash.xxh3_128()
     for name, tensor in tensors:
-        total.update(_title(name, tensor))
-        total.update(_bytes(tensor.reshape(-1)))
+        add_to_digest(total, name, tensor)
     return total.hexdigest()
+
+
+def add_to_digest(total: xxhash.xxh3_128, name: str, tensor: torch.Tensor) -> None:
+    """Adds a contiguous tensor in host memory to a digest."""
+    total.update(_title(name, tensor))
+    total.update(_bytes(tensor.reshape(-1)))
 
 
 def _title(name: str, tensor: torch.Tensor) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named
-from trainer.weight_sync.transports import Backend, Transport, open_transport
+from trainer.weight_sync.transports import Backend, Shapes, Transport, open_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,10 @@ class WeightSync:
         self.control = control
         self.transport: Transport = open_transport(backend, control)
 
-    def push(self, weights: Iterable[Named], version: int) -> SyncReport:
-        """Sends the weights to every engine and resumes sampling.
+    def push(
+        self, weights: Iterable[Named], version: int, shapes: Shapes | None = None
+    ) -> SyncReport:
+        """Sends the weights to every engine and resumes sampling. `shapes`: see `Transport.stage`.
 
         Raises:
             WeightSyncError: an engine refused, or does not report the new version. The engines then
@@ -47,7 +49,7 @@ class WeightSync:
         started = time.perf_counter()
         self.control.next_version = version
         sent = _Counted(weights)
-        self.transport.stage(sent)
+        self.transport.stage(sent, shapes)
         self.control.pause()
         paused = time.perf_counter()
         self.transport.send()

@@ -3,31 +3,41 @@
 `shm`   shared memory, any device, engines on this machine (the default; this project's client)
 `ipc`   CUDA IPC handles, engines on this machine's GPUs (vLLM's client)
 `nccl`  broadcast over NCCL, engines on any machine (vLLM's client)
+`gloo`  broadcast over gloo, engines on any machine, without a GPU (vLLM's client for `nccl` with
+        another process group, `gloo_trainer.py`)
 
 `ipc` and `nccl` follow vLLM's documented trainer-side API. They need a GPU and are not tested.
 """
 
 from __future__ import annotations
 
+import queue
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import torch
 
+from trainer.errors import WeightSyncError
 from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.gloo_group import address_towards
 from trainer.weight_sync.segment import Named, SegmentWriter, Written
 
-Backend = Literal["shm", "ipc", "nccl"]
+Backend = Literal["shm", "ipc", "nccl", "gloo"]
+Shapes = Callable[[], Sequence[Named]]
+ANSWER_S = 30.0
+"""Seconds within which the engines report why an update has failed, once the group has failed."""
 
 
 class Transport(Protocol):
     """How new weights reach the engines. `stage` comes before `send` in every update."""
 
-    def stage(self, weights: Iterable[Named]) -> None:
-        """Prepares the weights while the engines still sample."""
+    def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
+        """Prepares the weights while the engines still sample. `shapes` gives the same tensors
+        without their contents; with them, a broadcast reads the weights one by one while it sends
+        them, and holds none of them longer. Without them it holds all."""
         ...
 
     def send(self) -> None:
@@ -46,7 +56,7 @@ class SharedMemoryTransport:
         self._written: Written | None = None
         control.init_weight_transfer_engine({})
 
-    def stage(self, weights: Iterable[Named]) -> None:
+    def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
         self._written = self.segment.write(weights)
 
     def send(self) -> None:
@@ -60,32 +70,40 @@ class SharedMemoryTransport:
 
 
 class VllmTransport:
-    """vLLM's own trainer-side client for `ipc` or `nccl`."""
+    """vLLM's own trainer-side client for `ipc`, `nccl` or `gloo`."""
 
-    def __init__(self, control: EngineControl, backend: Literal["ipc", "nccl"]) -> None:
+    def __init__(self, control: EngineControl, backend: Literal["ipc", "nccl", "gloo"]) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+        from trainer.weight_sync.vllm_plugin import register_backends
+
+        register_backends()
+        self._streams = backend != "ipc"  # whose handles refer to tensors that must stay
         self._source = _Source()
-        self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            _trainer_init_info(control, backend), client=control, source=self._source
+        self._client = _Client(control)
+        self.engine: Any = WeightTransferTrainerFactory.trainer_init(
+            _trainer_init_info(control, backend), client=self._client, source=self._source
         )
 
-    def stage(self, weights: Iterable[Named]) -> None:
-        self._source.named = list(weights)
+    def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
+        if shapes is not None and self._streams:
+            self._source.named, self._source.shapes = weights, shapes()
+        else:
+            self._source.named = self._source.shapes = list(weights)
 
     def send(self) -> None:
-        self._engine.send_weights()
+        """Raises WeightSyncError: an engine refused the weights, or was lost. The transport can
+        then only be closed; a new one serves the engines that are left."""
+        try:
+            self.engine.send_weights()
+        except RuntimeError as error:  # torch's, if a member of the group is lost
+            self.engine.shutdown()  # ends the waits of the members that are left
+            raise self._client.failure() or WeightSyncError(
+                f"an engine was lost while the weights were sent: {error}"
+            ) from error
 
     def close(self) -> None:
-        self._engine.shutdown()
-
-
-def address_towards(url: str) -> str:
-    """The address at which the host of the URL can reach this machine."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
-        probe.connect((parts.hostname or "", parts.port or 80))
-        return str(probe.getsockname()[0])
+        self.engine.shutdown()
 
 
 def open_transport(backend: Backend, control: EngineControl) -> Transport:
@@ -94,35 +112,63 @@ def open_transport(backend: Backend, control: EngineControl) -> Transport:
     return VllmTransport(control, backend)
 
 
+class _Client:
+    """The engines as vLLM's `VLLMWeightSyncClient`. It keeps the error of an update, which vLLM's
+    trainer drops if the group fails as well."""
+
+    def __init__(self, control: EngineControl) -> None:
+        self.init_weight_transfer_engine = control.init_weight_transfer_engine
+        self.start_weight_update = control.start_weight_update
+        self.finish_weight_update = control.finish_weight_update
+        self._control = control
+        self._answers: queue.SimpleQueue[WeightSyncError | None] = queue.SimpleQueue()
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        try:
+            self._control.update_weights(update_info)
+        except WeightSyncError as error:
+            self._answers.put(error)
+            raise
+
+    def failure(self) -> WeightSyncError | None:
+        """Why the engines refused the update; None if they have not said so within ANSWER_S."""
+        try:
+            return self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            return None
+
+
 class _Source:
-    """Gathered weights as vLLM's `WeightSource`."""
+    """The weights of an update as vLLM's `WeightSource`."""
 
     def __init__(self) -> None:
-        self.named: list[Named] = []
+        self.named: Iterable[Named] = ()
+        self.shapes: Sequence[Named] = ()
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.named]
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.shapes]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.named)
 
 
-def _trainer_init_info(control: EngineControl, backend: Literal["ipc", "nccl"]) -> Any:
+def _trainer_init_info(control: EngineControl, backend: Literal["ipc", "nccl", "gloo"]) -> Any:
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=0)
+    parts = urlsplit(control.urls[0])
+    address = address_towards(parts.hostname or "", parts.port or 80)
+    world_size = 1 + sum(control.world_sizes())
+    if backend == "gloo":
+        from trainer.weight_sync.gloo_trainer import GlooTrainerInit
+
+        return GlooTrainerInit(address, 0, world_size, rank=0)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    address = address_towards(control.urls[0])
     with socket.socket() as probe:
         probe.bind((address, 0))
         port = probe.getsockname()[1]
-    return NCCLTrainerInitInfo(
-        rank=0,
-        master_address=address,
-        master_port=port,
-        world_size=1 + sum(control.world_sizes()),
-    )
+    return NCCLTrainerInitInfo(address, port, world_size, rank=0)

@@ -1,29 +1,18 @@
 """vLLM's side of the `shm` backend: loads the trainer's weights from shared memory.
 
 Runs inside vLLM's worker processes. Invariant: an update is applied completely, or fails with an
-error that its caller receives. It fails if the digest differs from the trainer's, or if a weight of
-the model, or a part of a fused weight such as `gate_proj`, was not updated.
+error that its caller receives (`vllm_reload.py`). It fails if the digest differs from the
+trainer's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from trainer.weight_sync.segment import SegmentReader, Written
+from trainer.weight_sync.vllm_reload import ReloadingEngine
 
 
 @dataclass
@@ -40,9 +29,7 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     digest: str
 
 
-class SharedMemoryEngine(
-    WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]  # type: ignore[misc]
-):
+class SharedMemoryEngine(ReloadingEngine[SharedMemoryInit, SharedMemoryUpdate]):
     """vLLM's side of the `shm` backend: loads new weights from shared memory."""
 
     init_info_cls = SharedMemoryInit
@@ -51,89 +38,9 @@ class SharedMemoryEngine(
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         self._reader = SegmentReader()
 
-    def start_weight_update(self) -> None:
-        self._packed = _unpack_experts(self.model) if self.device.type == "cpu" else []
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        try:
-            self._load(update_info)
-        except BaseException:
-            # Ends the reload, so that the next update starts with complete layers.
-            self.finish_weight_update()
-            raise
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        for method, kernel in self._packed:
-            if method.moe_kernel is None:  # its layer was not reloaded
-                method.moe_kernel = kernel
-        if self.device.type == "cpu":
-            _repack_embeddings(self.model)
-
     def _load(self, update_info: SharedMemoryUpdate) -> None:
         written = Written(update_info.path, update_info.size_bytes, update_info.digest)
-        tensors = self._reader.receive(written)
-        loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
-        missing = self._expected() - set(loaded or self._expected())
-        if missing:
-            raise ValueError(f"the update did not contain these weights: {sorted(missing)[:5]}")
-        if partial := self._partly_loaded():
-            raise ValueError(f"the update contained only a part of these layers: {partial[:5]}")
-
-    def _expected(self) -> set[str]:
-        """Names of the weights that the trainer trains: those of the language model, without
-        vision or audio towers."""
-        part = getattr(self.model, "get_language_model", lambda: self.model)()
-        trained = {id(parameter) for parameter in part.parameters()}
-        names = {name for name, p in self.model.named_parameters() if id(p) in trained}
-        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-        return names - {"lm_head.weight"} if tied else names
-
-    def _partly_loaded(self) -> list[str]:
-        """Layers that received only some elements of their weights. Embeddings are not included:
-        their padding is never sent, and a missing embedding is found by its name."""
-        return [
-            name
-            for name, layer in self.model.named_modules()
-            if not isinstance(layer, VocabParallelEmbedding)
-            and (info := get_layerwise_info(layer)).can_load()
-            and 0 < info.load_numel < sum(p.numel() for p in layer.parameters(recurse=False))
-        ]
+        self._load_tensors(self._reader.receive(written))
 
     def shutdown(self) -> None:
         self._reader.close()
-
-
-def _unpack_experts(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Makes vLLM pack the experts of each layer again when they are reloaded. It does so only when
-    it creates the layer's kernel, and would later copy unpacked weights over packed ones without
-    any error: the experts would compute with shuffled weights.
-
-    Returns pairs of a layer's method and the kernel that was removed from it. If the layer is not
-    reloaded, its method needs the kernel back.
-    """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-        UnquantizedFusedMoEMethod,
-    )
-
-    packed = []
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
-            packed.append((method, method.moe_kernel))
-            method.moe_kernel = None
-    return packed
-
-
-def _repack_embeddings(model: torch.nn.Module) -> None:
-    """Packs tied output layers again. On CPU, vLLM keeps a second copy of each linear weight,
-    packed for oneDNN. A tied `lm_head` is not reloaded under its own name, so that its packed copy
-    would keep the old weights without any error: the server would sample from a mixture of old and
-    new weights.
-    """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

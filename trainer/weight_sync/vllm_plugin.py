@@ -1,8 +1,8 @@
 """Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
-`shm` weight-transfer backend, and makes a vLLM on CPU return routed experts.
+weight-transfer backends `shm` and `gloo`, and makes a vLLM on CPU return routed experts.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
-trainer's shared memory. Importing this module costs nothing: the engine is loaded when it is used.
+trainer's shared memory. Importing this module costs nothing: an engine is loaded when it is used.
 """
 
 from __future__ import annotations
@@ -13,11 +13,25 @@ from trainer import cpu_routed_experts
 
 
 def register() -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    register_backends()
+    cpu_routed_experts.install()
+
+
+def register_backends() -> None:
+    """For vLLM's workers, and `gloo` for the trainer's process, too."""
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
 
     # vLLM may load plug-ins more than once in a process, and refuses a second registration.
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(
             "shm", "trainer.weight_sync.vllm_engine", "SharedMemoryEngine"
         )
-    cpu_routed_experts.install()
+        WeightTransferEngineFactory.register_engine(
+            "gloo", "trainer.weight_sync.gloo_engine", "GlooEngine"
+        )
+        WeightTransferTrainerFactory.register_engine(
+            "gloo", "trainer.weight_sync.gloo_trainer", "GlooTrainer"
+        )

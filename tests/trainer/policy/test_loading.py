@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_export import saved
+from tests.trainer.policy.test_policy import assert_described
 from trainer.errors import ConfigError
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
@@ -75,6 +76,7 @@ def worker(rank: int, folder: Path, kinds: list[str]) -> None:
             assert all(isinstance(p, DTensor) for p in policy.model.parameters())
             assert all(p.requires_grad == bool(optimizer) for p in policy.model.parameters())
             weights[kind, name] = dict(policy.named_hf_parameters())
+            assert_described(policy, weights[kind, name])
     if rank == 0:
         torch.save(weights, folder / "weights.pt")
     dist.destroy_process_group()

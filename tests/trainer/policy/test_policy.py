@@ -149,13 +149,22 @@ def test_bfloat16_scores_are_close_to_float32(checkpoint: Path) -> None:
     assert 0 < float((full.logprobs - half.logprobs).abs().mean()) < 5e-2
 
 
+def assert_described(policy: Policy, named: dict[str, Tensor]) -> None:
+    """The shapes that are announced to engines are those of the weights that follow, in order."""
+    announced = [(name, each.dtype, each.shape) for name, each in policy.hf_shapes()]
+    assert announced == [(name, each.dtype, each.shape) for name, each in named.items()]
+    assert all(each.is_meta for _, each in policy.hf_shapes())
+
+
 def test_exported_parameters_equal_the_checkpoint(checkpoint: Path) -> None:
     """Tied weights occur once and adapters are merged: a new LoRA policy exports the weights of its
     base."""
     saved = load_file(checkpoint / "model.safetensors")
     for lora in (None, LoraSettings(rank=2)):
-        named = dict(make_policy(checkpoint, lora=lora).named_hf_parameters())
+        policy = make_policy(checkpoint, lora=lora)
+        named = dict(policy.named_hf_parameters())
         assert named.keys() == saved.keys()
+        assert_described(policy, named)
         for name, weight in named.items():
             torch.testing.assert_close(weight, saved[name], msg=name)
 

@@ -1,0 +1,204 @@
+"""The `gloo` backend with engines whose workers are threads, and which load nothing: who has which
+rank, what arrives, and what happens when a member is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.fake_engine import FakeEngine, serving
+from trainer.errors import WeightSyncError
+from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.gloo_group import GlooGroup, Meeting, Received, send
+from trainer.weight_sync.segment import Named, digest
+from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.transports import VllmTransport
+
+WORKERS = 2
+
+
+class GlooEngine(FakeEngine):
+    """An engine with WORKERS workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[GlooGroup] = []
+        self.weights: list[list[Named]] = []
+        """What each worker received last."""
+        self.dies_at: int | None = None
+        """Number of tensors after which the engine dies."""
+        self._pool = ThreadPoolExecutor(WORKERS)
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, object]:
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            self.leave()
+            if self.dies_at == 0:
+                self.is_dead = True
+                self.released.wait()
+            self.groups = list(self._pool.map(lambda number: _join(info, number), range(WORKERS)))
+        if path == "/update_weights":
+            update = body["update_info"]
+            try:
+                self.weights = list(self._pool.map(lambda g: self._receive(g, update), self.groups))
+            except InterruptedError:
+                self.is_dead = True
+                self.released.wait()
+            except RuntimeError as error:
+                return {"error": str(error)}
+        return super().answer(path, body) | {"world_size": WORKERS}
+
+    def leave(self) -> None:
+        for group in self.groups:
+            group.destroy()
+        self.groups = []
+
+    def close(self) -> None:
+        self.leave()
+        self._pool.shutdown()
+
+    def _receive(self, group: GlooGroup, update: dict[str, Any]) -> list[Named]:
+        received = Received(group, update["names"], update["dtype_names"], update["shapes"])
+        found = []
+        for each in received:
+            found.append(each)
+            if len(found) == self.dies_at:
+                group.destroy()
+                raise InterruptedError
+        received.check()
+        return found
+
+
+def _join(info: dict[str, Any], number: int) -> GlooGroup:
+    address, rank = info["master_address"], info["rank_offset"] + number
+    return GlooGroup.join(address, info["master_port"], rank, info["world_size"])
+
+
+def sync_with(*urls: str) -> WeightSync:
+    return WeightSync(EngineControl(urls), "gloo")
+
+
+@pytest.fixture
+def engines() -> Iterator[list[tuple[GlooEngine, str]]]:
+    with ExitStack() as stack:
+        made = [stack.enter_context(serving(GlooEngine())) for _ in range(3)]
+        yield made
+        for engine, _ in made:
+            engine.released.set()
+            engine.close()
+
+
+def weights(seed: int) -> list[Named]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (300, 70), "a.bias": (300,), "b.scale": (), "c.weight": (7, 5, 3)}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    made["c.weight"] = made["c.weight"].bfloat16().transpose(0, 1)  # not contiguous
+    return list(made.items())
+
+
+def shapes_of(named: list[Named]) -> list[Named]:
+    return [(name, each.to("meta")) for name, each in named]
+
+
+def test_every_worker_of_every_engine_receives_the_weights(
+    engines: list[tuple[GlooEngine, str]],
+) -> None:
+    (first, first_url), (second, second_url), _ = engines
+    sync = sync_with(first_url, second_url)
+    for version in range(1, 4):
+        sent = weights(version)
+        sync.push(iter(sent), version, partial(shapes_of, sent))
+        for worker in (*first.weights, *second.weights):
+            assert digest(worker) == digest((n, each.contiguous()) for n, each in sent)
+        assert isinstance(sync.transport, VllmTransport)
+        assert sync.transport.engine.digests == (digest(first.weights[0]),) * (1 + 2 * WORKERS)
+    assert [group.rank for group in first.groups + second.groups] == [1, 2, 3, 4]
+    sync.close()
+
+
+def test_weights_are_read_one_by_one_while_they_are_sent(
+    engines: list[tuple[GlooEngine, str]],
+) -> None:
+    _, url = engines[0]
+    sync, paused = sync_with(url), engines[0][0].calls
+    sent = weights(1)
+
+    def gathered() -> Iterator[Named]:
+        for each in sent:
+            assert "/start_weight_update" in paused, "it was read before it can be sent"
+            yield each
+
+    sync.push(gathered(), 1, lambda: shapes_of(sent))
+    sync.close()
+
+
+def test_engine_lost_in_an_update_ends_it_and_the_others_take_the_next_one(
+    engines: list[tuple[GlooEngine, str]],
+) -> None:
+    """A replacement, or an engine that joins late, is in the group of the next connection."""
+    (lost, lost_url), (survivor, url), (late, late_url) = engines
+    sync = sync_with(lost_url, url)
+    lost.dies_at = 2
+    with pytest.raises(WeightSyncError, match=f"{lost_url}: the engine died while POST /update"):
+        sync.push(weights(1), 1)
+    sync.close()
+    again = sync_with(url, late_url)
+    again.push(weights(2), 2)
+    for worker in (*survivor.weights, *late.weights):
+        assert digest(worker) == digest((n, each.contiguous()) for n, each in weights(2))
+    again.close()
+
+
+def test_engines_take_weights_from_the_trainer_after_one_that_was_lost(
+    engines: list[tuple[GlooEngine, str]],
+) -> None:
+    engine, url = engines[0]
+    sync = sync_with(url)
+
+    def dies() -> Iterator[Named]:
+        yield weights(1)[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sync.push(dies(), 1, lambda: shapes_of(weights(1)))
+    sync.close()  # as the kernel does for a killed trainer
+    again = sync_with(url)
+    again.push(weights(2), 2)
+    assert digest(engine.weights[1]) == digest((n, each.contiguous()) for n, each in weights(2))
+    again.close()
+
+
+def test_engine_that_dies_before_it_has_joined_ends_the_connection(
+    engines: list[tuple[GlooEngine, str]],
+) -> None:
+    (_, url), (dying, dying_url), _ = engines
+    dying.dies_at = 0
+    with pytest.raises(WeightSyncError, match=f"{dying_url}: the engine died while POST /init"):
+        sync_with(url, dying_url)
+
+
+def test_other_weights_than_were_sent_are_refused_by_the_worker_and_by_the_trainer() -> None:
+    meeting = Meeting("127.0.0.1", 2)
+    refused: list[str] = []
+
+    def work() -> None:
+        group = GlooGroup.join("127.0.0.1", meeting.port, 1, 2)
+        received = Received(group, ["a"], ["float32"], [[3]])  # with another name, so it differs
+        list(received)
+        with pytest.raises(ValueError, match="received weights have digest") as caught:
+            received.check()
+        refused.append(str(caught.value))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    with pytest.raises(RuntimeError, match=r"workers of ranks \[1\] received other weights"):
+        send(meeting.group(), [("b", torch.zeros(3))])
+    worker.join()
+    assert refused

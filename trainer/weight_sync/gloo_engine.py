@@ -1,0 +1,69 @@
+"""vLLM's side of the `gloo` backend: receives the trainer's weights by broadcast, in host memory.
+
+Runs inside vLLM's worker processes, of which an engine may have several. Invariant: an update is
+applied completely, or fails with an error that its caller receives (`vllm_reload.py`). It fails if
+the digest differs from the trainer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferUpdateInfo,
+)
+
+from trainer.weight_sync.gloo_group import GlooGroup, Received
+from trainer.weight_sync.vllm_reload import ReloadingEngine
+
+
+@dataclass
+class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """How the workers of an engine join the group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """The rank of the engine's first worker."""
+    world_size: int
+    """Number of workers of all engines, and the trainer."""
+
+
+class GlooEngine(ReloadingEngine[GlooInit, NCCLWeightTransferUpdateInfo]):
+    """vLLM's side: receives each tensor, and loads it before the next one."""
+
+    init_info_cls = GlooInit
+    update_info_cls = NCCLWeightTransferUpdateInfo
+    _group: GlooGroup | None = None
+
+    def init_transfer_engine(self, init_info: GlooInit) -> None:
+        self.shutdown()  # a trainer that has ended, or has other engines now
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = GlooGroup.join(
+            init_info.master_address,
+            init_info.master_port,
+            init_info.rank_offset + worker,
+            init_info.world_size,
+        )
+
+    def _load(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        if self._group is None:
+            raise ValueError("no trainer has connected: POST /init_weight_transfer_engine first")
+        received = Received(
+            self._group, update_info.names, update_info.dtype_names, update_info.shapes
+        )
+        try:
+            self._load_tensors(received)
+            received.check()
+        except BaseException:
+            self.shutdown()  # or the other members would wait for this one
+            raise
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None

@@ -1,0 +1,190 @@
+"""The process group over which weights reach the workers of every engine: the trainer is rank 0.
+
+Invariants: a group belongs to no global state of torch, so that a process can join it beside the
+groups that vLLM and FSDP have. A process binds to the address by which it reaches the trainer, so
+no variable has to name an interface. A lost member ends the operation of all others with an error:
+at once if its process has died, and after `timeout_s` if its machine cannot be reached.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import xxhash
+from torch import distributed
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
+
+from trainer.weight_sync.segment import Named, add_to_digest
+
+Gloo: Any = distributed.ProcessGroupGloo
+"""torch's type stubs do not list its operations."""
+DIGEST_BYTES = 16
+"""Size of an XXH3 of 128 bits."""
+TIMEOUT_S = 300.0
+"""Seconds of an operation; that of the largest tensor over a slow network is shorter."""
+
+
+class GlooGroup:
+    """One process's membership. The methods are those of vLLM's NCCL communicator that weight
+    transfer uses; every member calls them in the same order."""
+
+    def __init__(
+        self, store: TCPStore, address: str, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """`address`: this machine's, to which the others connect."""
+        options = Gloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [Gloo.create_device(hostname=address)]
+        self.rank, self.world_size = rank, world_size
+        self._store = store
+        self._group: Any = Gloo(PrefixStore("weights", store), rank, world_size, options)
+
+    @classmethod
+    def join(
+        cls, host: str, port: int, rank: int, world_size: int, timeout_s: float = TIMEOUT_S
+    ) -> Self:
+        """A worker's membership, once all members have joined the trainer's meeting.
+
+        Raises:
+            RuntimeError: a member has not joined within `timeout_s`.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(host, port, world_size, timeout=timeout, wait_for_workers=False)
+        store.set(_arrived(rank), "")
+        return cls(store, address_towards(host, port), rank, world_size, timeout_s)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        """Sends the contiguous tensor of `src`, or fills this one.
+
+        Raises:
+            RuntimeError: a member is lost.
+        """
+        options = BroadcastOptions()
+        options.rootRank = src
+        self._open().broadcast([tensor], options).wait()
+
+    def digests(self, own: bytes) -> list[str]:
+        """The digest of every member in hexadecimal, by rank. `own` has DIGEST_BYTES bytes.
+
+        Raises:
+            RuntimeError: a member is lost.
+        """
+        found = [torch.empty(DIGEST_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        self._open().allgather([found], [mine]).wait()
+        return [each.numpy().tobytes().hex() for each in found]
+
+    def destroy(self) -> None:
+        """Closes the connections, which ends the operations of the other members."""
+        self._group = None
+
+    def _open(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("this process has left the group of the weight transfer")
+        return self._group
+
+
+class Meeting:
+    """Where the workers of all engines meet the trainer, which waits for them without blocking."""
+
+    def __init__(self, address: str, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Raises OSError: `address` is not one of this machine's."""
+        with socket.create_server((address, 0)) as listener:
+            self.port: int = listener.getsockname()[1]
+            self._store: Any = TCPStore(
+                address,
+                self.port,
+                world_size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        self._address, self._world_size, self._timeout_s = address, world_size, timeout_s
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every worker has arrived."""
+        return bool(self._store.check([_arrived(rank) for rank in range(1, self._world_size)]))
+
+    def group(self) -> GlooGroup:
+        """The trainer's membership; blocks until the workers are connected to each other."""
+        store, self._store = self._store, None
+        return GlooGroup(store, self._address, 0, self._world_size, self._timeout_s)
+
+    def close(self) -> None:
+        """Ends the waits of workers that have arrived, unless there is a group."""
+        self._store = None
+
+
+def _arrived(rank: int) -> str:
+    return f"arrived/{rank}"
+
+
+def send(group: GlooGroup, weights: Iterable[Named]) -> tuple[str, ...]:
+    """The trainer's part of an update. Returns the digest of each member by rank, all equal.
+
+    Raises:
+        RuntimeError: a member is lost, or received something else.
+    """
+    total = xxhash.xxh3_128()
+    for name, tensor in weights:
+        sent = tensor.detach().to("cpu").contiguous()
+        add_to_digest(total, name, sent)
+        group.broadcast(sent)
+    digests = group.digests(total.digest())
+    wrong = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if wrong:
+        raise RuntimeError(f"the workers of ranks {wrong} received other weights than were sent")
+    return tuple(digests)
+
+
+class Received:
+    """A worker's part of an update: its tensors, each in memory of its own, because vLLM keeps it
+    until its layer is complete."""
+
+    def __init__(
+        self,
+        group: GlooGroup,
+        names: Sequence[str],
+        dtype_names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+    ) -> None:
+        self._group = group
+        self._announced = zip(names, dtype_names, shapes, strict=True)
+        self._total = xxhash.xxh3_128()
+
+    def __iter__(self) -> Iterator[Named]:
+        """Raises RuntimeError: a member is lost."""
+        for name, dtype, shape in self._announced:
+            tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+            self._group.broadcast(tensor)
+            add_to_digest(self._total, name, tensor)
+            yield name, tensor
+
+    def check(self) -> None:
+        """Called once after the tensors were read.
+
+        Raises:
+            ValueError: this worker received other weights than were sent.
+            RuntimeError: a member is lost.
+        """
+        for _ in self:
+            pass  # a model may leave out the last ones
+        sent, *_ = self._group.digests(self._total.digest())
+        if sent != self._total.hexdigest():
+            raise ValueError(
+                f"the received weights have digest {self._total.hexdigest()}, but the trainer sent "
+                f"{sent}"
+            )
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address at which the host can reach this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

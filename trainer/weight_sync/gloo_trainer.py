@@ -1,0 +1,67 @@
+"""The trainer's side of the `gloo` backend: vLLM's own for `nccl`, with another process group.
+
+Invariant: an update counts as sent only if the digests of all workers equal the trainer's.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+)
+
+from trainer.weight_sync.gloo_group import Meeting, send
+
+POLL_S = 0.05
+"""Seconds between looks at who has arrived; torch's store has no wait that can be ended."""
+
+
+@dataclass
+class GlooTrainerInit(NCCLTrainerInitInfo):  # type: ignore[misc]
+    """As for NCCL; `packed` has no effect."""
+
+    backend: ClassVar[str] = "gloo"
+
+
+class GlooTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
+    """The trainer's side. Every rank iterates over the source; rank 0 sends."""
+
+    init_info_cls = GlooTrainerInit
+    digests: tuple[str, ...] = ()
+    """Digest of the last update, of the trainer and of each worker by rank."""
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: GlooTrainerInit,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        if not engine.is_sender:
+            return engine
+        address, size = init_info.master_address, init_info.world_size
+        meeting = Meeting(address, size)
+        joined = {"master_address": address, "master_port": meeting.port, "world_size": size}
+        # The engines answer when their workers have joined, which waits for this rank.
+        with ThreadPoolExecutor(1) as pool, closing(meeting):
+            asked = pool.submit(client.init_weight_transfer_engine, {**joined, "rank_offset": 1})
+            while not meeting.is_complete and not asked.done():
+                wait([asked], timeout=POLL_S)
+            if not asked.done():
+                engine.model_update_group = meeting.group()
+            asked.result()
+        return engine
+
+    def _broadcast(self, source: WeightSource, meta: list[Any]) -> None:
+        if not self.is_sender:
+            super()._broadcast(source, meta)
+            return
+        self.digests = send(self.model_update_group, self._checked_iter(source, meta))
