@@ -35,7 +35,11 @@ from trainer.policy.shrink import VOCABULARY, shrunk
 
 TOLERANCE = 1e-4
 """Maximum difference in float32, relative to the largest element of the tensor. Rounding is below
-1e-5; the smallest known fault of an architecture, a router jitter of 1 %, is above 1e-3."""
+3e-5; the smallest known fault of an architecture, a router jitter of 1 %, is above 1e-3."""
+_STEADY = 2e-5
+"""A random copy is good enough for the proof if rounding moves its own gradients by no more."""
+_DRAWS = 8
+"""Random copies to choose from if none is that steady."""
 _SHAPES = {"packed": False, "as a tree": True}
 """How the paths are laid out → whether they share their prefixes."""
 _BRANCHES = ((0, 0, 8), (0, 6, 9), (1, 11, 7), (0, 3, 6), (4, 0, 9))
@@ -125,14 +129,49 @@ def distances(small: Any) -> Distances:
 
 
 def _computed_alone(small: Any) -> tuple[Any, Batch, Tensor, Computed]:
-    """A random model, ready for packed rows, with the paths, the weights of their losses, and the
-    results of the model's own code."""
-    model = _random_model(small)
-    batch = _paths()
-    weights = torch.randn(batch.num_tokens)
-    own = eager(model, batch, weights)
+    """As `random_copy`, with a model that is ready for packed rows."""
+    model, batch, weights, own = random_copy(small)
     use_packed_rows(model)
     return model, batch, weights, own
+
+
+def random_copy(small: Any) -> tuple[Any, Batch, Tensor, Computed]:
+    """A random model, with the paths, the weights of their losses, and the results of the model's
+    own code.
+
+    Some random weights amplify rounding until it looks like a fault, on one kind of processor and
+    not on another. So the copy is chosen by what rounding does to its own results, before anything
+    is computed packed.
+    """
+    batch = _paths()
+    weights = torch.randn(batch.num_tokens)
+    chosen: tuple[Any, Computed] | None = None
+    least = float("inf")
+    for _ in range(_DRAWS):
+        model = _random_model(small)
+        own = eager(model, batch, weights)
+        moved = _moved_by_rounding(model, batch, weights, own)
+        if chosen is None or moved < least:
+            chosen, least = (model, own), moved
+        if least <= _STEADY:
+            break
+    assert chosen is not None
+    model, own = chosen
+    return model, batch, weights, own
+
+
+@torch.no_grad()
+def _moved_by_rounding(model: Any, batch: Batch, weights: Tensor, own: Computed) -> float:
+    """The largest difference of the model's own gradients when each weight is rounded otherwise,
+    relative to the largest element of the tensor."""
+    exact = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter *= 1 + torch.randn_like(parameter) * torch.finfo(torch.float32).eps
+    with torch.enable_grad():
+        moved = eager(model, batch, weights)
+    for parameter, value in zip(model.parameters(), exact, strict=True):
+        parameter.copy_(value)
+    return _worst_gradient(own, moved)[0]
 
 
 def eager(model: Any, batch: Batch, weights: Tensor) -> Computed:
@@ -251,6 +290,11 @@ def randomize(model: Any) -> None:
             tensor += torch.randn_like(tensor) / inputs**0.5
             if name.endswith("A_log"):  # slow decay: the states of linear layers reach far
                 tensor -= 5
+    for module in model.modules():
+        norm = getattr(module, "q_norm", None)
+        size = getattr(module, "scaling", 0.0) * getattr(module, "head_dim", 0) ** 0.5
+        if norm is not None and size > 2:  # no scale, as in Gemma 4: scores of size 1, as elsewhere
+            norm.weight /= size
 
 
 def _paths() -> Batch:

@@ -153,6 +153,21 @@ async def test_agent_finishes_its_task_and_leaves_an_exact_record(
     assert_exact(rollout, agent, proxy)
 
 
+@pytest.mark.parametrize("name", ["claude_code", "codex", "codex_0_77"])
+async def test_shell_of_an_agent_does_not_run_the_profile_of_the_user(
+    name: str, proxy: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile may wait for a lock that the killed shell of an earlier agent left behind."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for profile in (".profile", ".bashrc", ".bash_profile"):
+        (home / profile).write_text(f"touch {home}/ran\n")
+    monkeypatch.setenv("HOME", str(home))
+    rollout = await trial(proxy, example(name), tmp_path / "trial")
+    assert rollout.reward == 1.0
+    assert not (home / "ran").exists()
+
+
 @installed("aider")
 async def test_aider_asks_again_when_its_test_fails(proxy: RunningProxy, tmp_path: Path) -> None:
     """It omits its reminder of the format when it sends its history again, so the second call

@@ -44,6 +44,7 @@ async def test_agent_does_its_task_in_a_recorded_session(
     work.mkdir()
     environment = {
         **os.environ,
+        "HOME": str(tmp_path),
         "PATH": f"{AGENTS}/bin:{os.environ['PATH']}",
         "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY,
     }
