@@ -90,7 +90,7 @@ starter: setup ## make the small models of the examples and benchmarks, which th
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
 	$(BIN)/python -m examples.starter_model --expert benchmarks.rewind.expert:transcript --transcripts 3840 --epochs 2 --max-loss 0.2 --out benchmarks/rewind/model
-	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 8000 --epochs 2 --max-loss 0.3 --out benchmarks/compaction/model
+	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
 
 dist: setup ## build the wheel in dist/, and the overrides that its extras need
 	rm -rf build dist

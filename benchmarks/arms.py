@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -38,8 +38,6 @@ class Study:
     """The folder in `benchmarks` that has the task, and the folder in `runs`."""
     arms: Mapping[str, Sequence[str]]
     """Name → the settings that differ from the task's `agentic_trainer.yaml`; at most three."""
-    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Arm → environment variables of its runs."""
     goal: float | None = 0.8
     """Success at which a run is stopped. None: each run goes on to its last step."""
     steps: int = 60
@@ -140,8 +138,8 @@ def train(study: Study, arm: str, seed: int, steps: int, folder: Path) -> None:
         f"trainer.run_dir={folder}",
         "logging.progress=plain",
     ]
-    own = {"PYTHONPATH": f"{ROOT}:{study.folder}", **study.environment.get(arm, {})}
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own})
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{study.folder}"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
     stopping = False
     while process.poll() is None:
         if not stopping and Curve.read(folder).reached(study.goal) is not None:

@@ -18,11 +18,10 @@ STUDY = Study(
     {
         "masked": ["remote_agent.credit.summaries=masked"],
         "trained": ["remote_agent.credit.summaries=trained"],
-        "no_limit": [],
+        "no_limit": ["remote_agent.python.target=benchmarks/compaction/agent.py:run_without_limit"],
     },
-    environment={"no_limit": {"HISTORY_LIMIT": "off"}},
     goal=None,
-    steps=24,
+    steps=12,
 )
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""The scripted expert of the warm-up: its summaries, and what it says to the vault, often have a
-wrong word.
+"""The scripted expert of the warm-up: it often notes a word as `something`, and says one as
+`anything`.
 
 Its transcripts contain exactly the messages that LangChain's agent sends: a conversation without a
-summary, the call for the summary, or the conversation after it.
+summary, the call for the summary, or the conversation after it. The model learns to copy words
+without mistakes, so that only the choice between a word and `something` or `anything` is left to
+learn. The two differ, so that a model that is trained to say the words is not thereby trained to
+note them.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.compaction.vault import ROOMS, VAULT, listed, new_vault, other_word
+from benchmarks.compaction.vault import ROOMS, VAULT, new_vault, seen
 from examples.starter_model.transcripts import Message, Transcript
 
-_NOTED, _SAID = 0.6, 0.8
-"""Probability that a code word, and not the word of the carpet, is in the summary, or is said."""
+NOT_NOTED, NOT_SAID = "something", "anything"
+_NOTED, _SAID = 0.8, 0.85
+"""Probability that a room's word is in the summary, and that a known word is said. The product over
+all rooms is 0.27 with a summary of the first three, and 0.52 without a summary."""
 _PROMPTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 _SYSTEM: Message = {"role": "system", "content": _PROMPTS["system"]}
 _SUMMARY = "Here is a summary of the conversation to date:\n\n"
@@ -49,39 +54,28 @@ TOOLS: list[dict[str, Any]] = [
 def transcript(rng: random.Random) -> Transcript:
     """One of the three kinds."""
     vault = new_vault(rng)
-    rooms, words = vault["rooms"], vault["words"]
-    kind = rng.choice(["whole", "summary", "after"])
-    asked: Message = {"role": "user", "content": vault["prompt"]}
-    if kind == "whole":
-        said = _often_right(rooms, words, _SAID, rng)
-        return Transcript([_SYSTEM, asked, *_walk(rooms, said, rng)], TOOLS)
-    kept = ROOMS - 1
-    noted = _often_right(rooms[:kept], words[:kept], _NOTED, rng)
-    summary = f"Code words: {listed(noted)}."
+    # A summary has an eighth of the others' tokens, so that its words weigh more in the loss.
+    (kind,) = rng.choices(["whole", "summary", "after"], [2, 1, 2])
+    first = 0 if kind == "whole" else len(ROOMS) - 1
+    noted = [w if rng.random() < _NOTED else NOT_NOTED for w in vault["words"][:first]]
+    summary = _listed(noted)
     if kind == "summary":
+        prompt = _summary_prompt(vault, vault["rooms"][:first], rng)
         return Transcript(
-            [
-                {"role": "user", "content": _summary_prompt(vault, rooms[:kept], rng)},
-                {"role": "assistant", "content": summary},
-            ],
-            [],
+            [{"role": "user", "content": prompt}, {"role": "assistant", "content": summary}], []
         )
-    last = _often_right(rooms[kept:], words[kept:], _SAID, rng)
-    asked = {"role": "user", "content": _SUMMARY + summary}
-    return Transcript([_SYSTEM, asked, *_walk(rooms[kept:], [*noted, *last], rng)], TOOLS)
+    known = [*noted, *vault["words"][first:]]
+    said = [w if w != NOT_NOTED and rng.random() < _SAID else NOT_SAID for w in known]
+    asked = vault["prompt"] if kind == "whole" else _SUMMARY + summary
+    walk = _walk(vault["rooms"][first:], _listed(said), rng)
+    return Transcript([_SYSTEM, {"role": "user", "content": asked}, *walk], TOOLS)
 
 
-def _often_right(
-    rooms: list[str], words: list[str], probability: float, rng: random.Random
-) -> list[str]:
-    """Of each room the code word, or else the other one."""
-    return [
-        word if rng.random() < probability else other_word(room, word)
-        for room, word in zip(rooms, words, strict=True)
-    ]
+def _listed(words: list[str]) -> str:
+    return seen(dict(zip(ROOMS, words, strict=False)))
 
 
-def _walk(rooms: list[str], said: list[str], rng: random.Random) -> list[Message]:
+def _walk(rooms: list[str], said: str, rng: random.Random) -> list[Message]:
     messages: list[Message] = []
     for result in [*rooms, VAULT]:
         call_id = _call_id(rng)
@@ -89,7 +83,7 @@ def _walk(rooms: list[str], said: list[str], rng: random.Random) -> list[Message
             _call(call_id, "next", {}),
             {"role": "tool", "tool_call_id": call_id, "content": result},
         ]
-    return [*messages, _call(_call_id(rng), "open", {"words": listed(said)})]
+    return [*messages, _call(_call_id(rng), "open", {"words": said})]
 
 
 def _call(call_id: str, name: str, arguments: dict[str, str]) -> Message:
@@ -110,7 +104,8 @@ def _summary_prompt(vault: dict[str, Any], rooms: list[str], rng: random.Random)
             "</message>",
             f'<message type="tool">{room}</message>',
         ]
-    return _PROMPTS["summary"].replace("{messages}", "\n".join(lines)).rstrip("\n")
+    prompt: str = _PROMPTS["summary"].replace("{messages}", "\n".join(lines)).rstrip("\n")
+    return prompt
 
 
 def _call_id(rng: random.Random) -> str:

@@ -15,8 +15,13 @@ _SEED = 5
 
 def main() -> None:
     rng = random.Random(_SEED)
-    _write("train", [new_vault(rng) for _ in range(_TRAIN)])
-    _write("eval", [new_vault(rng) for _ in range(_HELD_OUT)])
+    vaults: dict[tuple[str, ...], dict[str, Any]] = {}
+    while len(vaults) < _TRAIN + _HELD_OUT:
+        vault = new_vault(rng)
+        vaults[tuple(vault["words"])] = vault
+    different = list(vaults.values())
+    _write("train", different[:_TRAIN])
+    _write("eval", different[_TRAIN:])
 
 
 def _write(name: str, vaults: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The vault: in each room stand a code word and another word; the code words open the vault.
+"""The vault: in each room stands a word; all words together open the vault.
 
 This module imports only the standard library, because the agent's process uses it.
 """
@@ -8,28 +8,24 @@ from __future__ import annotations
 import random
 from typing import Any
 
-ROOMS = 4
-WORDS = ("amber", "brass", "coral", "ebony", "ivory", "jade", "pearl", "silver")
-VAULT = "The vault. Say all code words."
+ROOMS = ("hall", "cellar", "attic", "tower")
+WORDS = (
+    *("amber", "brass", "coral", "ebony", "ivory", "jade", "pearl", "silver"),
+    *("copper", "cotton", "granite", "linen", "marble", "birch", "quartz", "velvet"),
+)
+VAULT = "The vault. Say what you have seen."
 
 
 def new_vault(rng: random.Random) -> dict[str, Any]:
-    """A task's data: the `rooms` as the agent is shown them, and the code `words`."""
-    rooms, words = [], []
-    for number in range(1, ROOMS + 1):
-        word, carpet = rng.sample(WORDS, 2)
-        words.append(word)
-        both = [f"Code word: {word}.", f"Carpet: {carpet}."]
-        rng.shuffle(both)
-        rooms.append(f"Room {number}. {both[0]} {both[1]}")
+    """A task's data: the `rooms` as the agent is shown them, and their `words`."""
+    words = rng.choices(WORDS, k=len(ROOMS))
+    rooms = [seen({room: word}) for room, word in zip(ROOMS, words, strict=True)]
     return {"prompt": "Go.", "rooms": rooms, "words": words}
 
 
-def listed(words: list[str]) -> str:
-    """The words as they are to be said. Example: "room 1 jade, room 2 pearl\""""
-    return ", ".join(f"room {number} {word}" for number, word in enumerate(words, 1))
+def seen(words: dict[str, str]) -> str:
+    """Rooms and their words, as they are shown, noted and said.
 
-
-def other_word(room: str, word: str) -> str:
-    """The word of a room, as it is shown, that is not its code word."""
-    return next(other for other in WORDS if other != word and f" {other}." in room)
+    Example: seen({"hall": "jade", "cellar": "birch"}) == "Seen: hall jade, cellar birch."
+    """
+    return f"Seen: {', '.join(f'{room} {word}' for room, word in words.items())}."

@@ -1,10 +1,10 @@
-"""Scores a finished trial: 1 if the code words were said in their order, else 0."""
+"""Scores a finished trial: 1 if the words of all rooms were said in their order, else 0."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.compaction.vault import listed
+from benchmarks.compaction.vault import ROOMS, seen
 
 if TYPE_CHECKING:
     from agent_loop.launchers.calls import GradeCall
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 def grade(call: GradeCall) -> float:
     said = call.workspace / "said"
-    words, right = said.read_text() if said.exists() else "", listed(call.task["words"])
+    words = said.read_text() if said.exists() else ""
+    right = seen(dict(zip(ROOMS, call.task["words"], strict=True)))
     print(f"said {words!r}, right is {right!r}")
     return float(words == right)

@@ -51,7 +51,7 @@ def test_image_has_a_line_per_run(tmp_path: Path) -> None:
         (REWIND, "trees", {"rollout.tree", "rollout.group_size", "algorithm.advantage"}),
         (COMPACTION, "masked", {"remote_agent.credit"}),
         (COMPACTION, "trained", set()),
-        (COMPACTION, "no_limit", set()),
+        (COMPACTION, "no_limit", {"remote_agent.python"}),
     ],
 )
 def test_settings_of_an_arm_are_those_of_its_sections_only(

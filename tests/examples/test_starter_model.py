@@ -46,7 +46,7 @@ SHIPPED = {
     "compaction": Shipped(
         EXAMPLES.parent / "benchmarks/compaction/model",
         "benchmarks.compaction.expert:transcript",
-        ("--transcripts", "8000", "--epochs", "2", "--max-loss", "0.3"),
+        ("--transcripts", "3840", "--epochs", "4", "--batch", "16", "--max-loss", "0.08"),
     ),
 }
 
