@@ -192,19 +192,20 @@ def svg(study: Study, curves: Mapping[tuple[str, int], Curve]) -> str:
         f'<text x="{MARGIN + 20}" y="{MARGIN + 18 * number}" fill="{colours[arm]}">{arm}</text>'
         for number, arm in enumerate(study.arms, 1)
     ]
-    goal = study.goal or 0.0
-    line = f'<polyline points="{place(0, goal)} {place(most, goal)}" stroke="#999" {DASHES}/>'
+    legend = "success of the evaluations, from 0 to 1"
+    if study.goal is not None:
+        ends = f"{place(0, study.goal)} {place(most, study.goal)}"
+        lines.append(f'<polyline points="{ends}" stroke="#999" {DASHES}/>')
+        legend += f"; dashed: {study.goal}"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
             ' font-family="sans-serif" font-size="12">',
             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
             f'<path d="M{MARGIN} {MARGIN}V{bottom}H{right}" fill="none" stroke="black"/>',
-            line,
             *lines,
             *names,
-            f'<text x="{MARGIN}" y="{MARGIN - 10}">'
-            f"success of the evaluations, from 0 to 1; dashed: {goal}</text>",
+            f'<text x="{MARGIN}" y="{MARGIN - 10}">{legend}</text>',
             f'<text x="{right}" y="{bottom + 20}" text-anchor="end">{most:,} sampled tokens</text>',
             "</svg>\n",
         ]

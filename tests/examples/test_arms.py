@@ -41,6 +41,8 @@ def test_image_has_a_line_per_run(tmp_path: Path) -> None:
     curve = _curve(tmp_path, [0.0, 1.0])
     image = svg(REWIND, {("neither", 0): curve, ("prefix", 0): curve})
     assert image.count("50.0,310.0 850.0,50.0") == 2
+    assert "dashed: 0.8" in image
+    assert "dashed" not in svg(COMPACTION, {("masked", 0): curve})
 
 
 @pytest.mark.parametrize(
