@@ -1,8 +1,9 @@
-"""Weights over gloo to a real vLLM server, which serves exactly what was sent."""
+"""Weights over gloo to a real vLLM server, which serves exactly what was sent, or what it had."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,20 @@ import pytest
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from tests.e2e.test_weight_sync import IDS, TOLERANCE, disturb, policy_of, score_ids
 from trainer.errors import WeightSyncError
+from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.segment import Named
+from trainer.weight_sync.sync import WeightSync, verify_engines
 
 START_TIMEOUT_S = 1800.0
 """A machine that runs other work needs more than the default."""
+
+
+def interrupted(policy: Policy) -> Iterator[Named]:
+    """All weights but the last."""
+    *sent, _ = policy.named_hf_parameters()
+    yield from sent
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow
@@ -39,7 +49,15 @@ def test_engine_serves_exactly_the_weights_that_gloo_brought(
                 assert sync.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
             with pytest.raises(WeightSyncError, match="did not contain these weights"):
                 sync.push(list(policy.named_hf_parameters())[1:], 3)
-            sync.close()
+            before = score_ids(policy, IDS)
+            disturb(policy, 3)
+            with pytest.raises(KeyboardInterrupt):
+                sync.push(interrupted(policy), 3, policy.hf_shapes)
+            sync.close()  # as the kernel does for a killed trainer
+            control = EngineControl([server.url])
+            control.resume()
+            assert verify_engines(control, IDS, before, TOLERANCE) <= TOLERANCE
+            control.close()
             again = WeightSync(EngineControl([server.url]), "gloo")
             again.push(policy.named_hf_parameters(), 4, policy.hf_shapes)
             assert again.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE

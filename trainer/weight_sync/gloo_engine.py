@@ -16,7 +16,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from trainer.weight_sync.gloo_group import GlooGroup, Received
+from trainer.weight_sync.gloo_group import GlooGroup, receive
+from trainer.weight_sync.segment import Named
 from trainer.weight_sync.vllm_reload import ReloadingEngine
 
 
@@ -33,7 +34,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 class GlooEngine(ReloadingEngine[GlooInit, NCCLWeightTransferUpdateInfo]):
-    """vLLM's side: receives each tensor, and loads it before the next one."""
+    """vLLM's side: receives all tensors in host memory before the first one is loaded."""
 
     init_info_cls = GlooInit
     update_info_cls = NCCLWeightTransferUpdateInfo
@@ -50,15 +51,13 @@ class GlooEngine(ReloadingEngine[GlooInit, NCCLWeightTransferUpdateInfo]):
             init_info.world_size,
         )
 
-    def _load(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+    def _received(self, update_info: NCCLWeightTransferUpdateInfo) -> list[Named]:
         if self._group is None:
             raise ValueError("no trainer has connected: POST /init_weight_transfer_engine first")
-        received = Received(
-            self._group, update_info.names, update_info.dtype_names, update_info.shapes
-        )
         try:
-            self._load_tensors(received)
-            received.check()
+            return receive(
+                self._group, update_info.names, update_info.dtype_names, update_info.shapes
+            )
         except BaseException:
             self.shutdown()  # or the other members would wait for this one
             raise

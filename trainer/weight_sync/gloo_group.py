@@ -9,7 +9,7 @@ at once if its process has died, and after `timeout_s` if its machine cannot be 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -143,44 +143,30 @@ def send(group: GlooGroup, weights: Iterable[Named]) -> tuple[str, ...]:
     return tuple(digests)
 
 
-class Received:
-    """A worker's part of an update: its tensors, each in memory of its own, because vLLM keeps it
-    until its layer is complete."""
+def receive(
+    group: GlooGroup,
+    names: Sequence[str],
+    dtype_names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+) -> list[Named]:
+    """A worker's part of an update: all tensors, in host memory.
 
-    def __init__(
-        self,
-        group: GlooGroup,
-        names: Sequence[str],
-        dtype_names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-    ) -> None:
-        self._group = group
-        self._announced = zip(names, dtype_names, shapes, strict=True)
-        self._total = xxhash.xxh3_128()
-
-    def __iter__(self) -> Iterator[Named]:
-        """Raises RuntimeError: a member is lost."""
-        for name, dtype, shape in self._announced:
-            tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
-            self._group.broadcast(tensor)
-            add_to_digest(self._total, name, tensor)
-            yield name, tensor
-
-    def check(self) -> None:
-        """Called once after the tensors were read.
-
-        Raises:
-            ValueError: this worker received other weights than were sent.
-            RuntimeError: a member is lost.
-        """
-        for _ in self:
-            pass  # a model may leave out the last ones
-        sent, *_ = self._group.digests(self._total.digest())
-        if sent != self._total.hexdigest():
-            raise ValueError(
-                f"the received weights have digest {self._total.hexdigest()}, but the trainer sent "
-                f"{sent}"
-            )
+    Raises:
+        RuntimeError: a member is lost.
+        ValueError: this worker received other weights than were sent.
+    """
+    total, received = xxhash.xxh3_128(), []
+    for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
+        tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+        group.broadcast(tensor)
+        add_to_digest(total, name, tensor)
+        received.append((name, tensor))
+    sent, *_ = group.digests(total.digest())
+    if sent != total.hexdigest():
+        raise ValueError(
+            f"the received weights have digest {total.hexdigest()}, but the trainer sent {sent}"
+        )
+    return received
 
 
 def address_towards(host: str, port: int) -> str:

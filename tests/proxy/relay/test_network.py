@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,7 +14,7 @@ import pytest
 from proxy.engines.scripted import ScriptedEngine
 from proxy.errors import EngineError
 from proxy.relay.engine import RelayEngine
-from tests.needs import skip_or_fail
+from tests.namespaces import ip, may_be_refused
 from tests.proxy.relay.conftest import ANSWER, OpenProxy, StartWorker, ids_of, sample
 
 
@@ -30,40 +27,30 @@ class Cable:
         self.near, self.far = f"{subnet}.1", f"{subnet}.2"
 
     def lay(self) -> None:
-        _ip("netns", "add", self.namespace)
-        _ip("link", "add", self._end, "type", "veth", "peer", "eth0", "netns", self.namespace)
-        _ip("addr", "add", f"{self.near}/24", "dev", self._end)
-        _ip("link", "set", self._end, "up")
-        _ip("-n", self.namespace, "addr", "add", f"{self.far}/24", "dev", "eth0")
-        _ip("-n", self.namespace, "link", "set", "eth0", "up")
-        _ip("-n", self.namespace, "link", "set", "lo", "up")
+        ip("netns", "add", self.namespace)
+        ip("link", "add", self._end, "type", "veth", "peer", "eth0", "netns", self.namespace)
+        ip("addr", "add", f"{self.near}/24", "dev", self._end)
+        ip("link", "set", self._end, "up")
+        ip("-n", self.namespace, "addr", "add", f"{self.far}/24", "dev", "eth0")
+        ip("-n", self.namespace, "link", "set", "eth0", "up")
+        ip("-n", self.namespace, "link", "set", "lo", "up")
 
     def pull(self) -> None:
         """Drops all packets from now on, without closing connections."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+        ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def plug(self) -> None:
-        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+        ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def remove(self) -> None:
-        _ip("netns", "delete", self.namespace)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+        ip("netns", "delete", self.namespace)
 
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to make a network namespace")
-    if shutil.which("ip") is None:
-        skip_or_fail("ip is not installed: apt-get install iproute2")
     cable = Cable(secrets.token_hex(4))
-    try:
+    with may_be_refused():
         cable.lay()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespace here: {error.stderr.decode().strip()}")
     yield cable
     cable.remove()
 
