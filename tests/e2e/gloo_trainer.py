@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer import steps
@@ -40,6 +41,9 @@ class Disturb:
 
     def on(self, models: Models) -> None:
         generator = torch.Generator().manual_seed(RANKS * self.seed + models.policy.ranks.rank)
+        modules = models.policy.scorer.modules()
+        for module in (each for each in modules if isinstance(each, FSDPModule)):
+            module.reshard()  # FSDP keeps some layers whole after a forward pass
         with torch.no_grad():
             for parameter in models.policy.model.parameters():
                 assert isinstance(parameter, DTensor)

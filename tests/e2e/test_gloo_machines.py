@@ -147,8 +147,8 @@ def serves(machine: Machine, version: int, scores: list[float]) -> None:
     control.close()
 
 
-@pytest.mark.long
-def test_weights_reach_every_worker_or_none(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def engines(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
     with ExitStack() as stack:
         named = stack.enter_context(machines(2))
         first, second = (Machine(name, at, tiny_model, tmp_path) for name, at in named)
@@ -156,6 +156,15 @@ def test_weights_reach_every_worker_or_none(tiny_model: Path, tmp_path: Path) ->
             stack.callback(each.close)
         for started in [first.start(), second.start()]:
             started.result()
+        yield first, second
+
+
+@pytest.mark.long
+def test_weights_reach_every_worker_or_none(
+    engines: tuple[Machine, Machine], tiny_model: Path, tmp_path: Path
+) -> None:
+    first, second = engines
+    with ExitStack() as stack:
         sender = stack.enter_context(trainer(tiny_model, tmp_path / "store-1"))
         urls = [first.url, second.url]
         scores: list[float] = []

@@ -149,6 +149,18 @@ class EngineControl:
         version = str(self.next_version) if weight_version is None else weight_version
         self._post_all("/finish_weight_update", {"weight_version": version})
 
+    def lost_in_update(self, limit_s: float) -> WeightSyncError | None:
+        """The error for an engine that is found dead within `limit_s`; None if all seem alive. An
+        engine whose worker has died still seems alive for a moment."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            for url in self.urls:
+                if (why := _death(url, self._keys[url])) is not None:
+                    return _died(url, "it received weights", why)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(HEALTH_INTERVAL_S)
+
     def close(self) -> None:
         self._pool.shutdown()
 
@@ -226,10 +238,7 @@ class EngineControl:
         deadline = time.monotonic() + self._timeout_s
         while not select.select([connection.sock], [], [], HEALTH_INTERVAL_S)[0]:
             if (why := _death(engine, self._keys[engine])) is not None:
-                raise WeightSyncError(
-                    f"{engine}: the engine died while {method} {path} waited for it ({why}); start "
-                    "it again, and then the run, which continues from its last checkpoint"
-                )
+                raise _died(engine, f"{method} {path} waited for it", why)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {self._timeout_s:g} s")
 
@@ -238,6 +247,13 @@ def _connection(engine: str, timeout_s: float) -> http.client.HTTPConnection:
     parts = urlsplit(engine)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(parts.hostname or "", parts.port, timeout=timeout_s)
+
+
+def _died(engine: str, during: str, why: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"{engine}: the engine died while {during} ({why}); start it again, and then the run, "
+        "which continues from its last checkpoint"
+    )
 
 
 def _death(engine: str, headers: Mapping[str, str]) -> str | None:

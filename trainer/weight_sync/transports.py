@@ -31,6 +31,10 @@ ANSWER_S = 30.0
 """Seconds within which the engines report why an update has failed, once the group has failed."""
 
 
+LOST_S = 10.0
+"""Seconds after such a failure within which an engine without some of its workers is found dead."""
+
+
 class Transport(Protocol):
     """How new weights reach the engines. `stage` comes before `send` in every update."""
 
@@ -80,7 +84,7 @@ class VllmTransport:
         register_backends()
         self._streams = backend != "ipc"  # whose handles refer to tensors that must stay
         self._source = _Source()
-        self._client = _Client(control)
+        self._control, self._client = control, _Client(control)
         self.engine: Any = WeightTransferTrainerFactory.trainer_init(
             _trainer_init_info(control, backend), client=self._client, source=self._source
         )
@@ -98,8 +102,12 @@ class VllmTransport:
             self.engine.send_weights()
         except RuntimeError as error:  # torch's, if a member of the group is lost
             self.engine.shutdown()  # ends the waits of the members that are left
-            raise self._client.failure() or WeightSyncError(
-                f"an engine was lost while the weights were sent: {error}"
+            # Each engine reports that the group has failed: the lost one is the cause.
+            lost = self._control.lost_in_update(LOST_S)
+            raise (
+                lost
+                or self._client.failure()
+                or WeightSyncError(f"an engine was lost while the weights were sent: {error}")
             ) from error
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ def test_engine_lost_in_an_update_ends_it_and_the_others_take_the_next_one(
     (lost, lost_url), (survivor, url), (late, late_url) = engines
     sync = sync_with(lost_url, url)
     lost.dies_at = 2
-    with pytest.raises(WeightSyncError, match=f"{lost_url}: the engine died while POST /update"):
+    with pytest.raises(WeightSyncError, match=f"{lost_url}: the engine died while it received"):
         sync.push(weights(1), 1)
     sync.close()
     again = sync_with(url, late_url)
