@@ -1,5 +1,6 @@
 """Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
-weight-transfer backends `shm` and `gloo`, and makes a vLLM on CPU return routed experts.
+weight-transfer backends `shm` and `gloo`, corrects how errors of several workers are read, and
+makes a vLLM on CPU return routed experts.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: an engine is loaded when it is used.
@@ -10,10 +11,12 @@ from __future__ import annotations
 import contextlib
 
 from trainer import cpu_routed_experts
+from trainer.weight_sync import vllm_responses
 
 
 def register() -> None:
     register_backends()
+    vllm_responses.install()
     cpu_routed_experts.install()
 
 
