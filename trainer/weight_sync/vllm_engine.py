@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from trainer.weight_sync.segment import Named, SegmentReader, Written
+from trainer.weight_sync.segment import SegmentReader, Written
 from trainer.weight_sync.vllm_reload import ReloadingEngine
 
 
@@ -38,9 +38,9 @@ class SharedMemoryEngine(ReloadingEngine[SharedMemoryInit, SharedMemoryUpdate]):
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         self._reader = SegmentReader()
 
-    def _received(self, update_info: SharedMemoryUpdate) -> list[Named]:
+    def _load(self, update_info: SharedMemoryUpdate) -> None:
         written = Written(update_info.path, update_info.size_bytes, update_info.digest)
-        return self._reader.receive(written)
+        self._load_tensors(self._reader.receive(written))
 
     def shutdown(self) -> None:
         self._reader.close()

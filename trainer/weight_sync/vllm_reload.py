@@ -1,9 +1,8 @@
 """What vLLM's side of every backend of this project does with the weights that it receives.
 
-Runs inside vLLM's worker processes. Invariants: an update is applied completely, or fails with an
-error that its caller receives. No weight is loaded before every worker of the engine has received
-all of them, so that an engine whose trainer was lost has its old weights entirely. An update fails
-if a weight of the model, or a part of a fused weight such as `gate_proj`, was not updated.
+Runs inside vLLM's worker processes. Invariant: an update is applied completely, or fails with an
+error that its caller receives. It fails if a weight of the model, or a part of a fused weight such
+as `gate_proj`, was not updated.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
-from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -33,49 +30,34 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 class ReloadingEngine(WeightTransferEngine[Init, Update]):  # type: ignore[misc]
-    """A subclass receives the weights, and implements `init_transfer_engine`, `_received` and
+    """A subclass receives the weights, and implements `init_transfer_engine`, `_load` and
     `shutdown`."""
 
     def start_weight_update(self) -> None:
-        """Nothing: a trainer that is lost after this call leaves the engine as it was."""
+        self._packed = _unpack_experts(self.model) if self.device.type == "cpu" else []
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Update) -> None:
-        """Returns when the model has the new weights.
-
-        Raises:
-            RuntimeError: another worker of this engine has not received them; none loads them.
-            ValueError: the update does not contain every weight, or only a part of one.
-        """
         try:
-            tensors = self._received(update_info)
+            self._load(update_info)
         except BaseException:
-            _all_workers(False)
+            # Ends the reload, so that the next update starts with complete layers.
+            self.finish_weight_update()
             raise
-        if not _all_workers(True):
-            raise RuntimeError(
-                "another worker of this engine has not received the weights; all keep the old ones"
-            )
-        packed = _unpack_experts(self.model) if self.device.type == "cpu" else []
-        initialize_layerwise_reload(self.model)
-        try:
-            self._load(tensors)
-        finally:  # also after a refused update, so that the next one starts with complete layers
-            finalize_layerwise_reload(self.model, self.model_config)
-            for method, kernel in packed:
-                if method.moe_kernel is None:  # its layer was not reloaded
-                    method.moe_kernel = kernel
-            if self.device.type == "cpu":
-                _repack_embeddings(self.model)
 
     def finish_weight_update(self) -> None:
-        """Nothing: see `receive_weights`."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._packed:
+            if method.moe_kernel is None:  # its layer was not reloaded
+                method.moe_kernel = kernel
+        if self.device.type == "cpu":
+            _repack_embeddings(self.model)
 
-    def _received(self, update_info: Update) -> list[Named]:
-        """All tensors of the update, whose digest is the trainer's. An error means that nothing has
-        been loaded."""
+    def _load(self, update_info: Update) -> None:
+        """Receives the weights and gives them to `_load_tensors`."""
         raise NotImplementedError
 
-    def _load(self, tensors: Iterable[Named]) -> None:
+    def _load_tensors(self, tensors: Iterable[Named]) -> None:
         """Raises ValueError: the update does not contain every weight, or only a part of one."""
         loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         missing = self._expected() - set(loaded or self._expected())
@@ -103,13 +85,6 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):  # type: ignore[misc]
             and (info := get_layerwise_info(layer)).can_load()
             and 0 < info.load_numel < sum(p.numel() for p in layer.parameters(recurse=False))
         ]
-
-
-def _all_workers(received: bool) -> bool:
-    """Whether every worker of this engine calls this function with True."""
-    agreed = torch.tensor(int(received))
-    distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
-    return bool(agreed)
 
 
 def _unpack_experts(model: torch.nn.Module) -> list[tuple[Any, Any]]:
