@@ -1,19 +1,25 @@
-"""Errors of an engine's workers, with an executor whose queues and workers are in this process."""
+"""Errors of an engine's workers, with vLLM's own executor and queues that are in this process."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from trainer.weight_sync.vllm_responses import reading_all
 
 
 class Worker:
-    def __init__(self, error: Exception | None) -> None:
-        self.error, self.received = error, 0
+    """What a worker process executes, and the queue of its responses."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.worker = rank, self
+        self.error: Exception | None = None
+        self.received = 0
+        self.responses = deque[Any]()
 
     def update_weights(self, update_info: int) -> None:
         self.received = update_info
@@ -23,51 +29,58 @@ class Worker:
     def sampled(self) -> int:
         return self.received
 
+    def handle_output(self, output: Any) -> None:
+        status = WorkerProc.ResponseStatus
+        if isinstance(output, Exception):
+            self.responses.append((status.FAILURE, str(output)))
+        else:
+            self.responses.append((status.SUCCESS, output))
 
-class Executor:
-    """As vLLM's: a queue of responses for each worker, read until the first error."""
-
-    def __init__(self, *workers: Worker) -> None:
-        self.workers = [(worker, deque[Any]()) for worker in workers]
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-    ) -> list[Any]:
-        for worker, responses in self.workers:
-            try:
-                call = getattr(type(worker), method) if isinstance(method, str) else method
-                responses.append(call(worker, *args, **(kwargs or {})))
-            except (OSError, ValueError) as error:
-                responses.append(error)
-        answers = []
-        for _, responses in self.workers:
-            answer = responses.popleft()
-            if isinstance(answer, Exception):
-                raise answer
-            answers.append(answer)
-        return answers
+    def dequeue(self, timeout: float | None = None) -> Any:
+        return self.responses.popleft()
 
 
-call = reading_all(Executor.collective_rpc)
+class Executor(SimpleNamespace):
+    """What vLLM's executor uses of itself."""
+
+    def __init__(self, count: int) -> None:
+        self.response_mqs = [Worker(rank) for rank in range(count)]
+        self.rpc_broadcast_mq = self
+        self.futures_queue = deque[Any]()
+        self.is_failed = False
+
+    def enqueue(self, request: Any) -> None:
+        for worker in self.response_mqs:
+            WorkerProc._execute_worker_rpc(worker, request)
+
+
+call = reading_all(MultiprocExecutor.collective_rpc)
 
 
 def test_error_of_one_worker_leaves_no_response_of_another_behind() -> None:
-    failing, other = Worker(OSError("the trainer is lost")), Worker(None)
-    executor = Executor(failing, other)
+    executor = Executor(2)
+    first, _ = executor.response_mqs
+    first.error = OSError("the trainer is lost")
     with pytest.raises(RuntimeError, match="OSError: the trainer is lost"):
         call(executor, "update_weights", None, (), {"update_info": 1})
-    assert not any(responses for _, responses in executor.workers)
-    failing.error = None
-    assert call(executor, "update_weights", None, (), {"update_info": 2}) == [None, None]
+    assert not any(worker.responses for worker in executor.response_mqs)
+    first.error = None
+    assert call(executor, "update_weights", kwargs={"update_info": 2}) == [None, None]
     assert call(executor, "sampled") == [2, 2]
 
 
 def test_different_errors_of_workers_are_reported_together() -> None:
-    errors = ("first", "second", "first")
-    executor = Executor(*(Worker(ValueError(each)) for each in errors))
+    executor = Executor(3)
+    for worker, error in zip(executor.response_mqs, ("first", "second", "first"), strict=True):
+        worker.error = ValueError(error)
     with pytest.raises(RuntimeError, match=r"^ValueError: first; ValueError: second$"):
         call(executor, "update_weights", None, (), {"update_info": 1})
+
+
+def test_vllm_itself_leaves_a_response_behind() -> None:
+    """If this fails, vLLM reads all responses, and the module is superfluous."""
+    executor = Executor(2)
+    executor.response_mqs[0].error = OSError("the trainer is lost")
+    with pytest.raises(RuntimeError, match="the trainer is lost"):
+        MultiprocExecutor.collective_rpc(executor, "update_weights", kwargs={"update_info": 1})
+    assert [len(worker.responses) for worker in executor.response_mqs] == [0, 1]
