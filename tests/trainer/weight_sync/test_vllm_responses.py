@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # vLLM uses torch.jit
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from trainer.weight_sync.vllm_responses import reading_all
 
