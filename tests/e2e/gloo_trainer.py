@@ -72,7 +72,7 @@ class Trainer:
         with closing(models.weights()) as weights:
             sync.push(_stopping(weights, stop_at), version, models.policy.hf_shapes)
         with closing(models.weights()) as weights:
-            sent = digest((name, each.contiguous()) for name, each in weights)
+            sent = digest((name, each.clone().contiguous()) for name, each in weights)
         return {
             "sent": sent,
             "digests": sync.transport.engine.digests,

@@ -133,7 +133,8 @@ def send(group: GlooGroup, weights: Iterable[Named]) -> tuple[str, ...]:
     """
     total = xxhash.xxh3_128()
     for name, tensor in weights:
-        sent = tensor.detach().to("cpu").contiguous()
+        # A copy: the digest's view of its memory would keep FSDP from freeing a gathered weight.
+        sent = tensor.detach().to("cpu", copy=True).contiguous()
         add_to_digest(total, name, sent)
         group.broadcast(sent)
     digests = group.digests(total.digest())
