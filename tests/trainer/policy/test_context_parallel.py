@@ -38,6 +38,8 @@ from trainer.policy.shrink import shrunk
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest element of a tensor."""
+AMPLIFIED = {"Gemma 4": 1e-4}
+"""Tolerances of architectures in which another order of sums already makes a larger difference."""
 MIXTURE: dict[str, Any] = {"router_aux_loss": 0.5, "router_replay": "replay"}
 
 
@@ -152,7 +154,7 @@ def compare(size: int, context: int, cases: Sequence[Case], models: Path, result
     for number, case in enumerate(cases):
         found = Computed(*torch.load(results / f"{number}.pt"))
         expected = computed(case.save(models), case, Ranks())
-        title, tolerance = f"{case}", TOLERANCE
+        title, tolerance = f"{case}", AMPLIFIED.get(case.title, TOLERANCE)
         assert found.seen == expected.seen == len(expected.logprobs), title
         assert distance(found.logprobs, expected.logprobs) < tolerance, title
         for name, gradient in expected.gradients.items():
