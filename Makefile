@@ -297,7 +297,7 @@ bench-view: setup ## the page in the browser: a large store, scrolling, cost per
 bench-scheduling: setup ## sessions admitted by the cache's size compared with first come first served, on vLLM
 	$(BIN)/python -m benchmarks.scheduling $(ARGS)
 
-# Installs LiteLLM and Portkey's gateway under .cache/bench-proxy (needs npm).
+# Installs the other projects' proxies under .cache/bench-proxy (1.6 GB; needs npm).
 bench-proxy: setup ## the proxy compared with other proxies
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 

@@ -1,4 +1,4 @@
-"""`make bench-proxy`: our proxy, a bare pass-through, LiteLLM and Portkey on the same fake vLLM.
+"""`make bench-proxy`: our proxy, a bare pass-through, and other proxies on the same fake vLLM.
 
 All are measured in one run on one machine, so that their ratios can be compared.
 """
@@ -14,11 +14,22 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.proxy import long_sessions, small_calls, streams, targets
+from benchmarks.proxy import kills, long_sessions, peers, small_calls, streams, targets
 
 CACHE = Path(".cache/bench-proxy")
-PARTS = ("small-calls", "turns", "streams", "memory")
-TARGETS = ("pass-through", "ours", "ours-2-workers", "portkey", "litellm")
+PARTS = ("small-calls", "kills", "turns", "streams", "memory")
+TARGETS = (
+    "pass-through",
+    "ours",
+    "ours-2-workers",
+    "vllm-router",
+    "rllm",
+    "portkey",
+    "litellm",
+    "agent-lightning",
+)
+RECORDING = ("ours", "rllm", "agent-lightning")
+Starters = dict[str, Callable[[], AbstractContextManager[targets.Target]]]
 
 
 def main() -> None:
@@ -27,12 +38,14 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds per row of small calls")
+    parser.add_argument("--calls", type=int, default=500, help="answered before a kill")
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--sessions", type=int, default=1000, help="128k-token sessions in memory")
     arguments = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     parts = {
         "small-calls": _small_calls,
+        "kills": _kills,
         "turns": _turns,
         "streams": _streams,
         "memory": _memory,
@@ -44,13 +57,7 @@ def main() -> None:
 
 def _small_calls(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch, targets.fake_vllm() as upstream:
-        starters: dict[str, Callable[[], AbstractContextManager[targets.Target]]] = {
-            "pass-through": lambda: targets.pass_through(upstream),
-            "ours": lambda: targets.ours(upstream, Path(scratch)),
-            "ours-2-workers": lambda: targets.ours(upstream, Path(scratch), "--workers", "2"),
-            "portkey": lambda: targets.portkey(upstream, CACHE),
-            "litellm": lambda: targets.litellm(upstream, CACHE),
-        }
+        starters = _starters(upstream, Path(scratch))
         print(small_calls.HEADER)
         direct = {}
         for n in arguments.clients:
@@ -62,6 +69,30 @@ def _small_calls(arguments: argparse.Namespace) -> None:
                 for n in arguments.clients:
                     cell = small_calls.measure(target, n, arguments.seconds)
                     print(small_calls.row(cell, direct[n]), flush=True)
+
+
+def _starters(upstream: str, scratch: Path) -> Starters:
+    """`TARGETS` → what starts it."""
+    return {
+        "pass-through": lambda: targets.pass_through(upstream),
+        "ours": lambda: targets.ours(upstream, scratch),
+        "ours-2-workers": lambda: targets.ours(upstream, scratch, "--workers", "2"),
+        "vllm-router": lambda: peers.vllm_router(upstream, CACHE),
+        "rllm": lambda: peers.rllm_gateway(upstream, CACHE, scratch),
+        "portkey": lambda: peers.portkey(upstream, CACHE),
+        "litellm": lambda: peers.litellm(upstream, CACHE),
+        "agent-lightning": lambda: peers.agent_lightning(upstream, CACHE),
+    }
+
+
+def _kills(arguments: argparse.Namespace) -> None:
+    """Of the targets that record."""
+    print(kills.HEADER)
+    for name in (each for each in RECORDING if each in arguments.targets):
+        with tempfile.TemporaryDirectory() as scratch, targets.fake_vllm() as upstream:
+            with _starters(upstream, Path(scratch))[name]() as target:
+                found = asyncio.run(kills.kill(target, arguments.calls))
+            print(found.row(), flush=True)
 
 
 def _turns(_: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The processes that are measured: our proxy, a bare pass-through, and other projects' proxies.
+"""The processes that are measured: our proxy, a bare pass-through, and (`peers.py`) other proxies.
 
 Invariant: the code that starts a target ends all of its processes.
 """
@@ -14,19 +14,20 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
 from proxy.port import free_port
+from proxy.records import TurnStatus
+from proxy.store import open_store
+from proxy.store.protocol import SessionFilter
 
 CONTEXT_TOKENS = 200_000
 START_TIMEOUT_S = 600.0
 """LiteLLM's imports take half a minute of CPU time, which is minutes on a busy machine."""
-LITELLM = "litellm[proxy]==1.106.2"
-PORTKEY = "@portkey-ai/gateway@1.15.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ class Target:
     """URL of the target's chat completions."""
     process: subprocess.Popen[str]
     headers: dict[str, str] = field(default_factory=dict)
+    kept: Callable[[], Awaitable[set[str]]] | None = None
+    """Reads from the store, when the process has ended, which sessions have a complete answer. None
+    if the target has no store that outlives it."""
 
     def cpu_s(self) -> float:
         """CPU time of its whole process tree so far."""
@@ -50,14 +54,14 @@ class Target:
 
 @contextmanager
 def fake_vllm(*arguments: str) -> Iterator[str]:
-    with _python("benchmarks.proxy.fake_vllm", *arguments) as process:
-        yield _first_line(process)
+    with python_module("benchmarks.proxy.fake_vllm", *arguments) as process:
+        yield first_line(process)
 
 
 @contextmanager
 def pass_through(upstream: str) -> Iterator[Target]:
-    with _python("benchmarks.proxy.pass_through", upstream) as process:
-        url = f"{_first_line(process)}/v1/chat/completions"
+    with python_module("benchmarks.proxy.pass_through", upstream) as process:
+        url = f"{first_line(process)}/v1/chat/completions"
         yield Target("aiohttp pass-through", url, process)
 
 
@@ -70,54 +74,25 @@ def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
     argv = ["serve", "--engine", upstream, "--model", str(model), "--port", str(port)]
     store = folder / f"sessions-{port}.sqlite"
     argv += ["--auto-create", "--store", f"sqlite:///{store}", *arguments]
-    with _python("proxy", *argv) as process:
-        _until_healthy(f"http://127.0.0.1:{port}/health", process)
+    with python_module("proxy", *argv) as process:
+        until_healthy(f"http://127.0.0.1:{port}/health", process)
         name = "ours, 2 workers" if "--workers" in arguments else "ours, recording"
-        yield Target(name, f"http://127.0.0.1:{port}/s@S@/v1/chat/completions", process)
+        url = f"http://127.0.0.1:{port}/s@S@/v1/chat/completions"
+        yield Target(name, url, process, kept=lambda: _answered_sessions(store))
 
 
-@contextmanager
-def litellm(upstream: str, cache: Path) -> Iterator[Target]:
-    """LiteLLM from PyPI with one worker, in its own virtual environment under `cache`."""
-    venv, port = cache / "litellm", free_port("127.0.0.1")
-    if not (venv / "bin" / "litellm").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run([venv / "bin" / "pip", "install", "-q", LITELLM], check=True)
-    model = {"model": "openai/fake", "api_base": f"{upstream}/v1", "api_key": "none"}
-    config = cache / "litellm.yaml"
-    config.write_text(json.dumps({"model_list": [{"model_name": "fake", "litellm_params": model}]}))
-    argv = [str(venv / "bin" / "litellm"), "--config", str(config), "--port", str(port)]
-    argv += ["--host", "127.0.0.1", "--telemetry", "False"]
-    # Without this, it downloads prices from GitHub when it is imported.
-    # Without a master key it does not start.
-    key = "sk-bench"
-    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
-    with _process(argv, **offline) as process:
-        _until_healthy(f"http://127.0.0.1:{port}/health/liveliness", process)
-        url = f"http://127.0.0.1:{port}/v1/chat/completions"
-        yield Target("LiteLLM", url, process, {"Authorization": f"Bearer {key}"})
-
-
-@contextmanager
-def portkey(upstream: str, cache: Path) -> Iterator[Target]:
-    """Portkey's gateway from npm, in its own folder under `cache`."""
-    folder, port = cache / "portkey", free_port("127.0.0.1")
-    if not (folder / "node_modules").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            ["npm", "install", "--silent", "--prefix", str(folder), PORTKEY],
-            check=True,
-        )
-    server = folder / "node_modules" / "@portkey-ai" / "gateway" / "build" / "start-server.js"
-    headers = {
-        "x-portkey-provider": "openai",
-        "x-portkey-custom-host": f"{upstream}/v1",
-        "Authorization": "Bearer none",
-    }
-    with _process(["node", str(server), f"--port={port}", "--headless"]) as process:
-        _until_healthy(f"http://127.0.0.1:{port}/", process)
-        url = f"http://127.0.0.1:{port}/v1/chat/completions"
-        yield Target("Portkey gateway", url, process, headers)
+async def _answered_sessions(file: Path) -> set[str]:
+    store = await open_store(f"sqlite:///{file}", create=False)
+    try:
+        sessions = await store.list_sessions(SessionFilter(limit=1_000_000))
+        return {
+            session.session_id.removeprefix("s")
+            for session in sessions
+            for turn in await store.get_turns(session.session_id)
+            if turn.status is TurnStatus.DONE
+        }
+    finally:
+        await store.close()
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -131,13 +106,13 @@ def write_checkpoint(folder: Path) -> None:
 
 
 @contextmanager
-def _python(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    with _process([sys.executable, "-m", module, *arguments]) as process:
+def python_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with started([sys.executable, "-m", module, *arguments]) as process:
         yield process
 
 
 @contextmanager
-def _process(argv: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+def started(argv: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         argv,
         env={**os.environ, **environment},
@@ -157,12 +132,12 @@ def _process(argv: list[str], **environment: str) -> Iterator[subprocess.Popen[s
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _first_line(process: subprocess.Popen[str]) -> str:
+def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def _until_healthy(url: str, process: subprocess.Popen[str]) -> None:
+def until_healthy(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -1,0 +1,41 @@
+"""Starts Agent Lightning's LLM proxy and prints the URL of a rollout's chat completions.
+
+    python agent_lightning.py UPSTREAM PORT
+
+It runs in Agent Lightning's own virtual environment, so it imports nothing of this project.
+"""
+
+import asyncio
+import contextlib
+import sys
+
+from agentlightning import InMemoryLightningStore, LLMProxy
+from agentlightning.utils.server_launcher import PythonServerLauncherArgs
+
+HOST = "127.0.0.1"
+
+
+async def main(upstream: str, port: int) -> None:
+    store = InMemoryLightningStore(thread_safe=True)
+    rollout = await store.start_rollout({})
+    engine = {"model": "hosted_vllm/fake", "api_base": f"{upstream}/v1", "api_key": "none"}
+    proxy = LLMProxy(
+        model_list=[{"model_name": "fake", "litellm_params": engine}],
+        store=store,
+        callbacks=["return_token_ids", "opentelemetry", "logprobs"],
+        launcher_args=PythonServerLauncherArgs(
+            host=HOST,
+            access_host=HOST,
+            port=port,
+            launch_mode="thread",
+            startup_timeout=600.0,
+        ),
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # LiteLLM's banner
+        await proxy.start()
+    path = f"rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}"
+    print(f"http://{HOST}:{port}/{path}/v1/chat/completions", flush=True)
+    await asyncio.Event().wait()
+
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
