@@ -34,6 +34,11 @@ SAME = [
     ("unique", "agentId: a0b1c2d3 (with to: 'a0b1c2d3')", "agentId: a9f8e7 (with to: 'a9f8e7')"),
     ("inode", "Device: 0,45\tInode: 1234", "Device: 254,0\tInode: 99"),
     ("inode", "Device: 0,45    Inode: 9   Links: 1", "Device: 0,241   Inode: 21  Links: 1"),
+    (
+        "length",
+        "Original token count: 3\nOutput:\npid 31302",
+        "Original token count: 2\nOutput:\npid 650",
+    ),
     ("port", "Serving HTTP on 0.0.0.0 port 41234", "Serving HTTP on 0.0.0.0 port 5173"),
 ]
 DIFFERENT = [
@@ -53,6 +58,7 @@ DIFFERENT = [
     ("load average: 0.10, 0.20\n42 tests failed", "load average: 0.10, 0.20\n0 tests failed"),
     ("a1b2c3d4 1024 file.bin", "a1b2c3d5 1024 file.bin"),  # a sum of contents and a size
     ("decaded x", "facaded x"),  # words
+    ("Original token count: 3\nOutput:\na", "Original token count: 3\nOutput:\nb"),
     ("Device: eth0", "Device: wlan0"),
     ("agentId: researcher", "agentId: reviewer"),  # names of agents
     ("with to: 'planner'", "with to: 'builder'"),
