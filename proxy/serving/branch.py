@@ -19,6 +19,7 @@ superseded, or changed.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -184,7 +185,8 @@ async def open_branch(
     ids = {session.session_id, origin.session_id, *(turn.session_id for turn in recorded)}
     found = [session, *[await store.get_session(i) for i in ids - {session.session_id}]]
     folders = [str(s.metadata[FOLDER]) for s in found if s is not None and FOLDER in s.metadata]
-    tolerance = Tolerance(profile, {"session": sorted(ids), "folder": folders})
+    dashed = [re.sub(r"[^0-9A-Za-z]", "-", folder) for folder in folders]  # as Claude Code names it
+    tolerance = Tolerance(profile, {"session": sorted(ids), "folder": [*folders, *dashed]})
     prefix = await asyncio.to_thread(
         lambda: RecordedPrefix(recorded, tolerance, with_reasoning=profile.follows)
     )

@@ -32,6 +32,11 @@ SAME = [
     ("process", "process id 26191, ppid=26190", "process id 7, ppid=6"),
     ("commit", r"x\n1a2b3c4 Add a\n", r"x\n9b8c7d6 Add a\n"),
     ("unique", "agentId: a0b1c2d3 (with to: 'a0b1c2d3')", "agentId: a9f8e7 (with to: 'a9f8e7')"),
+    (
+        "unique",
+        "saved to: /h/tool-results/bs1dtwunk.txt",
+        "saved to: /h/tool-results/b866wvedz.txt",
+    ),
     ("inode", "Device: 0,45\tInode: 1234", "Device: 254,0\tInode: 99"),
     ("inode", "Device: 0,45    Inode: 9   Links: 1", "Device: 0,241   Inode: 21  Links: 1"),
     (
@@ -59,6 +64,8 @@ DIFFERENT = [
     ("a1b2c3d4 1024 file.bin", "a1b2c3d5 1024 file.bin"),  # a sum of contents and a size
     ("decaded x", "facaded x"),  # words
     ("Original token count: 3\nOutput:\na", "Original token count: 3\nOutput:\nb"),
+    ("/results/bs1dtwunk.txt", "/results/b866wvedz.txt"),
+    ("/tool-results/bs1dtwunk.txt", "/tool-results/bs1dtwunk.json"),
     ("Device: eth0", "Device: wlan0"),
     ("agentId: researcher", "agentId: reviewer"),  # names of agents
     ("with to: 'planner'", "with to: 'builder'"),

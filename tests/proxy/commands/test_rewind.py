@@ -26,7 +26,9 @@ def ask(messages):
     )
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 
-messages = [{"role": "system", "content": f"You work in {os.getcwd()}."},
+here = os.getcwd()
+notes = "".join(c if c.isalnum() else "-" for c in here)  # as Claude Code names a project
+messages = [{"role": "system", "content": f"You work in {here}, your notes are in {notes}."},
             {"role": "user", "content": "Do the task."}]
 while (answer := ask(messages)).get("tool_calls"):
     messages.append({k: answer[k] for k in ("role", "content", "tool_calls")})
@@ -59,7 +61,8 @@ async def recorded(proxy: RunningProxy, tmp_path: Path) -> str:
     proxy.answers(plays)
     first = tmp_path / "first"
     session = await proxy.control.create_session("demo", metadata={FOLDER: str(first)})
-    agent = SmallAgent(proxy, session, system=f"You work in {first}.")
+    notes = "".join(each if each.isalnum() else "-" for each in str(first))
+    agent = SmallAgent(proxy, session, system=f"You work in {first}, your notes are in {notes}.")
     agent.tool = lambda step: f"{SEED}step {step}"
     await agent.run()
     await proxy.control.complete("demo")

@@ -313,6 +313,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path(".cache/rewind-proof"),
                         help="folder of the trials; those of bad runs are kept")  # fmt: skip
     given = parser.parse_args()
+    given.work = given.work.resolve()  # as agents see it
     given.out.mkdir(parents=True, exist_ok=True)
     asyncio.run(prove(given))
     rows = read(given.out)
