@@ -3,13 +3,12 @@
     make bench-weight-sync ARGS="--megabytes 50 500 --vllm"
 
 *stage* is the trainer's half, while the engines still sample: it copies each tensor to shared
-memory and hashes it. *receive* is an engine's half, in a separate process, while the engine is
-paused: it hashes, compares and copies into its own tensors. With `--vllm`, a real vLLM does that
-half with its own loader and HTTP routes, on a model with random weights, and it also gets LoRA
-adapters of several ranks on the same model (`model.lora.update: adapter`), for which it is not
-paused. The figures
-are milliseconds of CPU time (wall time in brackets), the minimum of `--rounds`; those of vLLM are
-wall time.
+memory and hashes it. *receive* is an engine's half, in a separate process: it hashes, compares and
+copies into its own tensors. With `--vllm`, a real vLLM does that half, over HTTP, on a model with
+random weights: staged before the pause, or loaded by vLLM during the pause, in turns. It also gets
+LoRA adapters of several ranks on the same model (`model.lora.update: adapter`), for which it is not
+paused. The figures are milliseconds of CPU time (wall time in brackets), the minimum of `--rounds`;
+those of vLLM are wall time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Written
 from trainer.weight_sync.sync import SyncReport, WeightSync
+from trainer.weight_sync.transports import Shapes, SharedMemoryTransport
 
 ROWS, COLUMNS = 1024, 2048
 """Shape of each tensor: a linear layer of a small model."""
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vllm", action="store_true", help="also update a real vLLM")
+    parser.add_argument("--adapters", action="store_true", help="with --vllm: send adapters, too")
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -71,7 +72,9 @@ def main() -> None:
         print("\n| sent to vLLM | bytes | share | paused | whole update | paused / copy |")
         print("|---" * 6 + "|")
         for megabytes in arguments.megabytes:
-            print("\n".join(_vllm_rows(megabytes, arguments.rounds)), flush=True)
+            print(
+                "\n".join(_vllm_rows(megabytes, arguments.rounds, arguments.adapters)), flush=True
+            )
 
 
 def _row(megabytes: int, dtype: torch.dtype, rounds: int) -> str:
@@ -134,29 +137,63 @@ def _least(work: Callable[[], object], rounds: int) -> Cost:
     return Cost(min(cpu) * 1e3, min(wall) * 1e3)
 
 
-def _vllm_rows(megabytes: int, rounds: int) -> list[str]:
+class _SometimesStaged(SharedMemoryTransport):
+    """Lets the engine stage the weights, or load them while it is paused."""
+
+    staged = True
+
+    def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
+        if self.staged:
+            super().stage(weights, shapes)
+        else:
+            self._written = self.segment.write(weights)
+
+
+def _vllm_rows(megabytes: int, rounds: int, adapters: bool) -> list[str]:
     """Reports wall times, because the CPU time is spent in another process."""
-    versions = range(1, 2 + rounds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         model = _save_model(path, megabytes)
         weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
         with _serving(path, weight_transfer="shm") as url:
-            sync = WeightSync(EngineControl([url]))
-            whole = [sync.push(weights, version) for version in versions]
-            sync.close()
-        copy = _copy_cost([tensor for _, tensor in weights], rounds)
-        size = whole[0].size_bytes
-        rows = {f"{size >> 20} MB float32": whole}
-        with _serving(path, lora_rank=max(RANKS)) as url:
-            for rank in RANKS:
-                tensors, settings = _adapter(path, rank)
-                adapters = AdapterSync(EngineControl([url]), path / "adapters", f"rank-{rank}")
-                rows[f"its adapter of rank {rank}"] = [
-                    adapters.push(tensors, settings, version) for version in versions
-                ]
-                adapters.close()
-    return [_sent(name, reports[1:], size, copy) for name, reports in rows.items()]
+            staged, copy = _in_turns(url, weights, rounds)
+        size = staged["staged"][0].size_bytes
+        rows = {f"{size >> 20} MB float32, {how}": reports for how, reports in staged.items()}
+        if adapters:
+            rows |= _adapter_reports(path, rounds)
+    return [_sent(name, reports, size, copy) for name, reports in rows.items()]
+
+
+def _in_turns(
+    url: str, weights: list[Named], rounds: int
+) -> tuple[dict[str, list[SyncReport]], Cost]:
+    """Updates of both kinds and plain copies in turns, so that other work meets all of them."""
+    sync = WeightSync(EngineControl([url]))
+    sync.transport.close()
+    sync.transport = transport = _SometimesStaged(sync.control)
+    sync.push(weights, 0)  # the engine learns how to stage
+    reports: dict[str, list[SyncReport]] = {"staged": [], "loaded while paused": []}
+    copies = []
+    for version in range(1, 1 + rounds):
+        for kind, pushed in reports.items():
+            transport.staged = kind == "staged"
+            pushed.append(sync.push(weights, version))
+            assert not transport.unstaged, transport.unstaged
+        copies.append(_copy_cost([tensor for _, tensor in weights], 1))
+    sync.close()
+    return reports, Cost(*map(min, zip(*copies, strict=True)))
+
+
+def _adapter_reports(model: Path, rounds: int) -> dict[str, list[SyncReport]]:
+    reports = {}
+    with _serving(model, lora_rank=max(RANKS)) as url:
+        for rank in RANKS:
+            tensors, settings = _adapter(model, rank)
+            adapters = AdapterSync(EngineControl([url]), model / "adapters", f"rank-{rank}")
+            pushed = [adapters.push(tensors, settings, each) for each in range(1, 2 + rounds)]
+            reports[f"its adapter of rank {rank}"] = pushed[1:]
+            adapters.close()
+    return reports
 
 
 def _adapter(model: Path, rank: int) -> tuple[list[Named], dict[str, Any]]:

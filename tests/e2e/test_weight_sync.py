@@ -12,7 +12,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from trainer.policy.proof import randomize
 from trainer.policy.shrink import shrunk
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
-from trainer.weight_sync.segment import Written
+from trainer.weight_sync.segment import SegmentWriter, Written
 from trainer.weight_sync.sync import WeightSync
 from trainer.weight_sync.transports import SharedMemoryTransport
 
@@ -68,6 +68,11 @@ def send_wrong_digests(sync: WeightSync, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transport.segment, "write", lies)
 
 
+def reasons_for_not_staging(sync: WeightSync) -> list[str]:
+    assert isinstance(sync.transport, SharedMemoryTransport)
+    return sync.transport.unstaged
+
+
 @pytest.fixture
 def sync(vllm: VllmServer, tiny_model: Path) -> Iterator[WeightSync]:
     sync = WeightSync(EngineControl([vllm.url]))
@@ -84,8 +89,42 @@ def test_engine_serves_exactly_the_pushed_weights(sync: WeightSync, tiny_model: 
             sync.verify(IDS, score_ids(policy, IDS), TOLERANCE)
         report = sync.push(policy.named_hf_parameters(), version)
         assert report.version == version
+        assert version == 1 or not reasons_for_not_staging(sync)
         assert sync.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
         assert sync.control.weight_versions() == [str(version)]
+
+
+def test_staged_weights_are_not_served_before_they_are_sent(
+    sync: WeightSync, tiny_model: Path
+) -> None:
+    policy = policy_of(tiny_model)
+    sync.push(policy.named_hf_parameters(), 5)
+    before = score_ids(policy, IDS)
+    disturb(policy, 5)
+    sync.transport.stage(policy.named_hf_parameters(), None)
+    assert not reasons_for_not_staging(sync)
+    assert sync.verify(IDS, before, TOLERANCE) <= TOLERANCE
+    assert sync.control.weight_versions() == ["5"]
+    sync.push(policy.named_hf_parameters(), 6)
+    assert sync.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
+
+
+def test_trainer_that_ends_while_weights_are_staged_leaves_the_old_ones(
+    sync: WeightSync, vllm: VllmServer, tiny_model: Path
+) -> None:
+    policy = policy_of(tiny_model)
+    sync.push(policy.named_hf_parameters(), 7)
+    before = score_ids(policy, IDS)
+    disturb(policy, 6)
+    ending = SegmentWriter()
+    written = ending.write(policy.named_hf_parameters())
+    staged = asdict(written) | {"report": ending.report_path}
+    sync.control.init_weight_transfer_engine(staged)
+    ending.close()
+    assert sync.verify(IDS, before, TOLERANCE) <= TOLERANCE
+    disturb(policy, 7)
+    sync.push(policy.named_hf_parameters(), 8)
+    assert sync.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
 
 
 def test_request_in_flight_continues_and_each_token_carries_its_version(
@@ -238,6 +277,7 @@ def update_twice(sync: WeightSync, policy: Policy) -> None:
         with pytest.raises(WeightSyncError, match="does not serve the trainer's weights"):
             sync.verify(SMALL_IDS, scores, TOLERANCE)
         sync.push(policy.named_hf_parameters(), version)
+        assert version == 1 or not reasons_for_not_staging(sync)
         assert sync.verify(SMALL_IDS, scores, TOLERANCE) <= TOLERANCE
 
 
@@ -285,7 +325,9 @@ def test_untied_embeddings_in_bfloat16_are_updated(tiny_model: Path, tmp_path: P
     other.save_pretrained(tmp_path / "model")
     with serving(tmp_path / "model", "bfloat16") as sync:
         policy = policy_of(tmp_path / "model", "bfloat16")
-        disturb(policy, 4)
         sync.push(policy.named_hf_parameters(), 1)
+        disturb(policy, 4)
+        sync.push(policy.named_hf_parameters(), 2)
+        assert not reasons_for_not_staging(sync)
         scores = score_ids(policy, IDS)
         assert sync.verify(IDS, scores, BFLOAT16_TOLERANCE) <= BFLOAT16_TOLERANCE

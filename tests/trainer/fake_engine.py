@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, TypeVar
 
 from proxy.secrecy import from_pipe
@@ -39,6 +40,9 @@ class FakeEngine:
             self.released.wait()
         if route == "/die":
             self.is_dead = True
+        if route == "/init_weight_transfer_engine" and "report" in body["init_info"]:
+            report = {"digest": body["init_info"]["digest"], "reason": ""}
+            Path(body["init_info"]["report"]).write_text(json.dumps(report) + "\n")
         if route == "/finish_weight_update":
             self.version = body["weight_version"]
         if route == "/v1/load_lora_adapter":

@@ -44,8 +44,10 @@ class EngineControl:
         addresses = [EngineAddress.parse(url) for url in urls]
         self.urls = [address.url for address in addresses]
         self._keys = {address.url: address.headers for address in addresses}
-        self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="engine-control")
+        self.timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(  # two requests to each engine at a time
+            2 * len(self.urls), thread_name_prefix="engine-control"
+        )
         self.next_version = 0
         """The version that `finish_weight_update` sends to the engines."""
 
@@ -63,12 +65,19 @@ class EngineControl:
                 "--enable-scale-out and --weight-transfer-config)"
             ) from error
 
+    def check_alive(self) -> None:
+        """Raises WeightSyncError: an engine has died."""
+        for url in self.urls:
+            if (why := _death(url, self._keys[url])) is not None:
+                raise _died(url, "it staged weights", why)
+
     def pause(self) -> None:
-        """Freezes running requests; they continue after `resume`."""
-        self._post_all("/pause?mode=keep")
+        """Freezes running requests; they continue after `resume`. Level 0 frees no memory. vLLM's
+        `/pause?mode=keep` does the same and then waits for 20 ms."""
+        self._post_all("/sleep?level=0&mode=keep")
 
     def resume(self) -> None:
-        self._post_all("/resume")
+        self._post_all("/wake_up?tags=scheduling")
 
     def sleep(self) -> None:
         """Frees the GPU: weights move to the host's memory, and keys and values are deleted. No
@@ -211,7 +220,7 @@ class EngineControl:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self._keys[engine]}
         try:
-            with closing(_connection(engine, self._timeout_s)) as connection:
+            with closing(_connection(engine, self.timeout_s)) as connection:
                 connection.request(method, urlsplit(engine).path + path, data, headers)
                 self._await_answer(connection, method, engine, path)
                 response = connection.getresponse()
@@ -235,12 +244,12 @@ class EngineControl:
         Raises:
             WeightSyncError: the engine has died, or has not answered in time.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while not select.select([connection.sock], [], [], HEALTH_INTERVAL_S)[0]:
             if (why := _death(engine, self._keys[engine])) is not None:
                 raise _died(engine, f"{method} {path} waited for it", why)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no answer within {self._timeout_s:g} s")
+                raise TimeoutError(f"no answer within {self.timeout_s:g} s")
 
 
 def _connection(engine: str, timeout_s: float) -> http.client.HTTPConnection:

@@ -51,7 +51,14 @@ class SegmentWriter:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("agentic-rl-weights")
-        self._holder = subprocess.Popen(HOLDER, stdin=subprocess.PIPE, pass_fds=(self._fd,))
+        self.reports, report_fd = os.pipe()
+        """What readers write to `report_path`: a descriptor to read from."""
+        self._holder = subprocess.Popen(
+            HOLDER, stdin=subprocess.PIPE, pass_fds=(self._fd, report_fd)
+        )
+        os.close(report_fd)
+        self.report_path = f"/proc/{self._holder.pid}/fd/{report_fd}"
+        """The pipe by which readers report to the writer."""
         self._size_bytes = 0
         self._map: mmap.mmap | None = None
 
@@ -78,6 +85,7 @@ class SegmentWriter:
     def close(self) -> None:
         self._map = None
         os.close(self._fd)
+        os.close(self.reports)
         self._holder.communicate()  # closes its standard input
 
     def _reserve(self, size_bytes: int) -> mmap.mmap:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trainer.errors import WeightSyncError
@@ -52,8 +53,10 @@ class WeightSync:
         self.transport.stage(sent, shapes)
         self.control.pause()
         paused = time.perf_counter()
-        self.transport.send()
-        self.control.reset_prefix_cache()
+        with ThreadPoolExecutor(1) as beside:
+            reset = beside.submit(self.control.reset_prefix_cache)
+            self.transport.send()
+            reset.result()
         self._expect_version(version)
         self.control.resume()
         now = time.perf_counter()

@@ -11,8 +11,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import queue
+import select
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
@@ -21,12 +25,13 @@ from urllib.parse import urlsplit
 import torch
 
 from trainer.errors import WeightSyncError
-from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.control import HEALTH_INTERVAL_S, EngineControl
 from trainer.weight_sync.gloo_group import address_towards
 from trainer.weight_sync.segment import Named, SegmentWriter, Written
 
 Backend = Literal["shm", "ipc", "nccl", "gloo"]
 Shapes = Callable[[], Sequence[Named]]
+_REPORTS_BYTES = 1 << 16  # the size of a pipe
 ANSWER_S = 30.0
 """Seconds within which the engines report why an update has failed, once the group has failed."""
 
@@ -52,16 +57,41 @@ class Transport(Protocol):
 
 
 class SharedMemoryTransport:
-    """Shares one copy of the weights in memory, which every engine maps."""
+    """Shares one copy of the weights in memory, which every engine maps. `stage` returns when
+    every engine has loaded it into memory of its own, or has refused to."""
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
         self.segment = SegmentWriter()
         self._written: Written | None = None
-        control.init_weight_transfer_engine({})
+        self._workers = sum(control.world_sizes())
+        self.unstaged: list[str] = []
+        """Why workers have not staged the last weights: they load them while sampling is paused."""
 
     def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
+        """Raises WeightSyncError: an engine has died, or has not staged the weights in time."""
         self._written = self.segment.write(weights)
+        info = asdict(self._written) | {"report": self.segment.report_path}
+        self._control.init_weight_transfer_engine(info)
+        self.unstaged = list(filter(None, self._reasons(self._written.digest)))
+
+    def _reasons(self, digest: str) -> list[str]:
+        """What each worker reports about the weights with this digest."""
+        lines, rest = list[dict[str, str]](), b""
+        deadline = time.monotonic() + self._control.timeout_s
+        while len(lines) < self._workers:
+            if not select.select([self.segment.reports], [], [], HEALTH_INTERVAL_S)[0]:
+                self._control.check_alive()
+                if time.monotonic() > deadline:
+                    raise WeightSyncError(
+                        f"{len(lines)} of {self._workers} workers have staged the weights within "
+                        f"{self._control.timeout_s:g} s"
+                    )
+                continue
+            *whole, rest = (rest + os.read(self.segment.reports, _REPORTS_BYTES)).split(b"\n")
+            reports = map(json.loads, whole)
+            lines += [each for each in reports if each["digest"] == digest]
+        return [each["reason"] for each in lines]
 
     def send(self) -> None:
         assert self._written is not None

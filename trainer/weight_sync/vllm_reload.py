@@ -1,4 +1,4 @@
-"""What vLLM's side of every backend of this project does with the weights that it receives.
+"""vLLM's own reload of a model's weights, and what vLLM's side of every backend does with it.
 
 Runs inside vLLM's worker processes. Invariant: an update is applied completely, or fails with an
 error that its caller receives. It fails if a weight of the model, or a part of a fused weight such
@@ -29,13 +29,62 @@ Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
+class Reload:
+    """One reload of a model by vLLM's own loader. After `load`, also one that failed, `finish` must
+    be called: it completes the layers."""
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        self._packed = _unpack_experts(model) if device.type == "cpu" else []
+        initialize_layerwise_reload(model)
+
+    def load(self, tensors: Iterable[Named]) -> None:
+        """Raises ValueError: the update does not contain every weight, or only a part of one."""
+        there = ((name, tensor.to(self._device)) for name, tensor in tensors)
+        loaded = self._model.load_weights(there)  # type: ignore[operator]
+        missing = self._expected() - set(loaded or self._expected())
+        if missing:
+            raise ValueError(f"the update did not contain these weights: {sorted(missing)[:5]}")
+        if partial := self._partly_loaded():
+            raise ValueError(f"the update contained only a part of these layers: {partial[:5]}")
+
+    def finish(self) -> None:
+        finalize_layerwise_reload(self._model, self._config)
+        for method, kernel in self._packed:
+            if method.moe_kernel is None:  # its layer was not reloaded
+                method.moe_kernel = kernel
+        if self._device.type == "cpu":
+            _repack_embeddings(self._model)
+
+    def _expected(self) -> set[str]:
+        """Names of the weights that the trainer trains: those of the language model, without
+        vision or audio towers."""
+        part = getattr(self._model, "get_language_model", lambda: self._model)()
+        trained = {id(parameter) for parameter in part.parameters()}
+        names = {name for name, p in self._model.named_parameters() if id(p) in trained}
+        tied = getattr(self._config.hf_config, "tie_word_embeddings", False)
+        return names - {"lm_head.weight"} if tied else names
+
+    def _partly_loaded(self) -> list[str]:
+        """Layers that received only some elements of their weights. Embeddings are not included:
+        their padding is never sent, and a missing embedding is found by its name."""
+        return [
+            name
+            for name, layer in self._model.named_modules()
+            if not isinstance(layer, VocabParallelEmbedding)
+            and (info := get_layerwise_info(layer)).can_load()
+            and 0 < info.load_numel < sum(p.numel() for p in layer.parameters(recurse=False))
+        ]
+
+
 class ReloadingEngine(WeightTransferEngine[Init, Update]):  # type: ignore[misc]
     """A subclass receives the weights, and implements `init_transfer_engine`, `_load` and
     `shutdown`."""
 
+    _reload: Reload | None = None
+
     def start_weight_update(self) -> None:
-        self._packed = _unpack_experts(self.model) if self.device.type == "cpu" else []
-        initialize_layerwise_reload(self.model)
+        """Nothing: the reload begins when the weights are there."""
 
     def receive_weights(self, update_info: Update) -> None:
         try:
@@ -46,45 +95,18 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):  # type: ignore[misc]
             raise
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        for method, kernel in self._packed:
-            if method.moe_kernel is None:  # its layer was not reloaded
-                method.moe_kernel = kernel
-        if self.device.type == "cpu":
-            _repack_embeddings(self.model)
+        if self._reload is not None:
+            self._reload.finish()
+            self._reload = None
 
     def _load(self, update_info: Update) -> None:
         """Receives the weights and gives them to `_load_tensors`."""
         raise NotImplementedError
 
     def _load_tensors(self, tensors: Iterable[Named]) -> None:
-        """Raises ValueError: the update does not contain every weight, or only a part of one."""
-        loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
-        missing = self._expected() - set(loaded or self._expected())
-        if missing:
-            raise ValueError(f"the update did not contain these weights: {sorted(missing)[:5]}")
-        if partial := self._partly_loaded():
-            raise ValueError(f"the update contained only a part of these layers: {partial[:5]}")
-
-    def _expected(self) -> set[str]:
-        """Names of the weights that the trainer trains: those of the language model, without
-        vision or audio towers."""
-        part = getattr(self.model, "get_language_model", lambda: self.model)()
-        trained = {id(parameter) for parameter in part.parameters()}
-        names = {name for name, p in self.model.named_parameters() if id(p) in trained}
-        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-        return names - {"lm_head.weight"} if tied else names
-
-    def _partly_loaded(self) -> list[str]:
-        """Layers that received only some elements of their weights. Embeddings are not included:
-        their padding is never sent, and a missing embedding is found by its name."""
-        return [
-            name
-            for name, layer in self.model.named_modules()
-            if not isinstance(layer, VocabParallelEmbedding)
-            and (info := get_layerwise_info(layer)).can_load()
-            and 0 < info.load_numel < sum(p.numel() for p in layer.parameters(recurse=False))
-        ]
+        """Raises ValueError: as `Reload.load`."""
+        self._reload = Reload(self.model, self.model_config, self.device)
+        self._reload.load(tensors)
 
 
 def _unpack_experts(model: torch.nn.Module) -> list[tuple[Any, Any]]:

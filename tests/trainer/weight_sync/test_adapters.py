@@ -179,4 +179,4 @@ def test_new_connection_keeps_the_version_that_is_published(
 
 
 def uses_weight_routes(engine: FakeEngine) -> bool:
-    return any("weight_update" in call or call == "/pause" for call in engine.calls)
+    return any("weight_update" in call or call == "/sleep" for call in engine.calls)

@@ -62,6 +62,6 @@ def test_engine_that_is_not_there_is_named_without_its_key() -> None:
     with fake_engine() as (_, url):
         pass
     control = EngineControl([with_key(url)])
-    with pytest.raises(WeightSyncError, match=f"POST {url}/resume failed: .*is the engine up"):
+    with pytest.raises(WeightSyncError, match=f"POST {url}/wake_up.* failed: .*is the engine up"):
         control.resume()
     control.close()
