@@ -8,6 +8,7 @@ It runs in Agent Lightning's own virtual environment, so it imports nothing of t
 import asyncio
 import contextlib
 import sys
+from typing import TextIO
 
 from agentlightning import InMemoryLightningStore, LLMProxy
 from agentlightning.utils.server_launcher import PythonServerLauncherArgs
@@ -15,7 +16,7 @@ from agentlightning.utils.server_launcher import PythonServerLauncherArgs
 HOST = "127.0.0.1"
 
 
-async def main(upstream: str, port: int) -> None:
+async def main(upstream: str, port: int, to: TextIO) -> None:
     store = InMemoryLightningStore(thread_safe=True)
     rollout = await store.start_rollout({})
     engine = {"model": "hosted_vllm/fake", "api_base": f"{upstream}/v1", "api_key": "none"}
@@ -31,11 +32,12 @@ async def main(upstream: str, port: int) -> None:
             startup_timeout=600.0,
         ),
     )
-    with contextlib.redirect_stdout(sys.stderr):  # LiteLLM's banner
-        await proxy.start()
+    await proxy.start()
     path = f"rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}"
-    print(f"http://{HOST}:{port}/{path}/v1/chat/completions", flush=True)
+    print(f"http://{HOST}:{port}/{path}/v1/chat/completions", file=to, flush=True)
     await asyncio.Event().wait()
 
 
-asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+printed = sys.stdout
+with contextlib.redirect_stdout(sys.stderr):  # LiteLLM's banner and the log of its server
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), printed))

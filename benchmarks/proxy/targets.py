@@ -54,13 +54,13 @@ class Target:
 
 @contextmanager
 def fake_vllm(*arguments: str) -> Iterator[str]:
-    with python_module("benchmarks.proxy.fake_vllm", *arguments) as process:
+    with _prints_url("benchmarks.proxy.fake_vllm", *arguments) as process:
         yield first_line(process)
 
 
 @contextmanager
 def pass_through(upstream: str) -> Iterator[Target]:
-    with python_module("benchmarks.proxy.pass_through", upstream) as process:
+    with _prints_url("benchmarks.proxy.pass_through", upstream) as process:
         url = f"{first_line(process)}/v1/chat/completions"
         yield Target("aiohttp pass-through", url, process)
 
@@ -74,7 +74,7 @@ def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
     argv = ["serve", "--engine", upstream, "--model", str(model), "--port", str(port)]
     store = folder / f"sessions-{port}.sqlite"
     argv += ["--auto-create", "--store", f"sqlite:///{store}", *arguments]
-    with python_module("proxy", *argv) as process:
+    with started([sys.executable, "-m", "proxy", *argv]) as process:
         until_healthy(f"http://127.0.0.1:{port}/health", process)
         name = "ours, 2 workers" if "--workers" in arguments else "ours, recording"
         url = f"http://127.0.0.1:{port}/s@S@/v1/chat/completions"
@@ -106,17 +106,22 @@ def write_checkpoint(folder: Path) -> None:
 
 
 @contextmanager
-def python_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    with started([sys.executable, "-m", module, *arguments]) as process:
+def _prints_url(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-m", module, *arguments]
+    with started(argv, stdout=subprocess.PIPE) as process:
         yield process
 
 
 @contextmanager
-def started(argv: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    argv: list[str], *, stdout: int = subprocess.DEVNULL, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """`stdout`: PIPE for a program that prints its URL and nothing else. Nobody reads the pipe
+    afterwards, so a program that logs would stop as soon as it is full."""
     with subprocess.Popen(
         argv,
         env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
