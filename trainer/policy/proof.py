@@ -4,7 +4,7 @@ Invariant: a policy is trained only if, on a small random copy of its configurat
 of layer (`shrink.py`), log-probabilities and gradients of packed rows and of trees equal those of
 the model's own eager forward pass over each path alone.
 
-The proof takes about a second. It is repeated when the configuration, transformers, torch or this
+The proof takes up to 4 s. It is repeated when the configuration, transformers, torch or this
 code changes: a success is kept as an empty file in the user's cache folder.
 """
 
@@ -81,7 +81,7 @@ def prove(settings: Any, path: Path) -> None:
             f"model.path: {path}: {settings.model_type} models are not supported: {difference};"
             " use another model"
         )
-    with suppress(OSError):  # a folder that cannot be written costs a second at the next start
+    with suppress(OSError):  # a folder that cannot be written costs the proof at the next start
         known.parent.mkdir(parents=True, exist_ok=True)
         known.touch()
 
