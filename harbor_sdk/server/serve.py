@@ -87,6 +87,8 @@ async def _serve(config: ServerConfig, app: web.Application) -> int:
         await web.TCPSite(runner, config.host, config.port).start()
         host, port = runner.addresses[0][:2]
         print(f"harbor-server on http://{host}:{port}", flush=True)
+        # LiteLLM logs to standard output, and would wait for a reader that wanted the address only.
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         if "HARBOR_SERVER_TOKEN" not in os.environ:
             path = config.state_dir / TOKEN_FILE
             print(f"clients: export HARBOR_SERVER_TOKEN=$(cat {path})", file=sys.stderr)

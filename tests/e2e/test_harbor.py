@@ -181,3 +181,9 @@ def _sleepers() -> int:
         except OSError:
             continue
     return count
+
+
+def test_server_writes_to_standard_output_only_its_address(server: HarborServer) -> None:
+    """What libraries print there would fill the pipe of a reader that wants the address only."""
+    output, errors = (Path(f"/proc/{server.process.pid}/fd/{number}") for number in (1, 2))
+    assert output.readlink() == errors.readlink() == server.state_dir / "server.log"
