@@ -19,6 +19,7 @@ from agent_loop.swarm.token import token_place
 from proxy import logs
 from proxy.client import ProxyClientError
 from proxy.errors import ConfigurationError, ProxyError
+from proxy.imports import importing
 from proxy.logs import LogLevel
 from proxy.secrecy import hide_memory
 from trainer.errors import ConfigError, TrainerError
@@ -81,7 +82,8 @@ def _run(words: Sequence[str], configs: Sequence[Path], *, check: bool) -> int:
         return _report(rest)
     if command not in ("train", "resume"):
         raise ConfigError(f"{command!r}: expected key=value, resume RUN or report RUN")
-    from trainer.start import begin, check_only, resume
+    with importing():
+        from trainer.start import begin, check_only, resume
 
     if command == "resume":
         if not rest or "=" in rest[0]:

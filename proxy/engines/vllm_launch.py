@@ -11,9 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import runpy
 import sys
+from importlib import import_module
 
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_server import is_cpu_build
+from proxy.imports import importing
 from proxy.secrecy import from_pipe
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -23,14 +25,17 @@ MODULE = "vllm.entrypoints.openai.api_server"
 def main() -> None:
     RequireKey.key = from_pipe(int(sys.argv[1])).strip()
     del sys.argv[1]
+    with importing():
+        import_module(MODULE)
+    del sys.modules[MODULE]  # it is executed instead
     if is_cpu_build():
         fork_processes()
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
 
 def fork_processes() -> None:
-    """Makes vLLM fork its other processes. With a CPU it spawns them, whatever its settings say, and
-    each then imports again what this process has imported: half of the time of a start."""
+    """Makes vLLM fork its other processes. With a CPU it spawns them, whatever its settings say,
+    and each then imports again what this process has imported: two fifths of a start."""
     from vllm.utils import system_utils
 
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")

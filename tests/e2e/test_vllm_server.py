@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from proxy.engines.address import EngineAddress
+from proxy.engines.vllm_launch import fork_processes
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError
 
@@ -52,6 +53,16 @@ def test_port_in_use_is_refused_by_number(tiny_model: Path, tmp_path: Path) -> N
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"engine port={port}: .*in use"):
             VllmServer(VllmConfig(), tiny_model, log=tmp_path / "vllm.log", port=port)
+
+
+def test_processes_of_a_vllm_on_a_cpu_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils import system_utils
+
+    monkeypatch.setattr(system_utils, "get_mp_context", system_utils.get_mp_context)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # what vLLM sets with a CPU
+    assert system_utils.get_mp_context().get_start_method() == "spawn"
+    fork_processes()
+    assert system_utils.get_mp_context().get_start_method() == "fork"
 
 
 def test_kill_9_of_its_parent_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
