@@ -9,8 +9,11 @@ an argument or from the environment, and every process of the same user can read
 from __future__ import annotations
 
 import multiprocessing
+import os
 import runpy
+import signal
 import sys
+from functools import partial
 from importlib import import_module
 
 from proxy.engines.vllm_key import RequireKey
@@ -38,6 +41,8 @@ def fork_processes() -> None:
     and each then imports again what this process has imported: two fifths of a start."""
     from vllm.utils import system_utils
 
+    # A signal to a forked process would else also reach the event loop of this one.
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 

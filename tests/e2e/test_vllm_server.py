@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -55,14 +57,26 @@ def test_port_in_use_is_refused_by_number(tiny_model: Path, tmp_path: Path) -> N
             VllmServer(VllmConfig(), tiny_model, log=tmp_path / "vllm.log", port=port)
 
 
-def test_processes_of_a_vllm_on_a_cpu_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processes_of_a_vllm_on_a_cpu_are_forked_and_get_signals_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.utils import system_utils
 
     monkeypatch.setattr(system_utils, "get_mp_context", system_utils.get_mp_context)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # what vLLM sets with a CPU
     assert system_utils.get_mp_context().get_start_method() == "spawn"
     fork_processes()
-    assert system_utils.get_mp_context().get_start_method() == "fork"
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, signalled.set)
+    context = system_utils.get_mp_context()
+    assert context.get_start_method() == "fork"
+    forked = context.Process(target=signal.raise_signal, args=(signal.SIGUSR1,))
+    forked.start()
+    await asyncio.to_thread(forked.join)
+    assert forked.exitcode == 0
+    assert not signalled.is_set()
+    loop.remove_signal_handler(signal.SIGUSR1)
 
 
 def test_kill_9_of_its_parent_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
