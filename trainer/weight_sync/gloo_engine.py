@@ -35,6 +35,8 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
     """The rank of the engine's first worker."""
     world_size: int
     """Number of workers of all engines, and the trainer."""
+    bucket_bytes: int
+    """Size of the messages, which the trainer chooses."""
 
 
 class GlooEngine(ReloadingEngine[GlooInit, NCCLWeightTransferUpdateInfo]):
@@ -43,9 +45,11 @@ class GlooEngine(ReloadingEngine[GlooInit, NCCLWeightTransferUpdateInfo]):
     init_info_cls = GlooInit
     update_info_cls = NCCLWeightTransferUpdateInfo
     _group: GlooGroup | None = None
+    _bucket_bytes = 0
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         self.shutdown()  # a trainer that has ended, or has other engines now
+        self._bucket_bytes = init_info.bucket_bytes
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._group = GlooGroup.join(
@@ -89,7 +93,11 @@ class GlooEngine(ReloadingEngine[GlooInit, NCCLWeightTransferUpdateInfo]):
             raise ValueError("no trainer has connected: POST /init_weight_transfer_engine first")
         try:
             return receive(
-                self._group, update_info.names, update_info.dtype_names, update_info.shapes
+                self._group,
+                update_info.names,
+                update_info.dtype_names,
+                update_info.shapes,
+                self._bucket_bytes,
             )
         except BaseException:
             self.shutdown()  # or the other members would wait for this one

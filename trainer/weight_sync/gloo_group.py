@@ -18,7 +18,7 @@ import xxhash
 from torch import distributed
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from trainer.weight_sync.segment import Named, add_to_digest
+from trainer.weight_sync.segment import Named, add_to_digest, aligned
 
 Gloo: Any = distributed.ProcessGroupGloo
 """torch's type stubs do not list its operations."""
@@ -26,6 +26,8 @@ DIGEST_BYTES = 16
 """Size of an XXH3 of 128 bits."""
 TIMEOUT_S = 300.0
 """Seconds of an operation; that of the largest tensor over a slow network is shorter."""
+BUCKET_BYTES = 64 * 1024 * 1024
+"""Size of the messages in which tensors are sent together. A larger tensor is a message alone."""
 
 
 class GlooGroup:
@@ -125,18 +127,29 @@ def _arrived(rank: int) -> str:
     return f"arrived/{rank}"
 
 
-def send(group: GlooGroup, weights: Iterable[Named]) -> tuple[str, ...]:
+def send(
+    group: GlooGroup, weights: Iterable[Named], bucket_bytes: int = BUCKET_BYTES
+) -> tuple[str, ...]:
     """The trainer's part of an update. Returns the digest of each member by rank, all equal.
+    `bucket_bytes` is the same for all members.
 
     Raises:
         RuntimeError: a member is lost, or received something else.
     """
     total = xxhash.xxh3_128()
+    bucket, used = torch.empty(bucket_bytes, dtype=torch.uint8), 0
     for name, tensor in weights:
-        # A copy: the digest's view of its memory would keep FSDP from freeing a gathered weight.
-        sent = tensor.detach().to("cpu", copy=True).contiguous()
+        start = _place(used, tensor.nbytes, bucket_bytes)
+        if start == 0 and used:
+            group.broadcast(bucket[:used])
+        if tensor.nbytes > len(bucket):
+            bucket = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        sent = _tensor(bucket, start, tensor.dtype, tensor.shape)
+        sent.copy_(tensor.detach())
         add_to_digest(total, name, sent)
-        group.broadcast(sent)
+        used = start + tensor.nbytes
+    if used:
+        group.broadcast(bucket[:used])
     digests = group.digests(total.digest())
     wrong = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if wrong:
@@ -149,17 +162,25 @@ def receive(
     names: Sequence[str],
     dtype_names: Sequence[str],
     shapes: Sequence[Sequence[int]],
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Named]:
-    """A worker's part of an update: all tensors, in host memory.
+    """A worker's part of an update: all tensors, in host memory. `bucket_bytes`: see `send`.
 
     Raises:
         RuntimeError: a member is lost.
         ValueError: this worker received other weights than were sent.
     """
+    dtypes = [getattr(torch, name) for name in dtype_names]
+    sizes = [torch.Size(s).numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
+    places, bucket_sizes = _layout(sizes, bucket_bytes)
+    buckets = []
+    for size in bucket_sizes:
+        buckets.append(torch.empty(size, dtype=torch.uint8))
+        if size:
+            group.broadcast(buckets[-1])
     total, received = xxhash.xxh3_128(), []
-    for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
-        tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
-        group.broadcast(tensor)
+    for name, dtype, shape, (number, start) in zip(names, dtypes, shapes, places, strict=True):
+        tensor = _tensor(buckets[number], start, dtype, shape)
         add_to_digest(total, name, tensor)
         received.append((name, tensor))
     sent, *_ = group.digests(total.digest())
@@ -168,6 +189,32 @@ def receive(
             f"the received weights have digest {total.hexdigest()}, but the trainer sent {sent}"
         )
     return received
+
+
+def _place(used: int, size: int, bucket_bytes: int) -> int:
+    """Where a tensor of `size` bytes begins in a bucket of which `used` bytes are filled; 0: it
+    begins a new one."""
+    start = aligned(used)
+    return start if start + size <= bucket_bytes else 0
+
+
+def _layout(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """For each tensor the number of its bucket and its place there; and the size of each bucket."""
+    places, buckets = [], [0]
+    for size in sizes:
+        start = _place(buckets[-1], size, bucket_bytes)
+        if start == 0 and buckets[-1]:
+            buckets.append(0)
+        places.append((len(buckets) - 1, start))
+        buckets[-1] = start + size
+    return places, buckets
+
+
+def _tensor(
+    bucket: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return bucket[start : start + size].view(dtype).view(tuple(shape))
 
 
 def address_towards(host: str, port: int) -> str:

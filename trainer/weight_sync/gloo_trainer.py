@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
 )
 
-from trainer.weight_sync.gloo_group import Meeting, send
+from trainer.weight_sync.gloo_group import BUCKET_BYTES, Meeting, send
 
 POLL_S = 0.05
 """Seconds between looks at who has arrived; torch's store has no wait that can be ended."""
@@ -49,7 +49,12 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
             return engine
         address, size = init_info.master_address, init_info.world_size
         meeting = Meeting(address, size)
-        joined = {"master_address": address, "master_port": meeting.port, "world_size": size}
+        joined = {
+            "master_address": address,
+            "master_port": meeting.port,
+            "world_size": size,
+            "bucket_bytes": BUCKET_BYTES,
+        }
         # The engines answer when their workers have joined, which waits for this rank.
         with ThreadPoolExecutor(1) as pool, closing(meeting):
             asked = pool.submit(client.init_weight_transfer_engine, {**joined, "rank_offset": 1})
@@ -64,4 +69,5 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
         if not self.is_sender:
             super()._broadcast(source, meta)
             return
-        self.digests = send(self.model_update_group, self._checked_iter(source, meta))
+        pairs = self._checked_iter(source, meta)
+        self.digests = send(self.model_update_group, pairs, BUCKET_BYTES)

@@ -68,7 +68,7 @@ class SegmentWriter:
         entries: list[dict[str, Any]] = []
         end, total = _HEAD_BYTES, xxhash.xxh3_128()
         for name, tensor in tensors:
-            offset = _aligned(end)
+            offset = aligned(end)
             end = offset + tensor.numel() * tensor.element_size()
             entries.append(_entry(name, tensor, offset))
             target = _view(self._reserve(end), tensor.dtype, tensor.shape, offset)
@@ -203,7 +203,8 @@ def _entry(name: str, tensor: torch.Tensor, offset: int) -> dict[str, Any]:
     return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
 
 
-def _aligned(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
+    """The next place where a tensor of any dtype may begin."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 

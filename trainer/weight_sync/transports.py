@@ -46,7 +46,7 @@ class Transport(Protocol):
     def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
         """Prepares the weights while the engines still sample. `shapes` gives the same tensors
         without their contents; with them, a broadcast reads the weights one by one while it sends
-        them, and holds none of them longer. Without them it holds all."""
+        them, and holds one message of them. Without them it holds all."""
         ...
 
     def send(self) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from tests.trainer.fake_engine import FakeEngine, serving
 from trainer.errors import WeightSyncError
+from trainer.weight_sync import gloo_trainer
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.gloo_group import GlooGroup, Meeting, receive, send
 from trainer.weight_sync.segment import Named, digest
@@ -32,14 +33,16 @@ class GlooEngine(FakeEngine):
         self.groups: list[GlooGroup] = []
         self.weights: list[list[Named]] = []
         """What each worker received last."""
+        self.bucket_bytes = 0
         self.dies_at: int | None = None
-        """Number of tensors after which the engine dies."""
+        """Number of messages after which the engine dies."""
         self._pool = ThreadPoolExecutor(WORKERS)
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, object]:
         if path == "/init_weight_transfer_engine":
             info = body["init_info"]
             self.leave()
+            self.bucket_bytes = info["bucket_bytes"]
             if self.dies_at == 0:
                 self.is_dead = True
                 self.released.wait()
@@ -66,12 +69,29 @@ class GlooEngine(FakeEngine):
 
     def _receive(self, group: GlooGroup, update: dict[str, Any]) -> list[Named]:
         dtypes, shapes = update["dtype_names"], update["shapes"]
-        if self.dies_at is None:
-            return receive(group, update["names"], dtypes, shapes)
-        for dtype, shape in zip(dtypes[: self.dies_at], shapes, strict=False):
-            group.broadcast(torch.empty(shape, dtype=getattr(torch, dtype)))
-        group.destroy()
-        raise InterruptedError
+        mortal = group if self.dies_at is None else _Mortal(group, self.dies_at)
+        return receive(mortal, update["names"], dtypes, shapes, self.bucket_bytes)
+
+
+class _Mortal(GlooGroup):
+    """A membership that ends after `left` messages."""
+
+    def __init__(self, group: GlooGroup, left: int) -> None:
+        self._whole, self._left = group, left
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        self._live()
+        self._whole.broadcast(tensor, src)
+
+    def digests(self, own: bytes) -> list[str]:
+        self._live()
+        return self._whole.digests(own)
+
+    def _live(self) -> None:
+        if self._left == 0:
+            self._whole.destroy()
+            raise InterruptedError
+        self._left -= 1
 
 
 def _join(info: dict[str, Any], number: int) -> GlooGroup:
@@ -83,8 +103,14 @@ def sync_with(*urls: str) -> WeightSync:
     return WeightSync(EngineControl(urls), "gloo")
 
 
+@pytest.fixture(params=[64, 256, 1 << 20])
+def sent_in_messages_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor alone, some together, and all together."""
+    monkeypatch.setattr(gloo_trainer, "BUCKET_BYTES", request.param)
+
+
 @pytest.fixture
-def engines() -> Iterator[list[tuple[GlooEngine, str]]]:
+def engines(sent_in_messages_of: None) -> Iterator[list[tuple[GlooEngine, str]]]:
     with ExitStack() as stack:
         made = [stack.enter_context(serving(GlooEngine())) for _ in range(3)]
         yield made
@@ -143,7 +169,7 @@ def test_engine_lost_in_an_update_ends_it_and_the_others_take_the_next_one(
     """A replacement, or an engine that joins late, is in the group of the next connection."""
     (lost, lost_url), (survivor, url), (late, late_url) = engines
     sync = sync_with(lost_url, url)
-    lost.dies_at = 2
+    lost.dies_at = 1
     with pytest.raises(WeightSyncError, match=f"{lost_url}: the engine died while it received"):
         sync.push(weights(1), 1)
     sync.close()
@@ -198,3 +224,36 @@ def test_other_weights_than_were_sent_are_refused_by_the_worker_and_by_the_train
         send(meeting.group(), [("b", torch.zeros(3))])
     worker.join()
     assert refused
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[], [0], [0, 0, 5], [64], [1, 1, 1], [60, 60], [100, 1, 100], [63, 1, 64, 65, 0, 1], [300]],
+)
+@pytest.mark.parametrize("bucket_bytes", [64, 256, 1 << 20])
+def test_tensors_are_sent_together_up_to_the_size_of_a_message(
+    sizes: list[int], bucket_bytes: int
+) -> None:
+    sent = [(f"{at}", torch.full((size,), at, dtype=torch.uint8)) for at, size in enumerate(sizes)]
+    meeting, messages = Meeting("127.0.0.1", 2), list[int]()
+
+    def work() -> list[Named]:
+        group = GlooGroup.join("127.0.0.1", meeting.port, 1, 2)
+        names, shapes = [name for name, _ in sent], [[size] for size in sizes]
+        return receive(group, names, ["uint8"] * len(sizes), shapes, bucket_bytes)
+
+    class Counting(GlooGroup):
+        def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+            messages.append(len(tensor))
+            super().broadcast(tensor, src)
+
+    with ThreadPoolExecutor(1) as worker:
+        received = worker.submit(work)
+        group = meeting.group()
+        group.__class__ = Counting
+        send(group, sent, bucket_bytes)
+        assert digest(received.result()) == digest(sent)
+    assert all(size <= bucket_bytes or size in sizes for size in messages)
+    assert 0 not in messages
+    aligned = sum(-(-size // 64) * 64 for size in sizes)
+    assert len(messages) == (aligned > 0) or aligned > bucket_bytes
