@@ -15,6 +15,7 @@ import signal
 import sys
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_server import is_cpu_build
@@ -39,11 +40,10 @@ def main() -> None:
 def fork_processes() -> None:
     """Makes vLLM fork its other processes. With a CPU it spawns them, whatever its settings say,
     and each then imports again what this process has imported: two fifths of a start."""
-    from vllm.utils import system_utils
-
     # A signal to a forked process would else also reach the event loop of this one.
     os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
-    system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    processes: Any = import_module("vllm.utils.system_utils")
+    processes.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 if __name__ == "__main__":
