@@ -213,6 +213,10 @@ class Trajectory:
         return len(self.ids)
 
 
+CALL_CHARS = 500
+"""Characters that a `Rollout` keeps of a tool call."""
+
+
 class RolloutStatus(StrEnum):
     """How a trial ended."""
 
@@ -252,6 +256,9 @@ class Rollout:
     turn_policies: Mapping[int, str] = field(default_factory=dict)
     """Turn index → the policy that sampled it, for the turns of a run that trains several; empty:
     one policy sampled all trained tokens."""
+    turn_calls: Mapping[int, str] = field(default_factory=dict)
+    """Turn index → the tool calls of its answer, a line `NAME ARGUMENTS` each, of which at most
+    CALL_CHARS characters are kept; a turn without a call is not listed."""
     truncated_turns: tuple[int, ...] = ()
     """Indices of the turns whose answer ended with `finish_reason` length."""
     num_turns: int = 0

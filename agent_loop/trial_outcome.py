@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.records import (
+    CALL_CHARS,
     AgentEnd,
     AgentResult,
     FinishedTrial,
@@ -32,6 +33,7 @@ from agent_loop.records import (
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.salvage import EarlierTrials
 from agent_loop.trajectory import build_segments
+from proxy.conversation.messages import load_answer
 from proxy.records import (
     FinishReason,
     Mark,
@@ -146,6 +148,7 @@ def build_rollout(
         turn_returns=credited.returns,
         turn_shares=credited.shares,
         turn_policies=_turn_policies(attempt, turns),
+        turn_calls=_turn_calls(turns),
         truncated_turns=_truncated(turns),
         num_turns=len(_answered(turns)),
         forks=_forks(turns),
@@ -253,6 +256,18 @@ def _turn_policies(attempt: Attempt, turns: Sequence[Turn]) -> Mapping[int, str]
     if len(attempt.policies) < 2:
         return {}
     return {turn.index: turn.policy for turn in turns if turn.policy in attempt.policies}
+
+
+def _turn_calls(turns: Sequence[Turn]) -> Mapping[int, str]:
+    lines = {
+        turn.index: [
+            f"{call.name} {call.arguments}"[:CALL_CHARS].replace("\n", " ")
+            for call in load_answer(turn.answer).tool_calls
+        ]
+        for turn in _answered(turns)
+        if turn.answer
+    }
+    return {index: "\n".join(calls) for index, calls in lines.items() if calls}
 
 
 def _truncated(turns: Sequence[Turn]) -> tuple[int, ...]:

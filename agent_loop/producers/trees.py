@@ -7,6 +7,7 @@ a function of the rollout and the section.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Self
 
@@ -24,6 +25,9 @@ class TreeConfig(Section):
     most_uncertain: int | None = Field(None, ge=1)
     """Branch at this number of turns, whose sampled tokens have the lowest mean log-probability: an
     estimate of their entropy."""
+    before_call: re.Pattern[str] | None = None
+    """Branch at the turns whose answer has a tool call in which this regular expression is found,
+    as `NAME ARGUMENTS`: before the call that decides a task, such as `^submit ` or `git commit`."""
     children: int = Field(2, ge=1)
     """Number of branches at each chosen turn."""
     max_points: int = Field(8, ge=1)
@@ -31,10 +35,12 @@ class TreeConfig(Section):
 
     @model_validator(mode="after")
     def _one_choice(self) -> Self:
-        if (self.every is None) == (self.most_uncertain is None):
+        given = (self.every, self.most_uncertain, self.before_call)
+        if sum(each is not None for each in given) != 1:
             raise ValueError(
-                f"tree.every={self.every} and tree.most_uncertain={self.most_uncertain}: set one "
-                "of them, which chooses the turns at which rollouts branch"
+                f"tree.every={self.every}, tree.most_uncertain={self.most_uncertain} and "
+                f"tree.before_call={self.before_call and self.before_call.pattern}: set one of "
+                "them, which chooses the turns at which rollouts branch"
             )
         return self
 
@@ -46,6 +52,9 @@ class TreeConfig(Section):
         surprise = {t: s for t, s in turn_surprise(rollout).items() if t > 0}
         if self.every is not None:
             chosen = [turn for turn in sorted(surprise) if turn % self.every == 0]
+        elif self.before_call is not None:
+            calls = {turn: rollout.turn_calls.get(turn, "").split("\n") for turn in surprise}
+            chosen = [t for t in sorted(calls) if any(map(self.before_call.search, calls[t]))]
         else:
             chosen = sorted(surprise, key=lambda turn: -surprise[turn])[: self.most_uncertain]
         return sorted(chosen[: self.max_points])

@@ -13,9 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.credit import CreditConfig, assign_credit
-from agent_loop.records import AgentEnd, AgentResult, Graded, RolloutStatus, Segment, Task
+from agent_loop.records import (
+    CALL_CHARS,
+    AgentEnd,
+    AgentResult,
+    Graded,
+    RolloutStatus,
+    Segment,
+    Task,
+)
 from agent_loop.trajectory import build_segments, flatten
 from agent_loop.trial_outcome import Attempt, build_rollout
+from proxy.conversation.messages import Message, ToolCall, dump_answer
 from proxy.errors import SessionError
 from proxy.records import Origin, Session, SessionKind, SessionStatus, Turn, TurnStatus
 from proxy.store.sqlite import SqliteStore
@@ -124,6 +133,22 @@ def test_reward_of_a_branch_goes_to_its_own_turns() -> None:
     assert (rollout.status, rollout.num_turns, rollout.sampled_tokens) == (RolloutStatus.DONE, 2, 2)
     (segment,) = rollout.segments
     assert segment.mask.tolist() == [False] * 4 + [True, False, True]
+
+
+def test_rollout_has_the_tool_calls_of_its_answers() -> None:
+    called = [ToolCall("a", "bash", '{\n"command": "ls"}'), ToolCall("b", "submit", "x" * 1000)]
+    turns = [
+        turn(0, None, 0, [1], [2]),
+        replace(
+            turn(1, 0, 2, [3], [4]), answer=dump_answer(Message("assistant", tool_calls=called))
+        ),
+        replace(turn(2, 1, 4, [5], [6]), answer=dump_answer(Message("assistant", "done"))),
+    ]
+    rollout = build_rollout(
+        Attempt("b", Task("t", {})), AgentResult(AgentEnd.EXITED), turns, Graded(1.0)
+    )
+    cut = f"submit {'x' * 1000}"[:CALL_CHARS]
+    assert rollout.turn_calls == {1: f'bash {{ "command": "ls"}}\n{cut}'}
 
 
 def test_branch_that_sampled_nothing_fails_with_the_reason() -> None:

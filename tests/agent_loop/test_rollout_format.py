@@ -67,6 +67,7 @@ def test_every_field_of_a_rollout_is_encoded() -> None:
         changed = {
             "status": RolloutStatus.FAILED, "reward": 2.0, "trial_id": "other",
             "truncated_turns": (5,), "turn_returns": {1: 0.5}, "forks": {"edited": 1},
+            "turn_calls": {1: "submit {}"},
             "error": "e", "logs": "l", "prefix": "p@3",
         }.get(name, {"x": 1.0} if isinstance(value, dict) else 7)  # fmt: skip
         rollout = dataclasses.replace(filled, **{name: changed})

@@ -4,6 +4,7 @@ engine; and the choice of turns."""
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -57,14 +58,30 @@ def test_most_uncertain_turns_have_the_lowest_mean_log_probability() -> None:
     assert TreeConfig(most_uncertain=2).points(trunk) == [2, 4]
 
 
+def test_turns_before_a_call_are_found_by_its_name_or_its_arguments() -> None:
+    calls = {
+        0: 'submit {"answer": 1}',
+        1: 'bash {"command": "ls"}\nsubmit {"answer": 2}',
+        3: 'bash {"command": "git commit -m submit "}',
+        9: "submit {}",  # not trained
+    }
+    trunk = replace(rollout(*[-1.0] * 5), turn_calls=calls)
+    assert TreeConfig(before_call=re.compile("^submit ")).points(trunk) == [1]
+    assert TreeConfig(before_call=re.compile("git commit")).points(trunk) == [3]
+    assert TreeConfig(before_call=re.compile("submit ")).points(trunk) == [1, 3]
+    assert TreeConfig(before_call=re.compile("")).points(trunk) == [1, 2, 3, 4]
+
+
 def test_rollout_without_a_reward_is_not_branched() -> None:
     trunk = rollout(-1.0, -1.0)
     failed = Rollout("t", trunk.task, RolloutStatus.FAILED, None, segments=trunk.segments)
     assert TreeConfig(every=1).points(failed) == []
 
 
-@pytest.mark.parametrize("given", [{}, {"every": 2, "most_uncertain": 1}])
-def test_one_way_to_choose_turns_is_required(given: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "given", [{}, {"every": 2, "most_uncertain": 1}, {"every": 2, "before_call": "a"}]
+)
+def test_one_way_to_choose_turns_is_required(given: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="set one of them"):
         TreeConfig.model_validate(given)
 
