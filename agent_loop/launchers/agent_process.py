@@ -6,6 +6,7 @@ the key of its own session and no other key.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from proxy.section import Section
 PROMPT_BYTES = 128_000
 """Maximum size of TASK_PROMPT, because Linux allows 131,072 bytes per environment string; a longer
 prompt is in TASK_FILE only."""
+SOCKETS_BYTES = 80
+"""Maximum size of TMUX_TMPDIR: with `/tmux-UID/NAME` it is the path of a socket, which can have 107
+bytes. In a longer folder tmux could not start; there all trials share one server, as without it."""
 
 
 class ProcessSettings(Section):
@@ -98,6 +102,8 @@ def agent_environment(
     """The inherited variables and those named in `pass_env`, then the trial's, then `extra` with
     its placeholders replaced; later values replace earlier ones."""
     env = inherited_environment(pass_env) | session_variables(trial)
+    if len(os.fsencode(sockets := str(trial.agent_directory.absolute()))) <= SOCKETS_BYTES:
+        env["TMUX_TMPDIR"] = sockets  # or the first trial's end would kill the shells of all
     env["PWD"] = str(trial.workspace.absolute())  # some agents read it instead of calling getcwd
     return env | {name: expand(value, trial) for name, value in extra.items()}
 

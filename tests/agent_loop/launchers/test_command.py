@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -336,3 +338,28 @@ async def test_repeated_trials_leak_no_descriptors(tmp_path: Path) -> None:
         await once(number)
     assert len(os.listdir("/proc/self/fd")) == before
     await launcher.close()
+
+
+LISTENS = """
+import os, socket
+folder = os.environ.get("TMUX_TMPDIR")
+if folder is None:
+    print("shared")
+else:
+    os.mkdir(f"{folder}/tmux-{os.getuid()}")
+    socket.socket(socket.AF_UNIX).bind(f"{folder}/tmux-{os.getuid()}/openhands")
+    print("of its own")
+"""
+
+
+@pytest.mark.parametrize(("deep", "expected"), [(False, "of its own"), (True, "shared")])
+async def test_each_trial_has_a_tmux_server_of_its_own_where_a_socket_can_be(
+    make_trial: MakeTrial, deep: bool, expected: str
+) -> None:
+    trial = make_trial()
+    with TemporaryDirectory() as short:
+        directory = Path(short) / ("deep" * 20 if deep else "run")
+        shutil.copytree(trial.directory, directory)
+        moved = replace(trial, directory=directory)
+        await run_python(moved, LISTENS)
+        assert log_of(moved).split() == expected.split()

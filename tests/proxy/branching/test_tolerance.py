@@ -31,11 +31,32 @@ SAME = [
     ("process", "Process Group PGID: 26191", "Process Group PGID: 535"),
     ("process", "process id 26191, ppid=26190", "process id 7, ppid=6"),
     ("commit", r"x\n1a2b3c4 Add a\n", r"x\n9b8c7d6 Add a\n"),
+    ("commit", "Output: [main 69a5439] Add a", "Output: [main 0d8beca] Add a"),
+    ("commit", "Output: 69a5439 Add a", "Output: 0d8beca Add a"),
+    ("process", "Output: [1] 4711", "Output: [1] 815"),
+    ("commit", r' "output": "[main 69a5439] Add a\n"', r' "output": "[main 0d8beca] Add a\n"'),
+    ("commit", r'{"output":"69a5439 Add a\nb"', r'{"output":"0d8beca Add a\nb"'),
+    ("process", r'"output": "[1] 4711\nx"', r'"output": "[1] 815\nx"'),
     ("unique", "agentId: a0b1c2d3 (with to: 'a0b1c2d3')", "agentId: a9f8e7 (with to: 'a9f8e7')"),
     (
         "unique",
         "saved to: /h/tool-results/bs1dtwunk.txt",
         "saved to: /h/tool-results/b866wvedz.txt",
+    ),
+    (
+        "unique",
+        "saved to: /h/opencode/tool-output/tool_2093dac7f001gRHST54fSMS3kM\n",
+        "saved to: /h/opencode/tool-output/tool_2093e039f0014sTTFGZr7tgajw\n",
+    ),
+    (
+        "unique",
+        "saved to /h/conversations/afc85397bca2444a8dfce6c704c25cf4/observations/out_47affedb.",
+        "saved to /h/conversations/ee8611f7dcd745f1a66728a81e255fe7/observations/out_47affedb.",
+    ),
+    (
+        "unique",
+        f"saved to: /h/.qwen/tmp/{'a1' * 32}/run_shell_command_8c2703b40c92.output",
+        f"saved to: /h/.qwen/tmp/{'b2' * 32}/run_shell_command_1a493454e5c9.output",
     ),
     ("inode", "Device: 0,45\tInode: 1234", "Device: 254,0\tInode: 99"),
     ("inode", "Device: 0,45    Inode: 9   Links: 1", "Device: 0,241   Inode: 21  Links: 1"),
@@ -63,9 +84,17 @@ DIFFERENT = [
     ("load average: 0.10, 0.20\n42 tests failed", "load average: 0.10, 0.20\n0 tests failed"),
     ("a1b2c3d4 1024 file.bin", "a1b2c3d5 1024 file.bin"),  # a sum of contents and a size
     ("decaded x", "facaded x"),  # words
+    ("Output: decaded x", "Output: facaded x"),
+    ("see 69a5439 Add a", "see 0d8beca Add a"),
+    ('say "69a5439 Add a"', 'say "0d8beca Add a"'),
     ("Original token count: 3\nOutput:\na", "Original token count: 3\nOutput:\nb"),
     ("/results/bs1dtwunk.txt", "/results/b866wvedz.txt"),
     ("/tool-results/bs1dtwunk.txt", "/tool-results/bs1dtwunk.json"),
+    ("/tool-output/report.txt", "/tool-output/summary.txt"),
+    ("afc85397bca2444a8dfce6c704c25cf4  a", "ee8611f7dcd745f1a66728a81e255fe7  a"),  # of md5sum
+    ("/conversations/2024/observations/a", "/conversations/2025/observations/a"),
+    ("run_8c2703b40c92.txt", "run_1a493454e5c9.txt"),
+    ("/run_8c2703b40c92.output", "/read_8c2703b40c92.output"),
     ("Device: eth0", "Device: wlan0"),
     ("agentId: researcher", "agentId: reviewer"),  # names of agents
     ("with to: 'planner'", "with to: 'builder'"),

@@ -61,6 +61,8 @@ NAMES = (
     "claude_code", "codex", "opencode", "opencode_responses", "opencode_messages", "qwen_code",
     "mini_swe_agent", "openhands", TERMINUS,
 )  # fmt: skip
+_UNSHARE = ("unshare", "-m", "-p", "-f", "--mount-proc", "--kill-child")
+"""With process ids of its own, as in the sandbox that trials have by default."""
 _IN_PLACE = 'mount --bind "$PWD" "$0" && cd "$0" && exec "$@"'
 _PACK = """#!/bin/bash
 mkdir -p /logs/artifacts
@@ -87,9 +89,13 @@ class Place:
                 )
             )
         command = example(agent)
-        inner = ("unshare", "-m", "sh", "-c", _IN_PLACE, str(root)) if root else ()
+        inner = (*_UNSHARE, "sh", "-c", _IN_PLACE, str(root)) if root else ()
         # Not the user's home: shells of agents would run its profile with each command.
         env = {"PATH": f"{AGENTS / 'bin'}:{os.environ['PATH']}", "HOME": "{directory}"}
+        if agent == "qwen_code":  # without it, its commands lose lines of their output
+            settings = self.folder / "qwen.json"
+            settings.write_text('{"tools": {"shell": {"enableInteractiveShell": false}}}')
+            env["QWEN_CODE_SYSTEM_SETTINGS_PATH"] = str(settings)
         env |= command.env
         return CommandLauncher(CommandConfig(argv=("env", *inner, *command.argv), env=env))
 
