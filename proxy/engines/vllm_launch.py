@@ -18,7 +18,6 @@ from importlib import import_module
 from typing import Any
 
 from proxy.engines.vllm_key import RequireKey
-from proxy.engines.vllm_server import is_cpu_build
 from proxy.imports import importing
 from proxy.secrecy import from_pipe
 
@@ -32,7 +31,7 @@ def main() -> None:
     with importing():
         import_module(MODULE)
     del sys.modules[MODULE]  # it is executed instead
-    if is_cpu_build():
+    if _vllm("platforms").current_platform.is_cpu():
         fork_processes()
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
@@ -42,8 +41,11 @@ def fork_processes() -> None:
     and each then imports again what this process has imported: two fifths of a start."""
     # A signal to a forked process would else also reach the event loop of this one.
     os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
-    processes: Any = import_module("vllm.utils.system_utils")
-    processes.get_mp_context = lambda: multiprocessing.get_context("fork")
+    _vllm("utils.system_utils").get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _vllm(module: str) -> Any:
+    return import_module(f"vllm.{module}")
 
 
 if __name__ == "__main__":

@@ -191,7 +191,11 @@ def test_engine_reads_its_key_from_the_mounted_secret(tmp_path: Path) -> None:
     for folder in (server.parent, *server.parent.parents[:2]):
         (folder / "__init__.py").touch()
     server.write_text(
-        "import sys; from proxy.engines.vllm_key import RequireKey; print(RequireKey.key, sys.argv)"
+        "import sys; from proxy.engines.vllm_key import RequireKey\n"
+        "if __name__ == '__main__': print(RequireKey.key, sys.argv)"
+    )
+    (tmp_path / "vllm/platforms.py").write_text(
+        "class current_platform:\n    is_cpu = staticmethod(lambda: False)"
     )
     shell, option, script, *arguments = engine.command
     script = script.replace(f"{SECRETS}/engines/key", str(tmp_path / "key"))
