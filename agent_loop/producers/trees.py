@@ -27,7 +27,8 @@ class TreeConfig(Section):
     estimate of their entropy."""
     before_call: re.Pattern[str] | None = None
     """Branch at the turns whose answer has a tool call in which this regular expression is found,
-    as `NAME ARGUMENTS`: before the call that decides a task, such as `^submit ` or `git commit`."""
+    in the first 500 characters of `NAME ARGUMENTS`: before the call that decides a task, such as
+    `^submit ` or `git commit`."""
     children: int = Field(2, ge=1)
     """Number of branches at each chosen turn."""
     max_points: int = Field(8, ge=1)
