@@ -26,6 +26,7 @@ from trainer.batch import Batch, build_batch
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Ranks, Seat
+from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy
 
 VOCABULARY = 1024
@@ -65,7 +66,7 @@ def _rank(rank: int, size: int, folder: Path, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     seat = Seat(rank, size, f"file://{folder / f'store-{size}'}", local_rank=rank)
-    ranks = Ranks.join(seat, device, size)
+    ranks = Ranks.join(seat, device, Parallelism(context=size))
     config = ModelConfig(
         path=folder / "model",
         max_micro_batch_tokens=args.tokens,

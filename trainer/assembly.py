@@ -191,8 +191,7 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
     Raises:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
-    context_parallel = config.trainer.context_parallel
-    check_models(config.model, config.algorithm, context_parallel=context_parallel)
+    check_models(config.model, config.algorithm, config.trainer.parallelism)
     if config.cluster.backend == "local":
         device_of(config.trainer.device)
         plan_devices(config, gpus_here())

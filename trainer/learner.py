@@ -282,7 +282,7 @@ class Learner:
         forward = 1 / 3 if self.algorithm.needs_prox else 0.0
         passes = self.algorithm.config.epochs + forward
         policy = self.models.policy
-        flops = training_flops(policy.model, batch, passes=passes)
+        flops = training_flops(policy.model.config, policy.multiplied_weights, batch, passes=passes)
         share = utilisation(flops, seconds, policy.device, policy.ranks.size)
         return metrics if share is None else metrics | {"throughput/mfu": share}
 

@@ -30,7 +30,10 @@ from trainer.policy.context_parallel import check_heads
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
-from trainer.policy.policy import Policy, Scores
+from trainer.policy.parallelism import Parallelism
+from trainer.policy.policy import Policy
+from trainer.policy.scores import Scores
+from trainer.policy.trainable import TrainablePolicy
 from trainer.teacher import EngineTeacher, check_engine_tokens, have_same_tokens
 from trainer.weight_sync.segment import Named
 
@@ -75,7 +78,7 @@ class Models:
     scores = compute_logprobs(models, batch, temperature=1.0)  # of `trainer.steps`
     """
 
-    policy: Policy
+    policy: TrainablePolicy
     algorithm: Algorithm
     critic: Critic | None = None
     reference: FrozenModel | None = None
@@ -235,7 +238,7 @@ def build_models(
     device: str | torch.device = "cpu",
     ranks: Ranks | None = None,
     batches: int | None = None,
-    weights_of: Policy | None = None,
+    weights_of: TrainablePolicy | None = None,
 ) -> Models:
     """Loads the models that the algorithm needs onto `device`. The policy shares the frozen weights
     of `weights_of`, if that is given.
@@ -247,7 +250,7 @@ def build_models(
         ConfigError: as `check_models`.
     """
     ranks = ranks or Ranks()
-    check_models(model, algorithm, context_parallel=ranks.context.size)
+    check_models(model, algorithm, ranks.parallelism)
     per_batch = algorithm.epochs * algorithm.mini_batches
     total_steps = None if batches is None else batches * per_batch
     policy = Policy(
@@ -288,19 +291,20 @@ def build_models(
 
 
 def check_models(
-    model: ModelConfig, algorithm: AlgorithmConfig, *, context_parallel: int = 1
+    model: ModelConfig, algorithm: AlgorithmConfig, parallelism: Parallelism | None = None
 ) -> None:
     """Checks everything about the models that can be checked without loading their weights.
 
     Raises:
         ConfigError: a path is not a checkpoint of a causal model, the heads of a model cannot be
-            divided among `context_parallel` ranks, or a teacher or reference has another vocabulary
-            than the policy.
+            divided as `parallelism` says, or a teacher or reference has another vocabulary than the
+            policy.
     """
-    ours = _vocabulary(model.path, "model.path", context_parallel)
+    divided = parallelism or Parallelism()
+    ours = _vocabulary(model.path, "model.path", divided)
     others: dict[str, Path] = {}
     if algorithm.critic is not None and algorithm.critic.path is not None:
-        _vocabulary(algorithm.critic.path, "algorithm.critic.path", context_parallel)
+        _vocabulary(algorithm.critic.path, "algorithm.critic.path", divided)
     if algorithm.kl is not None and algorithm.kl.reference is not None:
         others["algorithm.kl.reference"] = algorithm.kl.reference
     if algorithm.distillation is not None:
@@ -309,7 +313,7 @@ def check_models(
         if algorithm.distillation.teacher_url is not None:
             check_engine_tokens(model.path, algorithm.distillation.teacher_url)
     for key, path in others.items():
-        theirs = _vocabulary(path, key, context_parallel)
+        theirs = _vocabulary(path, key, divided)
         if not have_same_tokens(model.path, path, key) and theirs != ours:
             raise ConfigError(
                 f"{key}: {path} has a vocabulary of {theirs} tokens, but the policy has {ours}; "
@@ -317,12 +321,12 @@ def check_models(
             )
 
 
-def _vocabulary(path: Path, key: str, context_parallel: int) -> int:
+def _vocabulary(path: Path, key: str, parallelism: Parallelism) -> int:
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         raise ConfigError(
             f"{key}={path}: there is no such folder. If it is a model of the Hugging Face hub, run "
             f"`hf download {path} --local-dir models/{path.name}` and set {key}=models/{path.name}"
         )
     settings = load_settings(path, key)
-    check_heads(settings, context_parallel, key, path)
+    check_heads(settings, parallelism.context, key, path)
     return int(settings.get_text_config().vocab_size)

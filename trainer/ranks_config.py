@@ -14,6 +14,7 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.engine import EnginesConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.parallelism import Parallelism
 
 
 class PolicySection(Section):
@@ -76,6 +77,11 @@ class TrainerSection(Section):
     """Several policies by name, which are trained at the same time from the same trials, each with
     an adapter and an optimizer of its own (docs/adapters.md). `remote_agent.policies` maps model
     names to them; all other names are `model.lora.policy`. Empty: one policy is trained."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the ranks divide a micro-batch among them."""
+        return Parallelism(context=self.context_parallel)
 
 
 class RanksConfig(Section):

@@ -24,7 +24,8 @@ from trainer.batch import Batch
 from trainer.models import FrozenModel, Models
 from trainer.parts import joined
 from trainer.policy.critic import Critic
-from trainer.policy.policy import Policy, Scores
+from trainer.policy.scores import Scores
+from trainer.policy.trainable import Trainable, summed
 from trainer.policy.update import train_part
 
 Scorer = Literal["policy", "reference", "teacher"]
@@ -170,8 +171,8 @@ class TrainPolicy:
         return train_part(
             policy,
             batch,
-            lambda micro: policy.forward_backward(
-                micro,
+            lambda micros: policy.accumulate(
+                micros,
                 batch,
                 loss,
                 temperature=self.temperature,
@@ -197,7 +198,7 @@ class TrainCritic:
         return train_part(
             critic,
             batch,
-            lambda micro: critic.forward_backward(micro, batch, loss),
+            lambda micros: summed(critic.forward_backward(micro, batch, loss) for micro in micros),
             self.expected,
         )
 
@@ -217,7 +218,7 @@ class Imitate:
         return train_part(
             policy,
             batch,
-            lambda micro: policy.forward_backward(micro, batch, loss, temperature=1.0),
+            lambda micros: policy.accumulate(micros, batch, loss, temperature=1.0),
             self.expected,
         )
 
@@ -248,7 +249,7 @@ def _scores(
 
 def _optimizer_steps(
     models: Models,
-    model: Policy | Critic,
+    model: Trainable,
     batch: Batch,
     part_step: Callable[[Batch, StepWeights, int], TrainPolicy | TrainCritic],
     generator: torch.Generator,

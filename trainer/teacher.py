@@ -17,7 +17,7 @@ from trainer.batch import Batch
 from trainer.errors import ConfigError, TrainingError, WeightSyncError
 from trainer.parts import BatchPart, part_of
 from trainer.policy.parallel import Ranks
-from trainer.policy.policy import Scores
+from trainer.policy.scores import Scores
 from trainer.weight_sync.control import EngineControl
 
 URL_KEY = "algorithm.distillation.teacher_url"

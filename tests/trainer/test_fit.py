@@ -42,7 +42,8 @@ from trainer.fit import Evaluates, Fit, TrainOn
 from trainer.learner import Learner
 from trainer.learners import Learners
 from trainer.models import Models
-from trainer.policy.policy import Policy, Scores
+from trainer.policy.policy import Policy
+from trainer.policy.scores import Scores
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog

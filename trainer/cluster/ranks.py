@@ -23,8 +23,7 @@ def models_of_rank(
         ConfigError: a path is not a checkpoint of a causal model.
     """
     device = device_of(config.trainer.device, seat)
-    context = config.trainer.context_parallel
-    ranks = Ranks() if seat is None else Ranks.join(seat, device, context)
+    ranks = Ranks() if seat is None else Ranks.join(seat, device, config.trainer.parallelism)
     torch.manual_seed(config.trainer.seed)
     return build_models(
         config.model,

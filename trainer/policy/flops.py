@@ -28,15 +28,15 @@ PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(
 data sheets. The first key that is part of the device's name applies."""
 
 
-def training_flops(model: Any, batch: Batch, *, passes: float) -> float:
+def training_flops(settings: Any, weights: int, batch: Batch, *, passes: float) -> float:
     """FLOPs to train on the batch: 6 per weight and token, plus 12 · layers · width · length per
     token for attention (Chowdhery et al., PaLM, appendix B), multiplied by `passes`.
 
     A forward pass alone counts as a third of a pass. Shared prefixes are counted for every
-    sequence, so that sharing them raises the utilisation.
+    sequence, so that sharing them raises the utilisation. `settings` are those of `config.json`,
+    `weights` the `multiplied_weights`.
     """
-    text = model.config.get_text_config()
-    weights = sum(p.numel() for p in model.parameters()) - _embedding_weights(model)
+    text = settings.get_text_config()
     heads = text.num_attention_heads
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     per_length = 12 * text.num_hidden_layers * width
@@ -55,6 +55,12 @@ def utilisation(flops: float, seconds: float, device: torch.device, ranks: int) 
         if known in name:
             return flops / seconds / (peak * ranks)
     return None
+
+
+def multiplied_weights(model: Any) -> int:
+    """Number of weights by which each token is multiplied."""
+    count = sum(int(p.numel()) for p in model.parameters())
+    return count - _embedding_weights(model)
 
 
 def _embedding_weights(model: Any) -> int:

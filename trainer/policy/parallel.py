@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.policy.context_parallel import ContextRanks
+from trainer.policy.parallelism import Parallelism
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -58,10 +59,14 @@ class Ranks:
     calls: dist.ProcessGroup | None = None
     """The group over which rank 0 sends messages to the others."""
     context: ContextRanks = field(default_factory=ContextRanks)
-    """The ranks with which this rank computes each of its micro-batches."""
+    """The ranks with which this rank divides the tokens of each of its micro-batches."""
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    """Which ranks compute each micro-batch together, and how."""
 
     @classmethod
-    def join(cls, seat: Seat, device: torch.device, context_parallel: int = 1) -> Ranks:
+    def join(
+        cls, seat: Seat, device: torch.device, parallelism: Parallelism | None = None
+    ) -> Ranks:
         """Joins the process group. Returns when all processes have joined."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -71,25 +76,26 @@ class Ranks:
             rank=seat.rank,
             world_size=seat.size,
         )
-        return cls.of_process_group(device.type, context_parallel)
+        return cls.of_process_group(device.type, parallelism)
 
     @classmethod
-    def of_process_group(cls, device_type: str, context_parallel: int = 1) -> Ranks:
-        """All ranks of the default process group, which must already exist. `context_parallel`:
-        number of ranks that compute each micro-batch together; it divides the number of ranks."""
+    def of_process_group(cls, device_type: str, parallelism: Parallelism | None = None) -> Ranks:
+        """All ranks of the default process group, which must already exist. Their number is a
+        multiple of `parallelism.together`."""
+        divided = parallelism or Parallelism()
         size = dist.get_world_size()
         mesh = init_device_mesh(device_type, (size,))
         calls = dist.new_group(backend="gloo", timeout=SILENCE)
-        if context_parallel == 1:
-            return cls(mesh, calls)
+        if divided.context == 1:
+            return cls(mesh, calls, parallelism=divided)
         groups = init_device_mesh(
             device_type,
-            (size // context_parallel, context_parallel),
+            (size // divided.context, divided.context),
             mesh_dim_names=("data", "context"),
         )
         own = groups["context"]
-        context = ContextRanks(context_parallel, own.get_local_rank(), own.get_group())
-        return cls(mesh, calls, context)
+        context = ContextRanks(divided.context, own.get_local_rank(), own.get_group())
+        return cls(mesh, calls, context, divided)
 
     def leave(self) -> None:
         """Ends the process group; pending operations of the group fail."""
@@ -135,7 +141,11 @@ class Ranks:
     @property
     def groups(self) -> int:
         """Number of groups of ranks that compute their micro-batches together."""
-        return self.size // self.context.size
+        return self.parallelism.groups(self.size)
+
+    def group_of(self, rank: int) -> int:
+        """The group to which a rank belongs."""
+        return self.parallelism.group_of(rank, self.size)
 
     def shares(self, items: Sequence[T]) -> list[list[T]]:
         """The items of each rank: every `size`-th item."""
@@ -152,7 +162,7 @@ class Ranks:
         the ranks of a group have the same values."""
         names = sorted(metrics)
         total = self.sum(torch.tensor([metrics[name] for name in names], dtype=torch.float64))
-        total /= self.context.size
+        total /= self.parallelism.together
         return dict(zip(names, total.tolist(), strict=True))
 
     def placing(self, compute_dtype: torch.dtype) -> Callable[[nn.Module], None] | None:

@@ -10,9 +10,9 @@ Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from trainer.packing import MicroBatch, divide, lay_out
 from trainer.parts import BatchPart, part_in_micro_batches
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
+from trainer.policy.flops import multiplied_weights
 from trainer.policy.model import (
     DTYPES,
     ModelConfig,
@@ -38,6 +39,8 @@ from trainer.policy.parallel import Ranks
 from trainer.policy.router_balance import RouterBalance
 from trainer.policy.router_replay import check_rows
 from trainer.policy.scorer import CausalScorer, Scored
+from trainer.policy.scores import Scores
+from trainer.policy.trainable import TrainablePolicy, summed
 
 CPU_FILL_TOKENS = 4096
 """Number of tokens up to which a CPU combines sequences into a pass. Products that fit into the
@@ -45,25 +48,13 @@ cache are faster: a matrix product of 4,096 rows of 128 ran at 83 GFLOP/s, one o
 A small pass also needs less memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Scores of every trained token: `[N]` float32 each, on the CPU.
-
-    Example: Scores(logprobs=[-0.1 -2.3 -0.7], entropy=[0.4 1.9 0.8])
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-
-
 class Policy:
-    """A Hugging Face causal model with its optimizer.
+    """A Hugging Face causal model with its optimizer; a `TrainablePolicy`.
 
     Example:
         policy = Policy(ModelConfig(path=…), OptimizerConfig(lr=1e-5))
         batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
-        for micro in policy.pack(batch):
-            metrics = policy.forward_backward(micro, batch, loss, temperature=1.0)
+        metrics = policy.accumulate(policy.pack(batch), batch, loss, temperature=1.0)
         metrics |= policy.step()
     """
 
@@ -75,7 +66,7 @@ class Policy:
         device: str | torch.device = "cpu",
         ranks: Ranks | None = None,
         total_steps: int | None = None,
-        weights_of: Policy | None = None,
+        weights_of: TrainablePolicy | None = None,
     ) -> None:
         """Without an `optimizer` the policy is frozen, like a reference or a teacher. A policy with
         a LoRA adapter shares the frozen weights of `weights_of`, another one on the same
@@ -125,6 +116,11 @@ class Policy:
         """Whether it replays the engine's routing; only a policy in training does."""
         return self.config.router_replay == "replay" and self._stepper is not None
 
+    @property
+    def multiplied_weights(self) -> int:
+        """Number of weights by which each token is multiplied."""
+        return multiplied_weights(self.model)
+
     @torch.no_grad()
     def compute_logprobs(self, batch: Batch, *, temperature: float, replay: bool = True) -> Scores:
         """Log-probability and entropy of every trained token at the rollout's temperature. Without
@@ -162,6 +158,23 @@ class Policy:
             "mismatch/without_replay_abs_mean": sums["routed"] / sums["tokens"],
         }
 
+    def accumulate(
+        self,
+        micros: Sequence[MicroBatch],
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        temperature: float,
+        entropy_grad: bool = False,
+    ) -> Metrics:
+        """`forward_backward` of each micro-batch; returns the sums of their contributions."""
+        return summed(
+            self.forward_backward(
+                micro, batch, loss, temperature=temperature, entropy_grad=entropy_grad
+            )
+            for micro in micros
+        )
+
     def forward_backward(
         self,
         micro: MicroBatch,
@@ -179,7 +192,7 @@ class Policy:
         scored = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
         result = loss(scored.logprobs, scored.entropy, micro.targets)
         if not torch.isfinite(result.losses).all():
-            _raise_not_finite(batch, micro, scored.logprobs.detach(), result.losses.detach())
+            raise_not_finite(batch, micro, scored.logprobs.detach(), result.losses.detach())
         total, metrics = result.losses.sum(), dict(result.metrics)
         if scored.imbalance is not None:
             metrics["router_aux_loss"] = micro.share * scored.imbalance
@@ -253,7 +266,7 @@ def parts_for(
     together have the same part. Raises TrainingError as `Policy.parts`."""
     divided = _divided(model, config, ranks, batch, sequences)
     parts = [part_in_micro_batches(batch, divided[n :: ranks.groups]) for n in range(ranks.groups)]
-    return [part for part in parts for _ in range(ranks.context.size)]
+    return [parts[ranks.group_of(rank)] for rank in range(ranks.size)]
 
 
 def _divided(
@@ -288,7 +301,8 @@ def _divided(
     )
 
 
-def _raise_not_finite(batch: Batch, micro: MicroBatch, logprobs: Tensor, losses: Tensor) -> None:
+def raise_not_finite(batch: Batch, micro: MicroBatch, logprobs: Tensor, losses: Tensor) -> None:
+    """Raises TrainingError, which names the token of the first loss that is not finite."""
     bad = int((~torch.isfinite(losses)).nonzero()[0])
     raise TrainingError(
         f"{batch.name(int(micro.targets[bad]))}: the loss of a token is {float(losses[bad])}"

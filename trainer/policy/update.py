@@ -5,8 +5,7 @@ Invariant: each optimizer step trains each of its tokens exactly once, on one of
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,36 +15,31 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import GradientError
 from trainer.packing import MicroBatch
-from trainer.policy.critic import Critic
-from trainer.policy.policy import Policy
+from trainer.policy.trainable import Trainable
 
-ForwardBackward = Callable[[MicroBatch], Metrics]
+Accumulate = Callable[[Sequence[MicroBatch]], Metrics]
+"""Adds the gradients of micro-batches; returns the sums of their contributions to the metrics."""
 
 
-def train_part(
-    model: Policy | Critic, batch: Batch, forward_backward: ForwardBackward, expected: int
-) -> Metrics:
+def train_part(model: Trainable, batch: Batch, accumulate: Accumulate, expected: int) -> Metrics:
     """Trains on the rank's part of a mini-batch, whose parts have `expected` tokens together.
     Returns the metrics of all parts. All ranks call this together.
 
     Raises TrainingError if a token of the mini-batch was not trained exactly once.
     """
-    sums: dict[str, float] = defaultdict(float)
-    for micro in model.pack(batch):
-        sums["trained_tokens"] += len(micro.targets)
-        for name, value in forward_backward(micro).items():
-            sums[name] += value
-    metrics = model.ranks.sum_metrics(sums)
+    micros = model.pack(batch)
+    tokens = {"trained_tokens": float(sum(len(micro.targets) for micro in micros))}
+    metrics = model.ranks.sum_metrics(tokens | accumulate(micros))
     if metrics["trained_tokens"] != expected:
         trained = metrics["trained_tokens"]
         raise TrainingError(f"{trained:.0f} of the mini-batch's {expected} tokens were trained")
     try:
         return metrics | model.step()
     except GradientError as error:
-        raise TrainingError(f"{_culprit(model, batch, forward_backward)}: {error}") from error
+        raise TrainingError(f"{_culprit(model, batch, accumulate)}: {error}") from error
 
 
-def _culprit(model: Policy | Critic, batch: Batch, forward_backward: ForwardBackward) -> str:
+def _culprit(model: Trainable, batch: Batch, accumulate: Accumulate) -> str:
     """The first rollout and turn whose own gradient is not finite."""
     if model.ranks.size > 1:
         return "one of the rollouts (train with trainer.ranks=1 to see which one)"
@@ -55,7 +49,7 @@ def _culprit(model: Policy | Critic, batch: Batch, forward_backward: ForwardBack
         for turn in torch.unique(turns):
             own = turns == turn
             part = replace(micro, targets=micro.targets[own], predictors=micro.predictors[own])
-            forward_backward(part)
+            accumulate([part])
             finite = model.stepper.gradient_is_finite()
             model.stepper.clear()
             if not finite:

@@ -32,6 +32,7 @@ from trainer.policy.architecture import without_noise
 from trainer.policy.context_parallel import ContextRanks, SharedLayout, split_heads
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Ranks
+from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy
 from trainer.policy.proof import random_copy
 from trainer.policy.shrink import shrunk
@@ -135,7 +136,7 @@ def worker(
     warnings.simplefilter("ignore")
     store = f"file://{results / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    ranks = Ranks.of_process_group("cpu", context)
+    ranks = Ranks.of_process_group("cpu", Parallelism(context))
     for number, case in enumerate(cases):
         result = computed(case.save(models), case, ranks)
         if rank == 0:
@@ -224,13 +225,13 @@ def test_parts_of_a_micro_batch_hold_each_token_and_each_target_once() -> None:
 def test_heads_that_ranks_cannot_divide_are_refused_with_numbers(tmp_path: Path) -> None:
     Qwen3Config(num_attention_heads=12, vocab_size=96).save_pretrained(tmp_path)
     config, algorithm = ModelConfig(path=tmp_path), AlgorithmConfig()
-    check_models(config, algorithm, context_parallel=6)
+    check_models(config, algorithm, Parallelism(6))
     with pytest.raises(
         ConfigError,
         match=r"trainer\.context_parallel=8: model\.path: .* has 12 attention heads, which 8 ranks"
         r" cannot divide; use 1 or 2 or 3 or 4 or 6",
     ):
-        check_models(config, algorithm, context_parallel=8)
+        check_models(config, algorithm, Parallelism(8))
     layout = SharedLayout(torch.tensor([4, 4, 4, 4]), 4, ContextRanks(2))
     with pytest.raises(ValueError, match="a layer has 3 heads or channels"):
         split_heads(torch.zeros(2, 3, 1), layout, tokens=0, heads=1)

@@ -10,7 +10,7 @@ import torch
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.batch import build_batch
-from trainer.policy.flops import training_flops, utilisation
+from trainer.policy.flops import multiplied_weights, training_flops, utilisation
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
 
@@ -25,8 +25,10 @@ def test_flops_are_6_per_weight_and_token_plus_attention(checkpoint: Path) -> No
     weights = sum(p.numel() for p in model.parameters())  # tied: the embedding is the output layer
     attention = 12 * 2 * (4 * 8) * count * count / 2
     expected = 6 * weights * count + attention
-    assert training_flops(model, batch, passes=1.0) == pytest.approx(expected)
-    assert training_flops(model, batch, passes=2.0) == pytest.approx(2 * expected)
+    assert multiplied_weights(model) == weights
+    for passes in (1.0, 2.0):
+        found = training_flops(model.config, weights, batch, passes=passes)
+        assert found == pytest.approx(passes * expected)
 
 
 def test_unknown_device_has_no_utilisation() -> None:

@@ -20,8 +20,7 @@ from trainer.models import Finish, Models, build_models, follow
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import LoraSettings, ModelConfig
 from trainer.policy.parallel import Ranks
-
-pytestmark = pytest.mark.slow
+from trainer.policy.parallelism import Parallelism
 
 
 def models_of(checkpoint: Path, ranks: Ranks, lora: bool) -> Models:
@@ -53,7 +52,7 @@ def worker(rank: int, checkpoint: Path, folder: Path, context: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    ranks = Ranks.of_process_group("cpu", context)
+    ranks = Ranks.of_process_group("cpu", Parallelism(context))
     if rank == 0:
         results = []
         for lora in (False, True):
@@ -66,6 +65,7 @@ def worker(rank: int, checkpoint: Path, folder: Path, context: int) -> None:
     ranks.leave()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 2])
 def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path, context: int) -> None:
     """Both with all weights trained and with adapters only."""
@@ -78,3 +78,11 @@ def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path, context:
         for name, weight in weights.items():
             expected = expected_weights[name]
             torch.testing.assert_close(weight, expected, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_ranks_of_a_group_are_consecutive_within_a_stage() -> None:
+    divided = Parallelism(tensor=2, pipeline=2)
+    assert divided.groups(8) == 2
+    assert [divided.group_of(rank, 8) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [Parallelism(context=2).group_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+    assert [Parallelism(expert=2).group_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
