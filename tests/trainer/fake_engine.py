@@ -49,6 +49,8 @@ class FakeEngine:
             self.adapters[body["lora_name"]] = body["lora_path"]
         if route == "/v1/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
+        if route == "/collective_rpc":
+            return {"results": [[]]}
         if route == "/v1/models":
             return {"data": [{"id": "m"}, *({"id": n, "parent": "m"} for n in self.adapters)]}
         return {"weight_version": self.version, "success": True, "world_size": 1}

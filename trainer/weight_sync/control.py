@@ -29,6 +29,9 @@ from trainer.errors import WeightSyncError
 T = TypeVar("T")
 HEALTH_INTERVAL_S = 1.0
 """How often a waiting request asks whether its engine is alive."""
+_HELD = "held_dtypes"
+"""A method of workers that run this project's plug-in. It is called only if each has it: vLLM's
+executor would leave the errors of several workers in its queues (`vllm_responses.py`)."""
 HEALTH_TIMEOUT_S = 10.0
 """An engine that does not answer within this time may be busy; it is not taken for dead."""
 
@@ -132,6 +135,12 @@ class EngineControl:
             for answer in answers
         ]
 
+    def held_dtypes(self, described: str) -> list[Any]:
+        """What each worker of each engine reports in which type it holds the `described` weights
+        (`vllm_dtypes.py`); None: it cannot report that."""
+        able = [_HELD in attributes for attributes in self._workers("__dir__")]
+        return self._workers(_HELD, described) if all(able) else [None]
+
     def tokenize(self, text: str) -> list[list[int]]:
         """For each engine, the ids of the text, in which special tokens are recognised."""
         body = {"prompt": text, "add_special_tokens": False}
@@ -198,6 +207,12 @@ class EngineControl:
         """The names of the engine's adapters."""
         models = self._call("GET", url, "/v1/models", None)["data"]
         return [model["id"] for model in models if model.get("parent") is not None]
+
+    def _workers(self, method: str, *arguments: str) -> list[Any]:
+        """What a method of every worker of every engine returns."""
+        called = {"method": method, "args": list(arguments)}
+        answers = self._post_all("/collective_rpc", called)
+        return [result for answer in answers for result in answer["results"]]
 
     def _post_all(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         return self._all("POST", path, body)

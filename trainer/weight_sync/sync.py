@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.dtypes import Dtypes, engine_dtypes, rounded
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.transports import Backend, Shapes, Transport, open_transport
 
@@ -37,11 +38,16 @@ class WeightSync:
     def __init__(self, control: EngineControl, backend: Backend = "shm") -> None:
         self.control = control
         self.transport: Transport = open_transport(backend, control)
+        self._dtypes: Dtypes | None = None
+        """In which types weights are sent; None: the engines have not been asked."""
 
     def push(
         self, weights: Iterable[Named], version: int, shapes: Shapes | None = None
     ) -> SyncReport:
-        """Sends the weights to every engine and resumes sampling. `shapes`: see `Transport.stage`.
+        """Sends the weights to every engine and resumes sampling.
+
+        `shapes`: see `Transport.stage`. With them, each weight is sent in the type in which the
+        engines hold it, which they are asked once; without them, as it is trained.
 
         Raises:
             WeightSyncError: an engine refused, or does not report the new version. The engines then
@@ -49,8 +55,8 @@ class WeightSync:
         """
         started = time.perf_counter()
         self.control.next_version = version
-        sent = _Counted(weights)
-        self.transport.stage(sent, shapes)
+        sent, described = self._as_sent(weights, shapes)
+        self.transport.stage(sent, described)
         self.control.pause()
         paused = time.perf_counter()
         with ThreadPoolExecutor(1) as beside:
@@ -77,6 +83,17 @@ class WeightSync:
     def close(self) -> None:
         self.transport.close()
         self.control.close()
+
+    def _as_sent(
+        self, weights: Iterable[Named], shapes: Shapes | None
+    ) -> tuple[_Counted, Shapes | None]:
+        if shapes is None:
+            return _Counted(weights), None
+        trained = shapes()
+        if self._dtypes is None:
+            self._dtypes = engine_dtypes(self.control, trained)
+        dtypes = self._dtypes
+        return _Counted(rounded(weights, dtypes)), lambda: list(rounded(trained, dtypes))
 
     def _expect_version(self, version: int) -> None:
         for url, served in zip(self.control.urls, self.control.weight_versions(), strict=True):

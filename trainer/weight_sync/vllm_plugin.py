@@ -1,6 +1,6 @@
 """Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
-weight-transfer backends `shm` and `gloo`, corrects how errors of several workers are read, and
-makes a vLLM on CPU return routed experts.
+weight-transfer backends `shm` and `gloo`, corrects how errors of several workers are read, makes
+workers report in which types they hold weights, and makes a vLLM on CPU return routed experts.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: an engine is loaded when it is used.
@@ -15,8 +15,11 @@ from trainer.weight_sync import vllm_responses
 
 
 def register() -> None:
+    from trainer.weight_sync import vllm_dtypes
+
     register_backends()
     vllm_responses.install()
+    vllm_dtypes.install()
     cpu_routed_experts.install()
 
 
