@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +23,9 @@ class FakeEngine:
         self.version = "0"
         self.adapters: dict[str, str] = {}
         """Name of a LoRA adapter → its folder."""
+        self.held: Mapping[str, str] | None = None
+        """Name of a weight → the type in which the engine reports to hold it; of any other, that
+        of the question. None: it cannot report types."""
         self.calls: list[str] = []
         self.is_dead = False
         """Whether the server behaves like a vLLM server whose engine process has died: it runs, but
@@ -50,10 +53,17 @@ class FakeEngine:
         if route == "/v1/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         if route == "/collective_rpc":
-            return {"results": [[]]}
+            return {"results": [self._report(body["method"], body["args"])]}
         if route == "/v1/models":
             return {"data": [{"id": "m"}, *({"id": n, "parent": "m"} for n in self.adapters)]}
         return {"weight_version": self.version, "success": True, "world_size": 1}
+
+    def _report(self, method: str, arguments: Sequence[str]) -> list[str]:
+        """A worker's answer to `/collective_rpc`."""
+        if method == "__dir__":
+            return [] if self.held is None else ["held_dtypes"]
+        held = self.held or {}
+        return [held.get(name, dtype) for name, dtype, _ in json.loads(arguments[0])]
 
 
 Engine = TypeVar("Engine", bound=FakeEngine)

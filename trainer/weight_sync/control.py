@@ -138,8 +138,14 @@ class EngineControl:
     def held_dtypes(self, described: str) -> list[Any]:
         """What each worker of each engine reports in which type it holds the `described` weights
         (`vllm_dtypes.py`); None: it cannot report that."""
-        able = [_HELD in attributes for attributes in self._workers("__dir__")]
-        return self._workers(_HELD, described) if all(able) else [None]
+        able = [_HELD in attributes for attributes in self.call_workers("__dir__")]
+        return self.call_workers(_HELD, described) if all(able) else [None]
+
+    def call_workers(self, method: str, *arguments: str) -> list[Any]:
+        """What a method of every worker of every engine returns."""
+        called = {"method": method, "args": list(arguments)}
+        answers = self._post_all("/collective_rpc", called)
+        return [result for answer in answers for result in answer["results"]]
 
     def tokenize(self, text: str) -> list[list[int]]:
         """For each engine, the ids of the text, in which special tokens are recognised."""
@@ -207,12 +213,6 @@ class EngineControl:
         """The names of the engine's adapters."""
         models = self._call("GET", url, "/v1/models", None)["data"]
         return [model["id"] for model in models if model.get("parent") is not None]
-
-    def _workers(self, method: str, *arguments: str) -> list[Any]:
-        """What a method of every worker of every engine returns."""
-        called = {"method": method, "args": list(arguments)}
-        answers = self._post_all("/collective_rpc", called)
-        return [result for answer in answers for result in answer["results"]]
 
     def _post_all(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         return self._all("POST", path, body)

@@ -62,9 +62,9 @@ def agreed(shapes: Sequence[Named], reports: Sequence[Report]) -> dict[str, torc
     chosen = {}
     for (name, tensor), *held in zip(shapes, *reports, strict=True):
         types = {getattr(torch, each) for each in held if each is not None}
-        if len(types) == 1 and (dtype := types.pop()) in _ROUNDED:
-            if tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize:
-                chosen[name] = dtype
+        narrower = [each for each in _ROUNDED if each.itemsize < tensor.dtype.itemsize]
+        if tensor.is_floating_point() and len(types) == 1 and (dtype := types.pop()) in narrower:
+            chosen[name] = dtype
     return chosen
 
 

@@ -61,16 +61,16 @@ def observed(model: torch.nn.Module, weights: Sequence[Named]) -> Report:
 
     from trainer.weight_sync.vllm_twin import Plan, Twin
 
-    twin = Twin(model, Plan(frozenset(), frozenset()))
+    twin, uses = Twin(model, Plan(frozenset(), frozenset())), _Uses(weights)
     try:
         for module in twin.model.modules():
             restore_layer_on_meta(module, get_layerwise_info(module))
-        with _Uses(weights) as uses:
+        with uses:
             twin.model.load_weights(iter(weights))  # type: ignore[operator]
         uses.kept(tensor for module in twin.model.modules() for tensor in _tensors(module))
-        return uses.report()
     finally:
         twin.discard()
+    return uses.report()
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]

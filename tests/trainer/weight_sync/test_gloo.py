@@ -147,6 +147,34 @@ def test_every_worker_of_every_engine_receives_the_weights(
     sync.close()
 
 
+@pytest.mark.parametrize(
+    ("held", "sent_as_bfloat16"),
+    [
+        ({"a.weight": "bfloat16"}, {"a.weight"}),  # keeps the bias in float32
+        ({"a.weight": "bfloat16", "a.bias": "bfloat16"}, {"a.weight", "a.bias"}),
+        ({}, set()),  # serves float32
+        (None, set()),
+    ],
+)
+def test_engines_of_different_types_receive_the_widest(
+    engines: list[tuple[GlooEngine, str]],
+    held: dict[str, str] | None,
+    sent_as_bfloat16: set[str],
+) -> None:
+    (first, first_url), (second, second_url), _ = engines
+    first.held, second.held = {"a.weight": "bfloat16", "a.bias": "bfloat16"}, held
+    sync = sync_with(first_url, second_url)
+    for version in (1, 2):
+        trained = weights(version)
+        sent = [(n, t.bfloat16() if n in sent_as_bfloat16 else t) for n, t in trained]
+        report = sync.push(iter(trained), version, partial(shapes_of, trained))
+        for worker in (*first.weights, *second.weights):
+            assert digest(worker) == digest((n, each.contiguous()) for n, each in sent)
+        assert report.size_bytes == sum(each.nbytes for _, each in sent)
+    assert first.calls.count("/collective_rpc") == (1 if held is None else 2)
+    sync.close()
+
+
 def test_weights_are_read_one_by_one_while_they_are_sent(
     engines: list[tuple[GlooEngine, str]],
 ) -> None:

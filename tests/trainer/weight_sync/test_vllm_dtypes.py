@@ -133,8 +133,7 @@ def test_every_worker_of_vllm_has_the_method() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from trainer.weight_sync import vllm_dtypes
-    from trainer.weight_sync.vllm_plugin import register
 
-    register()
+    vllm_dtypes.install()
     assert WorkerWrapperBase.held_dtypes is vllm_dtypes.held_dtypes
     assert "held_dtypes" in WorkerWrapperBase().__dir__()
