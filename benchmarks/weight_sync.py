@@ -5,10 +5,11 @@
 *stage* is the trainer's half, while the engines still sample: it copies each tensor to shared
 memory and hashes it. *receive* is an engine's half, in a separate process: it hashes, compares and
 copies into its own tensors. With `--vllm`, a real vLLM does that half, over HTTP, on a model with
-random weights: staged before the pause, or loaded by vLLM during the pause, in turns. It also gets
-LoRA adapters of several ranks on the same model (`model.lora.update: adapter`), for which it is not
-paused. The figures are milliseconds of CPU time (wall time in brackets), the minimum of `--rounds`;
-those of vLLM are wall time.
+random weights: staged before the pause, or loaded by vLLM during the pause, in turns. With
+`--types`, a vLLM in bfloat16 gets weights that are trained in float32: as they are, or in its own
+types, in turns. With `--adapters`, a vLLM gets LoRA adapters of several ranks on the same model
+(`model.lora.update: adapter`), for which it is not paused. The figures are milliseconds of CPU time
+(wall time in brackets), the minimum of `--rounds`; those of vLLM are wall time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Written
 from trainer.weight_sync.sync import SyncReport, WeightSync
-from trainer.weight_sync.transports import Shapes, SharedMemoryTransport
+from trainer.weight_sync.transports import Backend, Shapes, SharedMemoryTransport
 
 ROWS, COLUMNS = 1024, 2048
 """Shape of each tensor: a linear layer of a small model."""
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vllm", action="store_true", help="also update a real vLLM")
     parser.add_argument("--adapters", action="store_true", help="with --vllm: send adapters, too")
+    parser.add_argument("--types", action="store_true", help="with --vllm: one in bfloat16, too")
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -72,9 +74,7 @@ def main() -> None:
         print("\n| sent to vLLM | bytes | share | paused | whole update | paused / copy |")
         print("|---" * 6 + "|")
         for megabytes in arguments.megabytes:
-            print(
-                "\n".join(_vllm_rows(megabytes, arguments.rounds, arguments.adapters)), flush=True
-            )
+            print("\n".join(_vllm_rows(megabytes, arguments)), flush=True)
 
 
 def _row(megabytes: int, dtype: torch.dtype, rounds: int) -> str:
@@ -149,8 +149,9 @@ class _SometimesStaged(SharedMemoryTransport):
             self._written = self.segment.write(weights)
 
 
-def _vllm_rows(megabytes: int, rounds: int, adapters: bool) -> list[str]:
+def _vllm_rows(megabytes: int, arguments: argparse.Namespace) -> list[str]:
     """Reports wall times, because the CPU time is spent in another process."""
+    rounds: int = arguments.rounds
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         model = _save_model(path, megabytes)
@@ -159,7 +160,9 @@ def _vllm_rows(megabytes: int, rounds: int, adapters: bool) -> list[str]:
             staged, copy = _in_turns(url, weights, rounds)
         size = staged["staged"][0].size_bytes
         rows = {f"{size >> 20} MB float32, {how}": reports for how, reports in staged.items()}
-        if adapters:
+        if arguments.types:
+            rows |= _typed_reports(path, weights, rounds)
+        if arguments.adapters:
             rows |= _adapter_reports(path, rounds)
     return [_sent(name, reports, size, copy) for name, reports in rows.items()]
 
@@ -184,6 +187,27 @@ def _in_turns(
     return reports, Cost(*map(min, zip(*copies, strict=True)))
 
 
+def _typed_reports(model: Path, weights: list[Named], rounds: int) -> dict[str, list[SyncReport]]:
+    """Updates of a vLLM in bfloat16 with the weights in float32 and in its types, in turns."""
+    reports: dict[str, list[SyncReport]] = {}
+    shapes = [(name, tensor.to("meta")) for name, tensor in weights]
+    backends: tuple[Backend, ...] = ("shm", "gloo")
+    for backend in backends:
+        with _serving(model, "bfloat16", weight_transfer=backend) as url:
+            sync = WeightSync(EngineControl([url]), backend)
+            sync.push(weights, 0, lambda: shapes)  # asks for its types, and it learns how to stage
+            kinds: dict[str, Shapes | None] = {
+                f"to bfloat16 by {backend}, as trained": None,
+                f"to bfloat16 by {backend}, in its types": lambda: shapes,
+            }
+            for version in range(1, 1 + rounds):
+                for kind, described in kinds.items():
+                    pushed = sync.push(weights, version, described)
+                    reports.setdefault(kind, []).append(pushed)
+            sync.close()
+    return reports
+
+
 def _adapter_reports(model: Path, rounds: int) -> dict[str, list[SyncReport]]:
     reports = {}
     with _serving(model, lora_rank=max(RANKS)) as url:
@@ -204,11 +228,11 @@ def _adapter(model: Path, rank: int) -> tuple[list[Named], dict[str, Any]]:
 
 
 @contextmanager
-def _serving(model: Path, **settings: Any) -> Iterator[str]:
+def _serving(model: Path, dtype: str = "float32", **settings: Any) -> Iterator[str]:
     """A vLLM server on the model, by its URL."""
     config = VllmConfig(max_context_tokens=256, args=("--skip-tokenizer-init",), **settings)
     with asyncio.Runner() as runner:
-        server = VllmServer(config, model, log=model / "vllm.log", dtype="float32")
+        server = VllmServer(config, model, log=model / "vllm.log", dtype=dtype)
         runner.run(server.start())
         try:
             yield server.url
