@@ -37,13 +37,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs the proxy until SIGINT or SIGTERM."""
-    import uvloop  # imported here to keep --help fast
+    from proxy.imports import importing
 
-    from proxy import logs
-    from proxy.admin_key import key_file, with_admin_key
-    from proxy.config import load_config
-    from proxy.processes import process
-    from proxy.secrecy import hide_memory
+    with importing():  # imported here to keep --help fast
+        import uvloop
+
+        from proxy import logs
+        from proxy.admin_key import key_file, with_admin_key
+        from proxy.config import load_config
+        from proxy.processes import process
+        from proxy.secrecy import hide_memory
 
     hide_memory()
     config = load_config(arguments.config, **_overrides(arguments))

@@ -32,12 +32,43 @@ VARIABLES = frozenset(
 def pipe_with(text: str) -> Iterator[int]:
     """The read end of a pipe from which a child reads `text` once. Pass it in `pass_fds`; where the
     child expects a path, give `/dev/fd/NUMBER`."""
-    read_fd, write_fd = os.pipe()
-    threading.Thread(target=_write, args=(write_fd, text.encode()), daemon=True).start()
-    try:
+    pipe = LatePipe()
+    pipe.write(text)
+    with pipe.to_child() as read_fd:
         yield read_fd
-    finally:
-        os.close(read_fd)
+
+
+class LatePipe:
+    """A pipe to a child that starts before it is known what the child is to read.
+
+    Example:
+    with pipe.to_child() as fd:
+        ...  # starts the child, which waits when it reads
+    pipe.write("settings")
+    """
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()
+        self.written = False
+
+    @contextlib.contextmanager
+    def to_child(self) -> Iterator[int]:
+        """The read end, as in `pipe_with`; it is closed here at the end of the context."""
+        try:
+            yield self._read_fd
+        finally:
+            os.close(self._read_fd)
+
+    def write(self, text: str) -> None:
+        """Gives the child all that it reads. To be called once."""
+        self.written = True
+        threading.Thread(target=_write, args=(self._write_fd, text.encode()), daemon=True).start()
+
+    def close(self) -> None:
+        """Lets the child read nothing, unless `write` was called."""
+        if not self.written:
+            self.written = True
+            os.close(self._write_fd)
 
 
 def from_pipe(fd: int) -> str:

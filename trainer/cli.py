@@ -23,6 +23,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -45,17 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line is not None:
             own_main: Callable[[argparse.Namespace], int] = import_module(line.module).main
             return own_main(arguments)
-        from trainer.commands import Command, run
+        from trainer.early import early_engines
 
-        command = Command(
-            words=arguments.words,
-            configs=arguments.config,
-            check=arguments.check,
-            swarm_server=arguments.swarm_server,
-            state_dir=arguments.state_dir,
-            log_level=arguments.log_level,
-        )
-        return run(command)
+        trains = not arguments.check and arguments.swarm_server is None
+        with early_engines(arguments.config, arguments.words) if trains else nullcontext():
+            from trainer.commands import Command, run
+
+            command = Command(
+                words=arguments.words,
+                configs=arguments.config,
+                check=arguments.check,
+                swarm_server=arguments.swarm_server,
+                state_dir=arguments.state_dir,
+                log_level=arguments.log_level,
+            )
+            return run(command)
     except ModuleNotFoundError as error:
         if error.name not in TRAINER_PACKAGES:
             raise

@@ -22,7 +22,7 @@ from trainer.algorithms.part import NamedPart
 from trainer.algorithms.presets import PRESETS
 from trainer.config import TrainerConfig
 from trainer.config_keys import Key, keys_of
-from trainer.config_sources import ENV_PREFIX, VERL_NAMES
+from trainer.config_values import ENV_PREFIX, VERL_NAMES
 
 RUN = f"""# Configuration
 

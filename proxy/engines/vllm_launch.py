@@ -1,13 +1,16 @@
 """Starts vLLM's API server with an API key that no other process can read.
 
     python -m proxy.engines.vllm_launch FD ARGUMENTS…
+    python -m proxy.engines.vllm_launch FD
 
 The key is read from the descriptor FD, which is a pipe or a file. vLLM itself accepts a key only as
-an argument or from the environment, and every process of the same user can read both.
+an argument or from the environment, and every process of the same user can read both. Without
+ARGUMENTS, FD gives them, too (`EarlyOrders` as JSON), after vLLM has been imported.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -15,7 +18,7 @@ import signal
 import sys
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypedDict
 
 from proxy.engines.vllm_key import RequireKey
 from proxy.imports import importing
@@ -25,15 +28,53 @@ MODULE = "vllm.entrypoints.openai.api_server"
 """The module instead of the `vllm` command, which fails with the CPU distribution."""
 
 
+class EarlyOrders(TypedDict):
+    """What a server is told that started before it was known what it serves."""
+
+    key: str
+    arguments: list[str]
+    environment: dict[str, str]
+    """Variables in addition to those with which it started."""
+    log: str
+    """The file to which its output is appended, with what it has written until then."""
+
+
 def main() -> None:
-    RequireKey.key = from_pipe(int(sys.argv[1])).strip()
-    del sys.argv[1]
-    with importing():
-        import_module(MODULE)
+    fd = int(sys.argv.pop(1))
+    try:
+        with importing():
+            import_module(MODULE)
+    finally:  # what an import prints or raises belongs into the log that the orders name
+        RequireKey.key = from_pipe(fd).strip() if len(sys.argv) > 1 else _follow_orders(fd)
     del sys.modules[MODULE]  # it is executed instead
     if _vllm("platforms").current_platform.is_cpu():
         fork_processes()
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+
+def _follow_orders(fd: int) -> str:
+    """Waits for the orders of a server that started early; returns its key. Ends the process if
+    there are none, because nobody needs it any more."""
+    text = from_pipe(fd)
+    if not text:
+        sys.exit()
+    orders: EarlyOrders = json.loads(text)
+    _append_output_to(orders["log"])
+    os.environ.update(orders["environment"])
+    sys.argv[1:] = orders["arguments"]
+    return orders["key"]
+
+
+def _append_output_to(path: str) -> None:
+    """Moves what was written into the file that is the standard output to the end of another, into
+    which all further output goes."""
+    sys.stdout.flush()
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    written = os.fstat(sys.stdout.fileno()).st_size
+    os.write(log, os.pread(sys.stdout.fileno(), written, 0))
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
+    os.close(log)
 
 
 def fork_processes() -> None:

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +24,11 @@ from typing import Self
 import aiohttp
 from pydantic import Field
 
-from proxy.engines import guard
+from proxy.engines import guard, vllm_early
 from proxy.engines.address import EngineAddress
+from proxy.engines.vllm_early import EarlyServer
 from proxy.engines.vllm_key import RequireKey
+from proxy.engines.vllm_launch import EarlyOrders
 from proxy.errors import ConfigurationError, EngineError
 from proxy.port import usable_port
 from proxy.secrecy import inherited, pipe_with
@@ -119,7 +122,7 @@ class VllmServer:
         if served_model_name is not None:
             self._arguments += ["--served-model-name", served_model_name]
         self._address = EngineAddress(f"http://{host}:{self.port}", key=secrets.token_urlsafe(32))
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | EarlyServer | None = None
         self._sockets: Path | None = None
 
     @property
@@ -141,18 +144,20 @@ class VllmServer:
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._sockets = _new_socket_folder()
-        with self.log.open("ab") as log, pipe_with(self._address.key or "") as key_fd:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__),
-                *(str(os.getpid()), str(STOP_GRACE_S)),
-                *self.command(key_fd),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=server_environment(self.config) | {"VLLM_RPC_BASE_PATH": str(self._sockets)},
-                pass_fds=(key_fd,),
-                start_new_session=True,  # Ctrl-C reaches us alone
+        environment = server_environment(self.config)
+        sockets = {"VLLM_RPC_BASE_PATH": str(self._sockets)}
+        early = vllm_early.taken(environment)
+        if early is not None:
+            self._process = early
+            orders = EarlyOrders(
+                key=self._address.key or "",
+                arguments=self._all_arguments,
+                environment=environment | sockets,
+                log=str(self.log.absolute()),
             )
+            early.order(orders)
+        else:
+            self._process = await self._new_process(environment | sockets)
         try:
             await self._until_healthy()
         except BaseException:
@@ -161,11 +166,29 @@ class VllmServer:
         self.url_file.touch(mode=0o600)
         self.url_file.write_text(self.url + "\n")
 
+    async def _new_process(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as log, pipe_with(self._address.key or "") as key_fd:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__),
+                *(str(os.getpid()), str(STOP_GRACE_S)),
+                *self.command(key_fd),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=(key_fd,),
+                start_new_session=True,  # Ctrl-C reaches us alone
+            )
+
     def command(self, key_fd: int) -> list[str]:
         """The command line of the server, which reads its key from `key_fd`."""
         launch = [sys.executable, "-m", "proxy.engines.vllm_launch", str(key_fd)]
+        return launch + self._all_arguments
+
+    @property
+    def _all_arguments(self) -> list[str]:
         address = ["--host", self.host, "--port", str(self.port)]
-        return launch + self._arguments + address + server_arguments(self.config)
+        return self._arguments + address + server_arguments(self.config)
 
     async def wait(self) -> int:
         """Waits until the server has ended, by itself or by `stop`. Returns its exit code."""
@@ -285,6 +308,8 @@ def server_environment(config: VllmConfig) -> dict[str, str]:
         # Runs the worker inside the engine's process. A separate worker busy-waits on its queue
         # for a second after each step, which takes 60 % of the engine's processor time away.
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # vLLM compiles some helpers also with --enforce-eager, for 3 s at the first call.
+        ours["TORCH_COMPILE_DISABLE"] = "1"
         ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_half_the_cores()))
     return {**inherited(), **ours, **config.env}
 

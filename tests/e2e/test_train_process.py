@@ -25,6 +25,7 @@ import yaml
 from proxy.engines.vllm_server import VllmServer
 from proxy.run_files.files import read_jsonl
 from tests.e2e.steady_agent import TURNS
+from tests.processes import assert_all_end, command_line, descendants, watched
 from trainer.checkpoint import Checkpoints
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
@@ -97,30 +98,8 @@ class Train:
         return self.log.read_text()
 
     def watch(self) -> dict[int, str]:
-        """A pidfd of each descendant, which shows when it ends → its command line."""
-        found = {}
-        for pid in descendants(self.process.pid):
-            found[os.pidfd_open(pid)] = command_line(pid)
-        return found
-
-
-def descendants(pid: int) -> list[int]:
-    children = [
-        int(child)
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    ]
-    return children + [below for child in children for below in descendants(child)]
-
-
-def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def assert_all_end(watched: dict[int, str]) -> None:
-    for pidfd, command in watched.items():
-        assert select.select([pidfd], [], [], 60)[0], f"still there: {command}"
-        os.close(pidfd)
+        """Each descendant, as `tests.processes.watched`."""
+        return watched(self.process.pid)
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,10 @@ class ProxyService(Protocol):
     admin_key: str
     url: str
 
+    async def begin(self) -> None:
+        """Does the part of `start` that needs no engines. Does not wait until it is done."""
+        ...
+
     async def start(self) -> None:
         """Returns when it answers at `url`. After `wait` has returned, starts it again at the same
         URL."""

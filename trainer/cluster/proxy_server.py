@@ -25,14 +25,22 @@ from proxy.config import ENVIRONMENT_PREFIX
 from proxy.engines import guard
 from proxy.port import free_port, usable_port
 from proxy.search.rules import Rules
-from proxy.secrecy import pipe_with
+from proxy.secrecy import LatePipe
 from trainer.errors import TrainerError
 
 POLL_S = 0.1  # seconds between two checks whether a starting proxy is ready
 LOG_TAIL_BYTES = 2000
 PORT_SETTING = "proxy_server.port"
 
-ALSO_DECIDED = ("admin_key_file", "store_password_file", "public_url", "peer_url", "workers")
+ALSO_DECIDED = (
+    "engines",
+    "admin_key",
+    "admin_key_file",
+    "store_password_file",
+    "public_url",
+    "peer_url",
+    "workers",
+)
 """Settings that take the place of those that a run decides, or are right for another proxy only."""
 STOP_GRACE_S = 10.0
 """Seconds for the proxy to end the calls in flight and to store their turns."""
@@ -80,6 +88,7 @@ class ProxyProcess:
         self._folder = folder
         self.log = folder / "proxy.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._begun: LatePipe | None = None
         self.admin_key = admin_key or secrets.token_urlsafe(32)
         self.url = f"http://{config.host}:{self._port}"
 
@@ -89,26 +98,41 @@ class ProxyProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self) -> None:
-        """Starts the proxy, and returns when it answers.
+    async def begin(self) -> None:
+        """Starts its process, which imports what it needs and waits for its settings.
 
         Raises:
             ConfigurationError: its port is in use.
-            TrainerError: it ended, or did not answer in time.
         """
         usable_port(PORT_SETTING, self._config.host, self._port)
-        settings = self._settings | self._address() | {"admin_key": self.admin_key}
-        with self.log.open("ab") as log, pipe_with(yaml.safe_dump(settings)) as config_fd:
+        self._begun = LatePipe()
+        with self.log.open("ab") as log, self._begun.to_child() as config_fd:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(STOP_GRACE_S)),
                 *(sys.executable, "-m", "proxy", "serve", "--config", f"/dev/fd/{config_fd}"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=_environment({*settings, *ALSO_DECIDED}),
+                env=_environment({*self._settings, *self._address(), *ALSO_DECIDED}),
                 pass_fds=(config_fd,),
                 start_new_session=True,  # the run handles Ctrl-C: the agents end first
             )
+
+    async def start(self) -> None:
+        """Gives the proxy its settings, and returns when it answers. Calls `begin` if nobody did.
+
+        Raises:
+            ConfigurationError: its port is in use.
+            TrainerError: it ended, or did not answer in time.
+        """
+        if self._begun is None:
+            await self.begin()
+        assert self._process is not None
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        begun.write(
+            yaml.safe_dump(self._settings | self._address() | {"admin_key": self.admin_key})
+        )
         await self._answers(self._process)
 
     def _address(self) -> dict[str, Any]:
@@ -127,6 +151,9 @@ class ProxyProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await self._process.wait()
+        if self._begun is not None:
+            self._begun.close()
+            self._begun = None
 
     async def wait(self) -> str:
         """Returns when it has ended; the result says how."""

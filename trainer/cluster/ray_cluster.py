@@ -208,8 +208,7 @@ class RayCluster:
             )
         except ValueError as error:
             raise ConfigError(
-                f"cluster.namespace={self._config.cluster.namespace!r}: {error}; "
-                "another run uses it; choose another namespace"
+                f"cluster.namespace={self._config.cluster.namespace!r}: {error}; choose another one"
             ) from error
 
 
@@ -229,13 +228,8 @@ class RayReplica:
         self.url = await awaited(self._actor.start.remote(), self._whose)
 
     async def wait(self) -> str:
-        try:
-            how: str = await awaited(self._actor.wait.remote(), self._whose)
-            return how
-        except ActorGoneError as error:
-            ray.kill(self._actor)  # it may still run, out of reach; this frees its name
-            self._actor = None
-            return str(error)
+        how, self._actor = await _until_end(self._actor, self._whose)
+        return how
 
     async def stop(self) -> None:
         await _stop(self._actor, self._whose)
@@ -246,8 +240,7 @@ class RayReplica:
 
 
 class RayProxy:
-    """The proxy's actor, which is replaced by another one at the same address after it has
-    ended."""
+    """The proxy's actor; after its end, another one at the same address replaces it."""
 
     def __init__(self, cluster: RayCluster, settings: dict[str, Any], admin_key: str) -> None:
         self._cluster = cluster
@@ -256,6 +249,9 @@ class RayProxy:
         self._actor: Any = None
         self.admin_key = admin_key
         self.url = ""
+
+    async def begin(self) -> None:
+        """Nothing: its actor is placed after those of the engines."""
 
     async def start(self) -> None:
         """Raises TrainerError if the actor could not be placed on the same node again."""
@@ -272,13 +268,8 @@ class RayProxy:
         self.url, self._port = url, urlsplit(url).port or 0
 
     async def wait(self) -> str:
-        try:
-            how: str = await awaited(self._actor.wait.remote(), "the proxy's actor")
-            return how
-        except ActorGoneError as error:
-            ray.kill(self._actor)  # it may still run, out of reach; this frees its name
-            self._actor = None
-            return str(error)
+        how, self._actor = await _until_end(self._actor, "the proxy's actor")
+        return how
 
     async def set_engines(self, engines: Sequence[dict[str, str]]) -> None:
         self._settings = self._settings | {"engines": list(engines)}
@@ -287,6 +278,15 @@ class RayProxy:
 
     async def stop(self) -> None:
         await _stop(self._actor, "the proxy's actor")
+
+
+async def _until_end(actor: Any, whose: str) -> tuple[str, Any]:
+    """How the actor's server ended; and the actor, if it still runs."""
+    try:
+        return await awaited(actor.wait.remote(), whose), actor
+    except ActorGoneError as error:
+        ray.kill(actor)  # it may still run, out of reach; this frees its name
+        return str(error), None
 
 
 async def _stop(actor: Any, whose: str) -> None:

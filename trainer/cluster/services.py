@@ -76,14 +76,19 @@ class RunServices:
         async with AsyncExitStack() as stack:
             if server.url is None:
                 usable_port(PORT_SETTING, server.host, server.port)
-            engines = await self._start_engines(stack)
+            engines, starting = await self._begin_engines(stack)
+            proxy = await self._begin_proxy(stack) if server.url is None else None
+            await starting.ready()
+            await self.control.wait_for(engines.connect())
             if server.url is not None:
                 key = _admin_key(server.url)
                 engines.proxy = await stack.enter_async_context(ProxyClient(server.url, key))
                 stack.push_async_callback(engines.release_policies)
                 yield Services(engines, engines.proxy)
                 return
-            proxy = await self._start_proxy(engines, stack)
+            assert proxy is not None
+            await proxy.set_engines(engines.named)
+            await self.control.wait_for(proxy.start())
             client = await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
             engines.proxy = client
             ended = asyncio.create_task(_keep_running(engines, proxy, client, self.say))
@@ -91,7 +96,8 @@ class RunServices:
             self.control.watch(ended)
             yield Services(engines, client, f"{proxy.url}/#link={await _new_link(self.folder)}")
 
-    async def _start_engines(self, stack: AsyncExitStack) -> RunEngines:
+    async def _begin_engines(self, stack: AsyncExitStack) -> tuple[RunEngines, StartingEngines]:
+        """The run's engines, whose replicas may still start."""
         engine, wait_for = self.config.engine, self.control.wait_for
         adapters = self.folder.path.absolute() / "adapters"
         if engine.urls:
@@ -112,11 +118,10 @@ class RunServices:
             run=self.folder.run_id,
         )
         stack.push_async_callback(engines.stop)
-        await starting.ready()
-        await wait_for(engines.connect())
-        return engines
+        return engines, starting
 
-    async def _start_proxy(self, engines: RunEngines, stack: AsyncExitStack) -> ProxyService:
+    async def _begin_proxy(self, stack: AsyncExitStack) -> ProxyService:
+        """The proxy, which imports while the engines start."""
         config, server = self.config, self.config.proxy_server
         settings: dict[str, Any] = {
             "model": str(config.model.path),
@@ -129,9 +134,8 @@ class RunServices:
             "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
         }
         proxy = self.cluster.proxy(settings)
-        await proxy.set_engines(engines.named)
         stack.push_async_callback(proxy.stop)
-        await self.control.wait_for(proxy.start())
+        await proxy.begin()
         return proxy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import aiohttp
@@ -11,6 +12,7 @@ from proxy.client import ProxyClient
 from proxy.engines.scripted import ScriptedEngine
 from proxy.port import free_port
 from proxy.records import SessionKind
+from tests.processes import assert_all_end, watched
 from tests.proxy.checkpoint import write_checkpoint
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 
@@ -63,3 +65,26 @@ async def test_environment_changes_nothing_that_the_run_decides(
     assert (run / "sessions.db").is_file()
     assert not (tmp_path / "another.db").exists()
     assert session.base_url.startswith(server.url)
+
+
+async def test_begun_proxy_waits_for_its_engines_and_ends_without_them(tmp_path: Path) -> None:
+    async with ScriptedEngine(lambda _: [257]) as engine:
+        settings = {
+            "model": str(write_checkpoint(tmp_path / "model")),
+            "store": f"sqlite:///{tmp_path}/sessions.db",
+        }
+        server = ProxyProcess(ProxyServerConfig(), settings, tmp_path)
+        await server.begin()
+        begun = server.pid
+        await server.set_engines([{"url": engine.url, "name": "the-engine"}])
+        await server.start()
+        assert server.pid == begun
+        async with ProxyClient(server.url, server.admin_key) as control:
+            assert [each["name"] for each in await control.engines()] == ["the-engine"]
+        await server.stop()
+
+        await server.begin()  # of a run whose engines then do not start
+        running = watched(os.getpid())
+        assert running
+        await server.stop()
+        assert_all_end(running)

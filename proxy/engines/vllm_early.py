@@ -1,0 +1,105 @@
+"""vLLM servers that start before it is known what they serve.
+
+A program that starts servers may itself import for seconds before it has read its configuration. A
+server that `begin` started imports vLLM meanwhile, and then waits. `VllmServer` takes it instead of
+starting another one, if its environment is the one that the configuration asks for.
+
+Invariant: like every server, an early one never outlives this process (`guard.py`), and `end_all`
+ends those that nobody took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+
+from proxy.engines import guard
+from proxy.engines.vllm_launch import EarlyOrders
+from proxy.secrecy import LatePipe
+
+LATE = frozenset({"VLLM_CPU_KVCACHE_SPACE"})
+"""Variables that vLLM reads only when it creates its engine."""
+
+_waiting: list[EarlyServer] = []
+
+
+class EarlyServer:
+    """The process of a server, with as much of `asyncio.subprocess.Process` as `VllmServer` uses:
+    there may be no event loop yet when it starts."""
+
+    def __init__(self, environment: Mapping[str, str], grace_s: float) -> None:
+        """`grace_s`: seconds between SIGTERM and SIGKILL."""
+        self.environment = environment
+        self._orders = LatePipe()
+        with self._orders.to_child() as fd, tempfile.TemporaryFile() as output:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(grace_s)),
+                    *(sys.executable, "-m", "proxy.engines.vllm_launch", str(fd)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                pass_fds=(fd,),
+                start_new_session=True,  # Ctrl-C reaches us alone
+            )
+        assert self._process.stdin is not None
+        self.stdin = self._process.stdin
+
+    def order(self, orders: EarlyOrders) -> None:
+        """Tells the server what it serves. To be called once."""
+        self._orders.write(json.dumps(orders))
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        """Returns its exit code when it has ended."""
+        loop = asyncio.get_running_loop()
+        while (code := self.returncode) is None:
+            ended = asyncio.Event()
+            fd = os.pidfd_open(self._process.pid)
+            loop.add_reader(fd, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(fd)
+                os.close(fd)
+        return code
+
+    def end(self) -> None:
+        """Ends it without orders, and returns when all of its processes have ended."""
+        self.stdin.close()
+        self._process.wait()
+        self._orders.close()
+
+
+def begin(count: int, environment: Mapping[str, str], grace_s: float) -> None:
+    """Starts servers that wait for `taken`."""
+    _waiting.extend(EarlyServer(environment, grace_s) for _ in range(count))
+
+
+def taken(environment: Mapping[str, str]) -> EarlyServer | None:
+    """A server that was begun, for the caller to `order`; None if there is none. One that was begun
+    with another environment is ended."""
+    if not _waiting:
+        return None
+    early = _waiting.pop()
+    differ = {k for k, _ in environment.items() ^ early.environment.items()}
+    if differ <= LATE and early.returncode is None:
+        return early
+    early.end()
+    return None
+
+
+def end_all() -> None:
+    """Ends the servers that were not taken."""
+    while _waiting:
+        _waiting.pop().end()

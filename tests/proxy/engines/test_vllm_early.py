@@ -1,0 +1,163 @@
+"""Servers that start before it is known what they serve; a stand-in takes vLLM's place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxy.engines import vllm_early
+from proxy.engines.vllm_early import EarlyServer
+from proxy.engines.vllm_launch import MODULE, EarlyOrders
+from tests.processes import assert_all_end, command_line, descendants, watched
+
+STAND_IN = """
+import json, os, signal, sys
+print("imported")
+if __name__ != "__main__" and os.environ.get("IMPORTED"):
+    open(os.environ["IMPORTED"], "w").close()
+if os.environ.get("BROKEN"):
+    raise ImportError("no such engine")
+if __name__ == "__main__":
+    from proxy.engines.vllm_key import RequireKey
+    told = [sys.argv[1:], RequireKey.key, os.environ.get("VLLM_CPU_KVCACHE_SPACE")]
+    print("serves", flush=True)
+    with open(os.environ["TOLD"], "w") as fifo:
+        json.dump(told, fifo)
+    signal.pause()
+"""
+GUARD_AND_SERVER = 2
+PLATFORMS = "class current_platform:\n    is_cpu = staticmethod(lambda: False)\n"
+
+
+@pytest.fixture
+def imported(environment: dict[str, str], tmp_path: Path) -> Path:
+    """A FIFO whose end is reached when a server has imported vLLM."""
+    os.mkfifo(tmp_path / "imported")
+    environment["IMPORTED"] = str(tmp_path / "imported")
+    return tmp_path / "imported"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a server whose vLLM is the stand-in."""
+    module = tmp_path / "path" / (MODULE.replace(".", "/") + ".py")
+    module.parent.mkdir(parents=True)
+    for package in module.relative_to(tmp_path / "path").parents:
+        (tmp_path / "path" / package / "__init__.py").touch()
+    module.write_text(STAND_IN)
+    (tmp_path / "path" / "vllm" / "platforms.py").write_text(PLATFORMS)
+    os.mkfifo(tmp_path / "told")
+    ours = {"PYTHONPATH": str(tmp_path / "path"), "TOLD": str(tmp_path / "told")}
+    yield {**os.environ, **ours, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    vllm_early.end_all()
+
+
+def orders(log: Path, environment: dict[str, str]) -> EarlyOrders:
+    arguments = ["--model", "m"]
+    return EarlyOrders(key="the key", arguments=arguments, environment=environment, log=str(log))
+
+
+async def test_early_server_learns_what_it_serves_and_logs_everything(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    vllm_early.begin(1, environment, grace_s=5.0)
+    wanted = environment | {"VLLM_CPU_KVCACHE_SPACE": "4"}
+    early = vllm_early.taken(wanted)
+    assert early is not None
+    log = tmp_path / "engine.log"
+    early.order(orders(log, wanted))
+    told = await asyncio.to_thread((tmp_path / "told").read_text)
+    assert json.loads(told) == [["--model", "m"], "the key", "4"]
+    assert log.read_text().split() == ["imported", "imported", "serves"]  # as itself at last
+    assert early.returncode is None
+    early.stdin.close()
+    assert await early.wait() == 128 + signal.SIGTERM
+
+
+async def test_key_and_arguments_are_on_no_command_line_of_an_early_server(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    early = EarlyServer(environment, grace_s=5.0)
+    log = tmp_path / "engine.log"
+    early.order(orders(log, environment))
+    await asyncio.to_thread((tmp_path / "told").read_text)
+    (server,) = servers()
+    assert "the key" not in command_line(server)
+    early.end()
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"])
+def test_server_with_another_environment_is_ended_and_not_taken(
+    environment: dict[str, str], imported: Path, name: str
+) -> None:
+    vllm_early.begin(1, environment, grace_s=5.0)
+    imported.read_text()
+    running = watched(os.getpid())
+    assert len(running) == GUARD_AND_SERVER
+    assert vllm_early.taken(environment | {name: "7"}) is None
+    assert_all_end(running)
+    assert vllm_early.taken(environment) is None
+
+
+def test_servers_that_nobody_took_are_ended(environment: dict[str, str], imported: Path) -> None:
+    vllm_early.begin(1, environment, grace_s=5.0)
+    imported.read_text()
+    vllm_early.begin(1, environment, grace_s=5.0)  # may not even run yet
+    running = watched(os.getpid())
+    assert len(running) > GUARD_AND_SERVER
+    vllm_early.end_all()
+    assert_all_end(running)
+
+
+async def test_import_that_fails_is_in_the_log_and_in_the_exit_code(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    broken = environment | {"BROKEN": "1"}
+    early = EarlyServer(broken, grace_s=5.0)
+    log = tmp_path / "engine.log"
+    early.order(orders(log, broken))
+    assert await early.wait() == 1
+    early.stdin.close()
+    assert "ImportError: no such engine" in log.read_text()
+
+
+def test_server_that_died_while_it_waited_is_not_taken(
+    environment: dict[str, str], imported: Path
+) -> None:
+    vllm_early.begin(1, environment, grace_s=5.0)
+    imported.read_text()
+    guard = descendants(os.getpid())[0]
+    os.kill(guard, signal.SIGTERM)
+    os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
+    assert vllm_early.taken(environment) is None
+
+
+def test_early_server_ends_with_a_killed_parent(
+    environment: dict[str, str], imported: Path
+) -> None:
+    begin = "import os, signal; from proxy.engines import vllm_early as e\n"
+    begin += "e.begin(1, os.environ, 5.0); signal.pause()"
+    parent = subprocess.Popen([sys.executable, "-c", begin], env=environment)
+    imported.read_text()
+    running = watched(parent.pid)
+    assert len(running) == GUARD_AND_SERVER
+    parent.kill()
+    parent.wait()
+    assert_all_end(running)
+
+
+def servers() -> list[int]:
+    """The processes of early servers that run vLLM now."""
+    return [
+        pid
+        for pid in descendants(os.getpid())
+        if command_line(pid).startswith(f"{sys.executable} -m proxy.engines.vllm_launch")
+    ]
