@@ -34,7 +34,8 @@ class EarlyOrders(TypedDict):
     key: str
     arguments: list[str]
     environment: dict[str, str]
-    """Variables in addition to those with which it started."""
+    """Only the variables that differ from those with which it started: setproctitle, which vLLM
+    uses, finds the command line before the first of them in memory."""
     log: str
     """The file to which its output is appended, with what it has written until then."""
 

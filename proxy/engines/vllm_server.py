@@ -152,7 +152,7 @@ class VllmServer:
             orders = EarlyOrders(
                 key=self._address.key or "",
                 arguments=self._all_arguments,
-                environment=environment | sockets,
+                environment=dict((environment | sockets).items() - early.environment.items()),
                 log=str(self.log.absolute()),
             )
             early.order(orders)
