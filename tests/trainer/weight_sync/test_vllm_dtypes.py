@@ -27,9 +27,9 @@ class Model(torch.nn.Module):
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
         super().__init__()
-        self.small = Parameter(torch.zeros(2 * SIZE, SIZE, dtype=torch.bfloat16), False)
-        self.large = Parameter(torch.zeros(SIZE, SIZE), False)
-        self.bias = Parameter(torch.zeros(SIZE, SIZE, dtype=torch.bfloat16), False)
+        self.small = Parameter(torch.ones(2 * SIZE, SIZE, dtype=torch.bfloat16), False)
+        self.large = Parameter(torch.ones(SIZE, SIZE), False)
+        self.bias = Parameter(torch.ones(SIZE, SIZE, dtype=torch.bfloat16), False)
         """vLLM never moves tensors of this name to the device meta."""
         self.loads = loads
         record_metadata_for_reloading(self)
@@ -47,7 +47,7 @@ def report(**loads: Load) -> list[str | None]:
     model = Model(**loads)
     weights = [(name, torch.empty(SIZE, SIZE, device="meta")) for name in loads]
     found = list(observed(model, weights))
-    assert not any(parameter.any() for parameter in model.parameters())
+    assert all(parameter.eq(1).all() for parameter in model.parameters())
     assert not any(parameter.is_meta for parameter in model.parameters())
     return found
 
