@@ -8,7 +8,8 @@ copies into its own tensors. With `--vllm`, a real vLLM does that half, over HTT
 random weights: staged before the pause, or loaded by vLLM during the pause, in turns. With
 `--types`, a vLLM in bfloat16 gets weights that are trained in float32: as they are, or in its own
 types, in turns. With `--adapters`, a vLLM gets LoRA adapters of several ranks on the same model
-(`model.lora.update: adapter`), for which it is not paused. The figures are milliseconds of CPU time
+(`model.lora.update: adapter`), for which it is not paused. With `--sampling`, a vLLM samples
+all the time, and in turns it stages weights or does not. The figures are milliseconds of CPU time
 (wall time in brackets), the minimum of `--rounds`; those of vLLM are wall time.
 """
 
@@ -17,20 +18,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
+from threading import Event
 from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from trainer.policy.adapter import adapter_config, adapter_tensors
 from trainer.policy.model import DTYPES
@@ -46,6 +53,11 @@ RANKS = (1, 8, 32)
 """Of the LoRA adapters, on all linear layers."""
 
 
+CALLERS = 8
+"""Number of answers that an engine samples at the same time."""
+MEASURED_S = 5.0
+
+
 class Cost(NamedTuple):
     cpu_ms: float
     wall_ms: float
@@ -59,6 +71,7 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="also update a real vLLM")
     parser.add_argument("--adapters", action="store_true", help="with --vllm: send adapters, too")
     parser.add_argument("--types", action="store_true", help="with --vllm: one in bfloat16, too")
+    parser.add_argument("--sampling", action="store_true", help="with --vllm: its speed meanwhile")
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -75,6 +88,10 @@ def main() -> None:
         print("|---" * 6 + "|")
         for megabytes in arguments.megabytes:
             print("\n".join(_vllm_rows(megabytes, arguments)), flush=True)
+    if arguments.vllm and arguments.sampling:
+        print("\n| weights | tokens/s | while it stages | of it |\n|---|---|---|---|")
+        for megabytes in arguments.megabytes:
+            print(_sampling_row(megabytes, arguments.rounds), flush=True)
 
 
 def _row(megabytes: int, dtype: torch.dtype, rounds: int) -> str:
@@ -206,6 +223,72 @@ def _typed_reports(model: Path, weights: list[Named], rounds: int) -> dict[str, 
                     reports.setdefault(kind, []).append(pushed)
             sync.close()
     return reports
+
+
+def _sampling_row(megabytes: int, rounds: int) -> str:
+    """Tokens per second of an engine that samples all the time, without and with weights that it
+    stages one after the other, in turns."""
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = _save_model(Path(folder), megabytes)
+        weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        with _serving(Path(folder), weight_transfer="shm") as url, _sampling(url):
+            sync = WeightSync(EngineControl([url]))
+            sync.push(weights, 0)  # the engine learns how to stage
+            for _ in range(rounds):
+                for stages, measured in speeds.items():
+                    measured.append(_speed(url, sync, weights if stages else None))
+            sync.close()
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
+    alone, staging = median(speeds[False]), median(speeds[True])
+    return f"| {size >> 20} MB float32 | {alone:.0f} | {staging:.0f} | {staging / alone:.2f} |"
+
+
+def _speed(url: str, sync: WeightSync, staged: list[Named] | None) -> float:
+    """Tokens per second over a few seconds, in which the weights are staged again and again."""
+    began, tokens = time.perf_counter(), _sampled(url)
+    while (passed_s := time.perf_counter() - began) < MEASURED_S:
+        if staged is None:
+            time.sleep(MEASURED_S - passed_s)
+        else:
+            sync.transport.stage(staged, None)
+    return (_sampled(url) - tokens) / passed_s
+
+
+def _sampled(url: str) -> float:
+    """Number of tokens that the engine has sampled since its start."""
+    with _open(url, "/metrics") as answer:
+        found = re.search(r"^vllm:generation_tokens_total\S* (\S+)$", answer.read().decode(), re.M)
+    assert found is not None
+    return float(found[1])
+
+
+@contextmanager
+def _sampling(url: str) -> Iterator[None]:
+    """A context in which the engine always samples several answers."""
+    ended = Event()
+    sampling = {"max_tokens": 128, "min_tokens": 128, "temperature": 1.0, "logprobs": 0}
+    body = json.dumps({"token_ids": list(range(5, 69)), "sampling_params": sampling}).encode()
+
+    def ask() -> None:
+        while not ended.is_set():
+            with _open(url, "/inference/v1/generate", body) as answer:
+                answer.read()
+
+    with ThreadPoolExecutor(CALLERS) as callers:
+        calls = [callers.submit(ask) for _ in range(CALLERS)]
+        try:
+            yield
+        finally:
+            ended.set()
+            for call in calls:
+                call.result()
+
+
+def _open(url: str, path: str, body: bytes | None = None) -> Any:
+    address = EngineAddress.parse(url)
+    headers = address.headers | {"Content-Type": "application/json"}
+    return urlopen(Request(f"{address.url}{path}", body, headers))
 
 
 def _adapter_reports(model: Path, rounds: int) -> dict[str, list[SyncReport]]:

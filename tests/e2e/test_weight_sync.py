@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +33,7 @@ from trainer.policy.proof import randomize
 from trainer.policy.shrink import shrunk
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
-from trainer.weight_sync.segment import SegmentWriter, Written
+from trainer.weight_sync.segment import Written
 from trainer.weight_sync.sync import WeightSync
 from trainer.weight_sync.transports import SharedMemoryTransport
 
@@ -39,6 +42,24 @@ pytestmark = pytest.mark.engine
 TOLERANCE = 1e-3
 BFLOAT16_TOLERANCE = 2e-2
 IDS = [3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 264, 33, 83, 279, 50, 288, 41, 97, 169]
+
+
+KILLED = """
+import os, signal, sys
+from dataclasses import asdict
+from pathlib import Path
+from tests.e2e.test_weight_sync import disturb, policy_of
+from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.segment import SegmentWriter
+
+policy = policy_of(Path(sys.argv[2]))
+disturb(policy, 6)
+writer, control = SegmentWriter(), EngineControl([sys.argv[1]])
+written = asdict(writer.write(policy.named_hf_parameters()))
+control.init_weight_transfer_engine(written | {"report": writer.report_path})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A trainer that is killed when its engines have begun to stage its weights."""
 
 
 def policy_of(model: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Policy:
@@ -109,18 +130,14 @@ def test_staged_weights_are_not_served_before_they_are_sent(
     assert sync.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
 
 
-def test_trainer_that_ends_while_weights_are_staged_leaves_the_old_ones(
+def test_trainer_that_is_killed_while_weights_are_staged_leaves_the_old_ones(
     sync: WeightSync, vllm: VllmServer, tiny_model: Path
 ) -> None:
     policy = policy_of(tiny_model)
     sync.push(policy.named_hf_parameters(), 7)
     before = score_ids(policy, IDS)
-    disturb(policy, 6)
-    ending = SegmentWriter()
-    written = ending.write(policy.named_hf_parameters())
-    staged = asdict(written) | {"report": ending.report_path}
-    sync.control.init_weight_transfer_engine(staged)
-    ending.close()
+    ended = subprocess.run([sys.executable, "-c", KILLED, vllm.url, tiny_model], check=False)
+    assert ended.returncode == -signal.SIGKILL
     assert sync.verify(IDS, before, TOLERANCE) <= TOLERANCE
     disturb(policy, 7)
     sync.push(policy.named_hf_parameters(), 8)
