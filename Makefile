@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-start bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-start bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -341,6 +341,9 @@ stalls: setup ## how long single hostile requests keep the proxy from answering 
 
 bench-train: reference ## the training step compared with TRL's
 	$(BIN)/python -m benchmarks.train $(ARGS)
+
+bench-verl: reference ## verl's own trainer trains the quickstart with our agent loop, without a GPU
+	$(BIN)/python -m benchmarks.verl $(ARGS)
 
 models: setup ## which architectures are trained, and how exactly: the tables of docs/models.md
 	$(BIN)/python -m tests.trainer.policy.table

@@ -225,13 +225,14 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
 
 def task_of(row: Mapping[str, Any]) -> Task:
     """The task in a row of verl's dataset. Its id is `instance_id`, `task_id` or `index`; its data
-    are all columns that JSON can hold, with the last user message as `prompt`."""
+    are all columns that JSON can hold. If `prompt` is not a text (verl's own column of that name
+    holds messages), the last user message takes its place."""
     data = {key: _plain(value) for key, value in row.items() if _is_plain(_plain(value))}
     extra = data.get("extra_info") or {}
     task_id = data.get("instance_id") or extra.get("task_id") or data.get("index", "task")
     said = [m.get("content") for m in data.get("raw_prompt", ()) if m.get("role") == "user"]
-    if said:
-        data.setdefault("prompt", said[-1])
+    if said and not isinstance(data.get("prompt"), str):
+        data["prompt"] = said[-1]
     return Task(str(task_id), data, source=str(data.get("data_source", "verl")))
 
 

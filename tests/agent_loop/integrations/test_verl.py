@@ -249,6 +249,15 @@ def test_row_becomes_a_task_with_the_columns_that_json_can_hold() -> None:
     assert json.loads(json.dumps(task.data)) == task.data
 
 
+@pytest.mark.parametrize(
+    ("prompt", "of_task"),
+    [([{"role": "user", "content": "Hi."}], "Hi."), ("Say hi.", "Say hi.")],
+)
+def test_prompt_of_a_task_is_text(prompt: Any, of_task: str) -> None:
+    row = {"prompt": prompt, "raw_prompt": [{"role": "user", "content": "Hi."}]}
+    assert task_of(row).data["prompt"] == of_task
+
+
 def v1_worker(
     config: Any, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[dict[str, Any]]]:
