@@ -47,11 +47,11 @@ endif
 	@echo "make: $(VENV) is ready; make train starts the quickstart"
 	touch $@
 
-reference: $(VENV)/.reference ## also install TRL and verl, which tests and benchmarks compare with
+reference: $(VENV)/.reference ## also install TRL and verl, which tests and benchmarks compare with, and NeMo Automodel
 
 $(VENV)/.reference: $(VENV)/.ready
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev,reference]'
-	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata nemo-automodel==0.7.0
 	touch $@
 
 # Python 3.12, because SkyRL's types cannot be validated on an older one.

@@ -8,6 +8,7 @@ command line. Unknown keys are refused, and ranges are checked before anything s
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Self
 
@@ -58,6 +59,7 @@ class TrainerConfig(ProcessesConfig):
             self._engines_have_addresses(),
             self._one_device_each(),
             self._groups_of_ranks_are_whole(),
+            self._divided_models_are_supported(),
             self._weights_can_travel(),
             self._sleepers_are_idle(),
             self._pairs_share(),
@@ -127,13 +129,47 @@ class TrainerConfig(ProcessesConfig):
             )
 
     def _groups_of_ranks_are_whole(self) -> Iterator[str]:
-        ranks, context = self.trainer.ranks, self.trainer.context_parallel
-        if ranks % context:
+        ranks, keys = self.trainer.ranks, self._parallel_keys()
+        needed = math.prod(keys.values())
+        if ranks % needed:
+            named = " · ".join(f"{key}={size}" for key, size in keys.items())
             fitting = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
+            smaller = f"{' or '.join(fitting)}, or " if len(keys) == 1 else ""
             yield (
-                f"trainer.context_parallel={context} does not divide trainer.ranks={ranks}; use "
-                f"{' or '.join(fitting)}, or {-(-ranks // context) * context} ranks"
+                f"{named} does not divide trainer.ranks={ranks}; use {smaller}"
+                f"{-(-ranks // needed) * needed} ranks"
             )
+
+    def _divided_models_are_supported(self) -> Iterator[str]:
+        if not self.trainer.parallelism.divides_model:
+            return
+        model, keys = self.model, self._parallel_keys()
+        context = keys.pop("trainer.context_parallel", 1)
+        unsupported = {
+            f"trainer.context_parallel={context}": context > 1,
+            "model.lora": model.lora is not None,
+            f"model.router_replay={model.router_replay}": model.router_replay != "off",
+            f"model.router_aux_loss={model.router_aux_loss}": model.router_aux_loss > 0,
+            "algorithm.critic": self.algorithm.critic is not None,
+        }
+        for key in (key for key, is_set in unsupported.items() if is_set):
+            yield f"{key}: not supported with {', '.join(keys)}; remove one of them"
+        if self.trainer.expert_parallel > 1 and self.trainer.tensor_parallel > 1:
+            yield (
+                "trainer.expert_parallel: not supported with trainer.tensor_parallel; use "
+                "trainer.pipeline_parallel to hold fewer layers on a rank"
+            )
+
+    def _parallel_keys(self) -> dict[str, int]:
+        """The keys by which ranks divide a micro-batch, as far as they are set."""
+        trainer = self.trainer
+        sizes = {
+            "trainer.context_parallel": trainer.context_parallel,
+            "trainer.tensor_parallel": trainer.tensor_parallel,
+            "trainer.pipeline_parallel": trainer.pipeline_parallel,
+            "trainer.expert_parallel": trainer.expert_parallel,
+        }
+        return {key: size for key, size in sizes.items() if size > 1}
 
     def _weights_can_travel(self) -> Iterator[str]:
         cluster, transfer = self.cluster, self.engine.weight_transfer

@@ -26,11 +26,12 @@ from trainer.errors import ConfigError
 from trainer.optimizer import OptimizerConfig
 from trainer.parts import BatchPart
 from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
+from trainer.policy.automodel import AutomodelPolicy
 from trainer.policy.context_parallel import check_heads
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
-from trainer.policy.parallelism import Parallelism
+from trainer.policy.parallelism import Parallelism, check_divided
 from trainer.policy.policy import Policy
 from trainer.policy.scores import Scores
 from trainer.policy.trainable import TrainablePolicy
@@ -61,7 +62,7 @@ class CollectiveStep(Protocol[T_co]):
 class AdaptersOff:
     """A frozen model with the initial weights of a LoRA policy, which needs no copy of them."""
 
-    policy: Policy
+    policy: TrainablePolicy
 
     def parts(self, batch: Batch) -> list[BatchPart]:
         return self.policy.parts(batch)
@@ -253,19 +254,11 @@ def build_models(
     check_models(model, algorithm, ranks.parallelism)
     per_batch = algorithm.epochs * algorithm.mini_batches
     total_steps = None if batches is None else batches * per_batch
-    policy = Policy(
-        model,
-        optimizer,
-        device=device,
-        ranks=ranks,
-        total_steps=total_steps,
-        weights_of=weights_of,
-    )
+    policy = _policy(model, optimizer, device, ranks, total_steps, weights_of)
     models = Models(policy, Algorithm(algorithm))
 
-    def frozen(path: Path) -> Policy:
-        settings = model.model_copy(update={"path": path, "lora": None})
-        return Policy(settings, device=device, ranks=ranks)
+    def frozen(path: Path) -> TrainablePolicy:
+        return _policy(model.model_copy(update={"path": path, "lora": None}), None, device, ranks)
 
     if algorithm.critic is not None:
         settings = model.model_copy(update={"path": algorithm.critic.path or model.path})
@@ -288,6 +281,28 @@ def build_models(
         elif teacher is not None:
             models.teacher = frozen(teacher)
     return models
+
+
+def _policy(
+    model: ModelConfig,
+    optimizer: OptimizerConfig | None,
+    device: str | torch.device,
+    ranks: Ranks,
+    total_steps: int | None = None,
+    weights_of: TrainablePolicy | None = None,
+) -> TrainablePolicy:
+    if ranks.parallelism.divides_model:
+        return AutomodelPolicy(
+            model, optimizer, device=device, ranks=ranks, total_steps=total_steps
+        )
+    return Policy(
+        model,
+        optimizer,
+        device=device,
+        ranks=ranks,
+        total_steps=total_steps,
+        weights_of=weights_of,
+    )
 
 
 def check_models(
@@ -329,4 +344,5 @@ def _vocabulary(path: Path, key: str, parallelism: Parallelism) -> int:
         )
     settings = load_settings(path, key)
     check_heads(settings, parallelism.context, key, path)
+    check_divided(settings, parallelism, key, path)
     return int(settings.get_text_config().vocab_size)

@@ -6,13 +6,18 @@ Invariant: no step is executed with a gradient that is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -50,12 +55,29 @@ class GradientError(TrainingError):
     """The gradient of a step is not finite."""
 
 
+Clip = Callable[[nn.Module, float], Tensor]
+"""Clips the gradient of a model to a norm; returns the norm that it had."""
+
+
 class Stepper:
     """The optimizer and schedule of one model."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int | None) -> None:
-        """Raises ConfigError if a schedule needs `total_steps`, or if a library is missing."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int | None,
+        clip: Clip | None = None,
+    ) -> None:
+        """`clip`: for models whose ranks hold different layers or experts, of which torch's own
+        function would not know the whole norm.
+
+        Raises ConfigError if a schedule needs `total_steps`, or if a library is missing.
+        """
         self.model = model
+        self._clip = clip or _clip
+        # a rank's checkpoint names each weight, so that ranks may hold different ones
+        self._saved = StateDictOptions(flatten_optimizer_state_dict=clip is not None)
         self.max_grad_norm = config.max_grad_norm
         self.optimizer = _build_optimizer(model, config)
         self.schedule = _build_schedule(self.optimizer, config, total_steps)
@@ -65,9 +87,7 @@ class Stepper:
 
         Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
         """
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self._clip(self.model, self.max_grad_norm)
         if not torch.isfinite(norm):
             self.clear()
             raise GradientError(f"the gradient's norm is {float(norm)}; the weights are unchanged")
@@ -88,7 +108,7 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments and schedule by parameter name, as torch's DCP saves them."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._saved)
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,17 +117,28 @@ class Stepper:
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=self._saved,
         )
         self.schedule.load_state_dict(state["schedule"])
 
 
+def _clip(model: nn.Module, max_norm: float) -> Tensor:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def _build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    by_kind: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_kind[parameter.ndim <= 1, mesh].append(parameter)
+    # torch's fused step takes weights on one mesh at a time
+    groups: list[dict[str, object]] = [
+        {"params": parameters, "weight_decay": 0.0 if is_vector else config.weight_decay}
+        for (is_vector, _), parameters in sorted(by_kind.items(), key=lambda kind: kind[0][0])
     ]
-    groups = [group for group in groups if group["params"]]
     if config.name == "adamw_8bit":
         return _adamw_8bit(groups, config)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

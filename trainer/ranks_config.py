@@ -52,6 +52,14 @@ class TrainerSection(Section):
     """Number of ranks that compute each micro-batch together, each a part of its tokens, for
     sequences whose activations are too large for one GPU (docs/scale.md). It divides `ranks` and
     the model's numbers of attention heads."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of ranks that hold each a part of every matrix and compute each micro-batch together.
+    Any of the three keys above 1 trains with NeMo Automodel (docs/scale.md)."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Number of ranks that hold each a part of the layers, through which the micro-batches pass."""
+    expert_parallel: int = Field(1, ge=1)
+    """Number of ranks that hold each a part of the experts of a mixture of experts. Each trains
+    micro-batches of its own; they exchange tokens."""
     save_every: int = Field(10, ge=0)
     """Number of steps between checkpoints; 0: no checkpoints by steps. A checkpoint is always
     written at the end, when the run is stopped, and after the best evaluation so far."""
@@ -81,7 +89,12 @@ class TrainerSection(Section):
     @property
     def parallelism(self) -> Parallelism:
         """How the ranks divide a micro-batch among them."""
-        return Parallelism(context=self.context_parallel)
+        return Parallelism(
+            self.context_parallel,
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self.expert_parallel,
+        )
 
 
 class RanksConfig(Section):

@@ -88,3 +88,49 @@ def test_ranks_of_one_micro_batch_divide_all_ranks() -> None:
         "trainer.context_parallel=3 does not divide trainer.ranks=4; use 1 or 2 or 4, or 6 ranks"
         in str(refused.value)
     )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "message"),
+    [
+        (
+            {"ranks": 3, "tensor_parallel": 2, "pipeline_parallel": 2},
+            {},
+            "trainer.tensor_parallel=2 · trainer.pipeline_parallel=2 does not divide "
+            "trainer.ranks=3; use 4 ranks",
+        ),
+        (
+            {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
+            {},
+            "trainer.expert_parallel: not supported with trainer.tensor_parallel; use",
+        ),
+        (
+            {"ranks": 4, "context_parallel": 2, "tensor_parallel": 2},
+            {},
+            "trainer.context_parallel=2: not supported with trainer.tensor_parallel; remove",
+        ),
+        ({"ranks": 2, "tensor_parallel": 2}, {"lora": {}}, "model.lora: not supported with"),
+        (
+            {"ranks": 2, "expert_parallel": 2},
+            {"router_replay": "replay"},
+            "model.router_replay=replay: not supported with trainer.expert_parallel",
+        ),
+        (
+            {"ranks": 2, "pipeline_parallel": 2},
+            {"router_aux_loss": 0.1},
+            "model.router_aux_loss=0.1: not supported with trainer.pipeline_parallel",
+        ),
+    ],
+)
+def test_settings_of_ranks_that_divide_the_model_are_refused_by_name(
+    trainer: dict[str, Any], model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config_of(Path("model"), trainer=trainer, model=model)
+    assert message in str(refused.value)
+
+
+def test_critic_of_ranks_that_divide_the_model_is_refused() -> None:
+    trainer = {"ranks": 2, "tensor_parallel": 2}
+    with pytest.raises(ValidationError, match=r"algorithm.critic: not supported with trainer.tens"):
+        config_of(Path("model"), trainer=trainer, algorithm={"preset": "ppo"})

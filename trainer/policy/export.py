@@ -20,9 +20,12 @@ from trainer.policy.loading import layer_of
 
 Read = Callable[[Tensor], Tensor]
 """Gives the whole tensor of a parameter or buffer, which may be sharded."""
+Named = tuple[str, Tensor]
+Translate = Callable[[str, Tensor], Named]
+"""Gives a whole tensor of the model transformers' name and shape, if it has others."""
 
 
-def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(model: Any, translate: Translate | None = None) -> Iterator[Named]:
     """`(name, tensor)` as in the checkpoint: with merged adapters, gathered shards, experts one by
     one, and tied weights only once.
 
@@ -30,20 +33,21 @@ def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     layer, because a fused weight and its parts belong to one layer. Under FSDP every rank must
     iterate, because each tensor is gathered from all ranks.
     """
-    return _reverted(model, _whole)
+    return _reverted(model, _whole, translate)
 
 
-def checkpoint_shapes(model: Any) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_shapes(model: Any, translate: Translate | None = None) -> Iterator[Named]:
     """As `checkpoint_tensors`, without contents: on the device `meta`, and gathered from no other
     rank."""
-    return _reverted(model, _empty)
+    return _reverted(model, _empty, translate)
 
 
 @torch.no_grad()
-def _reverted(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:
+def _reverted(model: Any, read: Read, translate: Translate | None) -> Iterator[Named]:
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     for _, group in groupby(_merged(model, read), key=lambda each: layer_of(each[0])):
-        yield from revert_weight_conversion(plain, dict(group)).items()
+        named = dict(translate(*each) if translate else each for each in group)
+        yield from revert_weight_conversion(plain, named).items()
 
 
 def _merged(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:

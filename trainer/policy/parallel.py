@@ -1,7 +1,8 @@
 """The ranks of the trainer: which rank trains which micro-batch, and what is summed over all ranks.
 
 With `C = trainer.context_parallel`, groups of `C` consecutive ranks compute each micro-batch
-together (`context_parallel.py`); the groups divide the micro-batches among them.
+together (`context_parallel.py`), and ranks that divide the model do so, too (`automodel.py`); the
+groups divide the micro-batches among them.
 
 Invariant: several ranks compute the same as one rank, up to rounding. Rank 0 leads: it has the
 whole batch, and sends each step to the other ranks over a separate process group, with the part of

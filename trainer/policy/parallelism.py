@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+
+INSTALL = "uv pip install --no-deps nemo-automodel==0.7.0"
+DENSE, MIXTURES = ("llama", "mistral", "qwen2", "qwen3"), ("qwen3_moe",)
+"""Kinds of models (`model_type`) that tests compare with one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +48,59 @@ class Parallelism:
     def group_of(self, rank: int, ranks: int) -> int:
         """The group to which a rank belongs."""
         return rank % (ranks // self.pipeline) // (self.context * self.tensor)
+
+
+def check_divided(settings: Any, divided: Parallelism, key: str, path: Path) -> None:
+    """Checks that ranks can divide the model with this `config.json`; `key` is the setting that
+    names the model.
+
+    Raises:
+        ConfigError: they cannot, or the package that does it is not installed.
+    """
+    if not divided.divides_model:
+        return
+    if importlib.util.find_spec("nemo_automodel") is None:
+        raise ConfigError(
+            "trainer.tensor_parallel, pipeline_parallel and expert_parallel need the package "
+            f"nemo-automodel; run `{INSTALL}` (docs/scale.md)"
+        )
+    for refusal in _refusals(settings, divided):
+        raise ConfigError(f"{key}: {path}: {refusal}")
+
+
+def _refusals(settings: Any, divided: Parallelism) -> Iterator[str]:
+    kind = settings.model_type
+    for name, size, kinds in (
+        ("tensor_parallel", divided.tensor, DENSE),
+        ("pipeline_parallel", divided.pipeline, DENSE + MIXTURES),
+        ("expert_parallel", divided.expert, MIXTURES),
+    ):
+        if size > 1 and kind not in kinds:
+            yield (
+                f"trainer.{name} is not supported for {kind} models, only for {', '.join(kinds)}; "
+                f"use trainer.{name}=1"
+            )
+    if divided.pipeline > 1 and settings.tie_word_embeddings:
+        yield (
+            "trainer.pipeline_parallel is not supported for tied embeddings, which the first and "
+            "the last stage would share; use trainer.tensor_parallel"
+        )
+    for name, size, counts in (
+        (
+            "tensor_parallel",
+            divided.tensor,
+            ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
+        ),
+        ("expert_parallel", divided.expert, ("num_experts",)),
+    ):
+        for count in counts:
+            if size > 1 and getattr(settings, count) % size:
+                yield (
+                    f"trainer.{name}={size} does not divide its {count} of "
+                    f"{getattr(settings, count)}"
+                )
+    if settings.num_hidden_layers < divided.pipeline:
+        yield (
+            f"trainer.pipeline_parallel={divided.pipeline} is more than its "
+            f"{settings.num_hidden_layers} layers"
+        )

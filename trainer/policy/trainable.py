@@ -1,12 +1,14 @@
 """What a training step needs of a model, whichever way its ranks divide it.
 
-Implementations: `Policy` and `Critic`.
+Implementations: `Policy` and `Critic`, which hold every layer in shards (FSDP2), and
+`AutomodelPolicy`, whose ranks hold parts of matrices, layers or experts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -122,7 +124,15 @@ class TrainablePolicy(Trainable, Protocol):
         ...
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of the LoRA adapter in PEFT's format."""
+        """`(name, tensor)` of the LoRA adapter in PEFT's format. Raises TrainingError for a policy
+        that can have none."""
+        ...
+
+    def adapters_off(self) -> AbstractContextManager[Any]:
+        """A context in which the LoRA adapters are off, so that the policy has its initial weights.
+
+        Raises TrainingError for a policy without adapters.
+        """
         ...
 
 
