@@ -33,6 +33,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.proof import random_copy
 from trainer.policy.shrink import shrunk
 from trainer.policy.trainable import TrainablePolicy
+from trainer.weight_sync.probe import probe_batch
 
 pytestmark = needs(
     None if importlib.util.find_spec("nemo_automodel") else "nemo-automodel: make reference"
@@ -70,6 +71,9 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Computed:
     logprobs: Tensor
+    probe: Tensor
+    """Log-probabilities of a single sequence, which leaves other groups of ranks without any, by a
+    frozen copy of the policy."""
     metrics: list[dict[str, float]]
     """Of two optimizer steps."""
     weights: dict[str, Tensor]
@@ -78,12 +82,12 @@ class Computed:
     """As `weights`; the second step was executed from the saved state of the first."""
 
 
-def policy_of(path: Path, case: Case, ranks: Ranks) -> TrainablePolicy:
+def policy_of(path: Path, case: Case, ranks: Ranks, *, frozen: bool = False) -> TrainablePolicy:
     config = ModelConfig.model_validate(
         {"path": path, "max_micro_batch_tokens": 64, **dict(case.changes)}
     )
     torch.manual_seed(0)
-    optimizer = OptimizerConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)
+    optimizer = None if frozen else OptimizerConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)
     with patch("trainer.policy.model.prove"), patch("trainer.policy.divided_model.prove"):
         if ranks.parallelism.divides_model:
             return AutomodelPolicy(config, optimizer, device="cpu", ranks=ranks)
@@ -111,9 +115,8 @@ def step(policy: TrainablePolicy, batch: Batch) -> dict[str, float]:
 def computed(path: Path, case: Case, ranks: Ranks, folder: Path) -> Computed:
     """Trains packed trees twice."""
     batch, policy = make_batch(1), policy_of(path, case, ranks)
-    parts = policy.parts(batch)
-    scores = policy.compute_logprobs(parts[ranks.rank].batch, temperature=0.8)
-    gathered = ranks.gather(scores.logprobs)
+    logprobs = scored(policy, batch)
+    probe = scored(policy_of(path, case, ranks, frozen=True), probe_batch([5, 6, 7, 8, 9, 5]))
     metrics = [step(policy, batch)]
     write_state(policy.state_dict(), folder)
     metrics.append(step(policy, batch))
@@ -128,8 +131,15 @@ def computed(path: Path, case: Case, ranks: Ranks, folder: Path) -> Computed:
     resumed.load_state_dict(state)
     step(resumed, batch)
     again = {name: each.clone() for name, each in resumed.named_hf_parameters()}
-    logprobs = joined(parts, gathered) if gathered else torch.zeros(0)
-    return Computed(logprobs, metrics, weights, again)
+    return Computed(logprobs, probe, metrics, weights, again)
+
+
+def scored(policy: TrainablePolicy, batch: Batch) -> Tensor:
+    """The log-probabilities of the batch on rank 0."""
+    parts = policy.parts(batch)
+    scores = policy.compute_logprobs(parts[policy.ranks.rank].batch, temperature=0.8)
+    gathered = policy.ranks.gather(scores.logprobs)
+    return joined(parts, gathered) if gathered else torch.zeros(0)
 
 
 def worker(rank: int, size: int, cases: Sequence[Case], models: Path, results: Path) -> None:
@@ -141,7 +151,7 @@ def worker(rank: int, size: int, cases: Sequence[Case], models: Path, results: P
         ranks = Ranks.of_process_group("cpu", case.parallelism)
         found = computed(case.save(models), case, ranks, results / f"state-{number}")
         if rank == 0:
-            values = (found.logprobs, found.metrics, found.weights, found.again)
+            values = (found.logprobs, found.probe, found.metrics, found.weights, found.again)
             torch.save(values, results / f"{number}.pt")
     dist.destroy_process_group()
 
@@ -156,6 +166,8 @@ def compare(size: int, cases: Sequence[Case], models: Path, results: Path) -> No
         expected = computed(case.save(models), case, Ranks(), results / f"expected-{number}")
         title = f"{case}"
         assert distance(found.logprobs, expected.logprobs) < TOLERANCE, title
+        assert len(expected.probe) == 5
+        assert distance(found.probe, expected.probe) < TOLERANCE, title
         for each, theirs in zip(found.metrics, expected.metrics, strict=True):
             assert each == pytest.approx(theirs, rel=TOLERANCE), title
         assert found.weights.keys() == expected.weights.keys(), title
