@@ -1,8 +1,10 @@
 """`make bench-step`: what a training step of the quickstart costs, by part.
 
-Processor time of all processes of one run from the end of its step `--after` to the end of its last
-step, divided by the steps between, and the same of each phase by the clock. `--against DIR`
-measures another checkout, such as an older commit with its own `.venv`, in turns with this one.
+Processor time of one run from the end of its step `--after` to the end of its last step, divided by
+the steps between, and the same of each phase by the clock. Agents and verifiers are processes too
+short to be followed: their share is what the machine used beside the named parts, so nothing else
+may run. `--against DIR` measures another checkout, such as an older commit with its own `.venv`, in
+turns with this one.
 """
 
 from __future__ import annotations
@@ -90,18 +92,17 @@ def _end_of(phases: list[dict[str, Any]], step: int) -> float:
 
 
 def _used(trainer: psutil.Process) -> Cost:
-    """Processor seconds until now of the run's processes, and of those that have ended."""
+    """Processor seconds until now of the named parts, and of the rest of the machine."""
     cost: Cost = Counter()
     for process in (trainer, *trainer.children(recursive=True)):
         with suppress(psutil.Error):
             line, times = " ".join(process.cmdline()), process.cpu_times()
-            own, ended = times.user + times.system, times.children_user + times.children_system
-            part = next((part for word, part in PARTS.items() if word in line), REST)
-            if process.pid == trainer.pid:
-                cost["trainer"] += own
-                cost[REST] += ended
-            else:
-                cost[part] += own + ended
+            part = next((part for word, part in PARTS.items() if word in line), "")
+            part = "trainer" if process.pid == trainer.pid else part
+            if part:
+                cost[part] += times.user + times.system
+    machine = psutil.cpu_times()
+    cost[REST] = machine.user + machine.system - cost.total()
     return cost
 
 
