@@ -57,6 +57,11 @@ class EarlyServer:
         self._orders.write(json.dumps(orders))
 
     @property
+    def pid(self) -> int:
+        """The process id of its guard."""
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self._process.poll()
 
@@ -81,9 +86,11 @@ class EarlyServer:
         self._orders.close()
 
 
-def begin(count: int, environment: Mapping[str, str], grace_s: float) -> None:
-    """Starts servers that wait for `taken`."""
-    _waiting.extend(EarlyServer(environment, grace_s) for _ in range(count))
+def begin(count: int, environment: Mapping[str, str], grace_s: float) -> list[EarlyServer]:
+    """Starts servers, which wait for `taken`."""
+    begun = [EarlyServer(environment, grace_s) for _ in range(count)]
+    _waiting.extend(begun)
+    return begun
 
 
 def taken(environment: Mapping[str, str]) -> EarlyServer | None:

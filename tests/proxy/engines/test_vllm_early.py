@@ -89,7 +89,7 @@ async def test_key_and_arguments_are_on_no_command_line_of_an_early_server(
     log = tmp_path / "engine.log"
     early.order(orders(log, environment))
     await asyncio.to_thread((tmp_path / "told").read_text)
-    (server,) = servers()
+    (server,) = descendants(early.pid)
     assert "the key" not in command_line(server)
     early.end()
 
@@ -98,22 +98,24 @@ async def test_key_and_arguments_are_on_no_command_line_of_an_early_server(
 def test_server_with_another_environment_is_ended_and_not_taken(
     environment: dict[str, str], imported: Path, name: str
 ) -> None:
-    vllm_early.begin(1, environment, grace_s=5.0)
+    (early,) = vllm_early.begin(1, environment, grace_s=5.0)
     imported.read_text()
-    running = watched(os.getpid())
-    assert len(running) == GUARD_AND_SERVER
+    running = watched(early.pid)
+    assert len(running) == 1
     assert vllm_early.taken(environment | {name: "7"}) is None
+    assert early.returncode is not None
     assert_all_end(running)
     assert vllm_early.taken(environment) is None
 
 
 def test_servers_that_nobody_took_are_ended(environment: dict[str, str], imported: Path) -> None:
-    vllm_early.begin(1, environment, grace_s=5.0)
+    (early,) = vllm_early.begin(1, environment, grace_s=5.0)
     imported.read_text()
-    vllm_early.begin(1, environment, grace_s=5.0)  # may not even run yet
-    running = watched(os.getpid())
-    assert len(running) > GUARD_AND_SERVER
+    (another,) = vllm_early.begin(1, environment, grace_s=5.0)  # may not even run yet
+    running = watched(early.pid)
+    assert len(running) == 1
     vllm_early.end_all()
+    assert None not in (early.returncode, another.returncode)
     assert_all_end(running)
 
 
@@ -132,11 +134,10 @@ async def test_import_that_fails_is_in_the_log_and_in_the_exit_code(
 def test_server_that_died_while_it_waited_is_not_taken(
     environment: dict[str, str], imported: Path
 ) -> None:
-    vllm_early.begin(1, environment, grace_s=5.0)
+    (early,) = vllm_early.begin(1, environment, grace_s=5.0)
     imported.read_text()
-    guard = descendants(os.getpid())[0]
-    os.kill(guard, signal.SIGTERM)
-    os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
+    os.kill(early.pid, signal.SIGTERM)
+    os.waitid(os.P_PID, early.pid, os.WEXITED | os.WNOWAIT)
     assert vllm_early.taken(environment) is None
 
 
@@ -152,12 +153,3 @@ def test_early_server_ends_with_a_killed_parent(
     parent.kill()
     parent.wait()
     assert_all_end(running)
-
-
-def servers() -> list[int]:
-    """The processes of early servers that run vLLM now."""
-    return [
-        pid
-        for pid in descendants(os.getpid())
-        if command_line(pid).startswith(f"{sys.executable} -m proxy.engines.vllm_launch")
-    ]

@@ -84,7 +84,6 @@ async def test_begun_proxy_waits_for_its_engines_and_ends_without_them(tmp_path:
         await server.stop()
 
         await server.begin()  # of a run whose engines then do not start
-        running = watched(os.getpid())
-        assert running
+        running = {os.pidfd_open(server.pid): "the guard"} | watched(server.pid)
         await server.stop()
         assert_all_end(running)
