@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images locks sbom starter dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -353,6 +353,9 @@ bench-weight-sync: setup ## how long a weight update pauses an engine
 
 bench-start: setup ## seconds from agentic-train to the first sampled token: ARGS="--against DIR"
 	$(BIN)/python -m benchmarks.start $(ARGS)
+
+bench-gpu: setup ## what only GPUs can show, unattended; without one: ARGS=--rehearse
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-step: setup ## what a training step of the quickstart costs, by part: ARGS="--against DIR"
 	$(BIN)/python -m benchmarks.step $(ARGS)

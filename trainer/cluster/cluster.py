@@ -86,7 +86,11 @@ class ProxyService(Protocol):
     """The recording proxy as a process of its own."""
 
     admin_key: str
-    url: str
+
+    @property
+    def url(self) -> str:
+        """Known from the first `start` on."""
+        ...
 
     async def begin(self) -> None:
         """Does the part of `start` that needs no engines. Does not wait until it is done."""

@@ -83,14 +83,18 @@ class ProxyProcess:
         """`settings` are the keys of `proxy.config.ProxyConfig` that the run decides. Without an
         `admin_key` a new one is made."""
         self._config = config
-        self._port = config.port or free_port(config.host)
+        self._port = config.port
         self._settings = settings
         self._folder = folder
         self.log = folder / "proxy.log"
         self._process: asyncio.subprocess.Process | None = None
         self._begun: LatePipe | None = None
         self.admin_key = admin_key or secrets.token_urlsafe(32)
-        self.url = f"http://{config.host}:{self._port}"
+
+    @property
+    def url(self) -> str:
+        """Known from the first `start` on."""
+        return f"http://{self._config.host}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -99,12 +103,7 @@ class ProxyProcess:
         return self._process.pid
 
     async def begin(self) -> None:
-        """Starts its process, which imports what it needs and waits for its settings.
-
-        Raises:
-            ConfigurationError: its port is in use.
-        """
-        usable_port(PORT_SETTING, self._config.host, self._port)
+        """Starts its process, which imports what it needs and waits for its settings."""
         self._begun = LatePipe()
         with self.log.open("ab") as log, self._begun.to_child() as config_fd:
             self._process = await asyncio.create_subprocess_exec(
@@ -125,6 +124,9 @@ class ProxyProcess:
             ConfigurationError: its port is in use.
             TrainerError: it ended, or did not answer in time.
         """
+        # A free port is chosen only now, because another process may take it until it is used.
+        self._port = self._port or free_port(self._config.host)
+        usable_port(PORT_SETTING, self._config.host, self._port)
         if self._begun is None:
             await self.begin()
         assert self._process is not None
