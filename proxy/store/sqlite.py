@@ -78,16 +78,21 @@ class SqliteStore:
         try:
             with alone_in(path.parent):
                 writing = _connect(path, durability, busy_timeout_s)
+                _make_file(writing)
                 _migrate(writing, path)
-                at_once = _never_waiting(path) if durability == "process" else None
-                for connection in (writing, at_once):
-                    _limit_size(connection, max_file_bytes)
+                _limit_size(writing, max_file_bytes)
+                at_once = None
+                if durability == "process":
+                    at_once = _connect(path, durability, busy_timeout_s)
+                    _limit_size(at_once, max_file_bytes)
+                    _never_wait(at_once)
                 self._owner = _take_ownership(writing, path)
                 self._reading = _connect(path, durability, busy_timeout_s)
         except (sqlite3.Error, OSError) as error:
-            raise ConfigurationError(
-                f"store {path}: {error}; use a file in a writable folder"
-            ) from error
+            advice = "use a file in a writable folder"
+            if "locked" in str(error):
+                advice = f"another process has held it for {busy_timeout_s:g} s: end that, or wait"
+            raise ConfigurationError(f"store {path}: {error}; {advice}") from error
         self._writer = GroupWriter(writing, at_once=at_once, max_pending=max_pending_writes)
         self.browser = SqliteBrowser(path, self._writer)
         self._closed = False
@@ -292,18 +297,21 @@ def _connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlit
         path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
     )
     synchronous = "FULL" if durability == "power" else "NORMAL"
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only in a new file
-    connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     return connection
 
 
-def _never_waiting(path: Path) -> sqlite3.Connection:
-    """A connection for the event loop, which waits neither for a lock nor for a checkpoint."""
-    connection = _connect(path, "process", 0.0)
+def _make_file(connection: sqlite3.Connection) -> None:
+    """Sets what the file itself keeps. Waits for other processes' writes: so only where it may."""
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only in a new file
+    connection.execute("PRAGMA journal_mode = WAL")
+
+
+def _never_wait(connection: sqlite3.Connection) -> None:
+    """Readies a connection for the event loop: it waits neither for a lock nor for a checkpoint."""
     connection.execute("PRAGMA wal_autocheckpoint = 0")
-    return connection
+    connection.execute("PRAGMA busy_timeout = 0")
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
@@ -319,8 +327,8 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         on_error.pop_all()
 
 
-def _limit_size(connection: sqlite3.Connection | None, max_file_bytes: int | None) -> None:
-    if connection is not None and max_file_bytes is not None:
+def _limit_size(connection: sqlite3.Connection, max_file_bytes: int | None) -> None:
+    if max_file_bytes is not None:
         (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
         connection.execute(f"PRAGMA max_page_count = {max(1, max_file_bytes // page_bytes)}")
 

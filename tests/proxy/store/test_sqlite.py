@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,32 @@ def test_processes_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Pa
 def line_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline()
+
+
+HUNDREDS = "RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 900)"
+
+
+async def test_a_file_that_another_process_writes_without_end_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "s.sqlite"
+    await SqliteStore(path).close()
+    ended = threading.Event()
+
+    def write() -> None:
+        other = sqlite3.connect(path, timeout=60, isolation_level=None)
+        while not ended.wait(0.001):  # so that others may write as well
+            other.execute("BEGIN IMMEDIATE")
+            other.execute(f"WITH {HUNDREDS} SELECT count(*) FROM n").fetchall()
+            other.execute("COMMIT")
+        other.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(write)
+        try:
+            for _ in range(60):
+                await SqliteStore(path, busy_timeout_s=60.0).close()
+        finally:
+            ended.set()
+        writing.result()
 
 
 def test_committed_writes_survive_kill_9(tmp_path: Path) -> None:
