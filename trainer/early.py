@@ -15,8 +15,8 @@ from proxy.engines import vllm_early
 from proxy.engines.vllm_server import (
     STOP_GRACE_S,
     VllmConfig,
+    asked_environment,
     is_cpu_build,
-    server_environment,
 )
 from trainer.config_values import merged
 from trainer.errors import ConfigError
@@ -32,7 +32,7 @@ def early_engines(configs: Sequence[Path], words: Sequence[str]) -> Iterator[Non
     words import already. At its end, those that were not needed have ended."""
     if is_cpu_build():
         count = replicas_to_start(configs, words, os.environ)
-        vllm_early.begin(count, server_environment(VllmConfig()), STOP_GRACE_S)
+        vllm_early.begin(count, asked_environment(VllmConfig()), STOP_GRACE_S)
     try:
         yield
     finally:

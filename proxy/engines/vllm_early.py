@@ -2,7 +2,7 @@
 
 A program that starts servers may itself import for seconds before it has read its configuration. A
 server that `begin` started imports vLLM meanwhile, and then waits. `VllmServer` takes it instead of
-starting another one, if its environment is the one that the configuration asks for.
+starting another one, if it was begun with the variables that the configuration asks for.
 
 Invariant: like every server, an early one never outlives this process (`guard.py`), and `end_all`
 ends those that nobody took.
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from proxy.engines import guard
 from proxy.engines.vllm_launch import EarlyOrders
-from proxy.secrecy import LatePipe
+from proxy.secrecy import LatePipe, inherited
 
 LATE = frozenset({"VLLM_CPU_KVCACHE_SPACE"})
 """Variables that vLLM reads only when it creates its engine."""
@@ -32,9 +32,11 @@ class EarlyServer:
     """The process of a server, with as much of `asyncio.subprocess.Process` as `VllmServer` uses:
     there may be no event loop yet when it starts."""
 
-    def __init__(self, environment: Mapping[str, str], grace_s: float) -> None:
-        """`grace_s`: seconds between SIGTERM and SIGKILL."""
-        self.environment = environment
+    def __init__(self, asked: Mapping[str, str], grace_s: float) -> None:
+        """`asked`: variables to set besides those of this process. `grace_s`: seconds between
+        SIGTERM and SIGKILL."""
+        self.asked = asked
+        self.environment = {**inherited(), **asked}
         self._orders = LatePipe()
         with self._orders.to_child() as fd, tempfile.TemporaryFile() as output:
             self._process = subprocess.Popen(
@@ -45,7 +47,7 @@ class EarlyServer:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=environment,
+                env=self.environment,
                 pass_fds=(fd,),
                 start_new_session=True,  # Ctrl-C reaches us alone
             )
@@ -86,20 +88,21 @@ class EarlyServer:
         self._orders.close()
 
 
-def begin(count: int, environment: Mapping[str, str], grace_s: float) -> list[EarlyServer]:
+def begin(count: int, asked: Mapping[str, str], grace_s: float) -> list[EarlyServer]:
     """Starts servers, which wait for `taken`."""
-    begun = [EarlyServer(environment, grace_s) for _ in range(count)]
+    begun = [EarlyServer(asked, grace_s) for _ in range(count)]
     _waiting.extend(begun)
     return begun
 
 
-def taken(environment: Mapping[str, str]) -> EarlyServer | None:
+def taken(asked: Mapping[str, str]) -> EarlyServer | None:
     """A server that was begun, for the caller to `order`; None if there is none. One that was begun
-    with another environment is ended."""
+    with other variables is ended. What libraries have set in this process since then (importing
+    PyTorch's compiler sets some) does not count."""
     if not _waiting:
         return None
     early = _waiting.pop()
-    differ = {k for k, _ in environment.items() ^ early.environment.items()}
+    differ = {k for k, _ in asked.items() ^ early.asked.items()}
     if differ <= LATE and early.returncode is None:
         return early
     early.end()

@@ -146,7 +146,7 @@ class VllmServer:
         self._sockets = _new_socket_folder()
         environment = server_environment(self.config)
         sockets = {"VLLM_RPC_BASE_PATH": str(self._sockets)}
-        early = vllm_early.taken(environment)
+        early = vllm_early.taken(asked_environment(self.config))
         if early is not None:
             self._process = early
             orders = EarlyOrders(
@@ -300,6 +300,11 @@ def _lora_arguments(rank: int | None, slots: int) -> list[str]:
 
 
 def server_environment(config: VllmConfig) -> dict[str, str]:
+    return {**inherited(), **asked_environment(config)}
+
+
+def asked_environment(config: VllmConfig) -> dict[str, str]:
+    """What a server's environment has besides, or in place of, that of this process."""
     ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if config.lora_rank is not None:
         ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -311,7 +316,7 @@ def server_environment(config: VllmConfig) -> dict[str, str]:
         # vLLM compiles some helpers also with --enforce-eager, for 3 s at the first call.
         ours["TORCH_COMPILE_DISABLE"] = "1"
         ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_half_the_cores()))
-    return {**inherited(), **ours, **config.env}
+    return {**ours, **config.env}
 
 
 def is_cpu_build() -> bool:

@@ -68,7 +68,7 @@ class Train:
                 self.argv,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=as_from_a_shell() | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # so that its Ctrl-C does not reach the test itself
             )
         return self
@@ -100,6 +100,11 @@ class Train:
     def watch(self) -> dict[int, str]:
         """Each descendant, as `tests.processes.watched`."""
         return watched(self.process.pid)
+
+
+def as_from_a_shell() -> dict[str, str]:
+    """Our environment without what importing torch has added to it."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +301,7 @@ def test_killed_vllm_is_replaced_and_kill_9_of_the_trainer_ends_everything(
     with begin(tmp_path) as run:
         assert run.word()[0] == "answered"
         (server,) = servers(run)
+        assert "--model" not in command_line(server)  # it started before that was known
         os.kill(server if part == "server" else engine_core(server), signal.SIGKILL)
         for _ in range(TRIALS_PER_STEP * TURNS):  # into the second step
             run.word()

@@ -56,7 +56,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "path" / "vllm" / "platforms.py").write_text(PLATFORMS)
     os.mkfifo(tmp_path / "told")
     ours = {"PYTHONPATH": str(tmp_path / "path"), "TOLD": str(tmp_path / "told")}
-    yield {**os.environ, **ours, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    yield {**ours, "VLLM_CPU_KVCACHE_SPACE": "1"}
     vllm_early.end_all()
 
 
@@ -91,6 +91,15 @@ async def test_key_and_arguments_are_on_no_command_line_of_an_early_server(
     await asyncio.to_thread((tmp_path / "told").read_text)
     (server,) = descendants(early.pid)
     assert "the key" not in command_line(server)
+    early.end()
+
+
+def test_server_is_taken_whatever_this_process_has_set_since(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (early,) = vllm_early.begin(1, environment, grace_s=5.0)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/set-while-torch-was-imported")
+    assert vllm_early.taken(environment) is early
     early.end()
 
 
@@ -145,8 +154,9 @@ def test_early_server_ends_with_a_killed_parent(
     environment: dict[str, str], imported: Path
 ) -> None:
     begin = "import os, signal; from proxy.engines import vllm_early as e\n"
-    begin += "e.begin(1, os.environ, 5.0); signal.pause()"
-    parent = subprocess.Popen([sys.executable, "-c", begin], env=environment)
+    begin += "e.begin(1, {}, 5.0); signal.pause()"
+    whole = {**os.environ, **environment}
+    parent = subprocess.Popen([sys.executable, "-c", begin], env=whole)
     imported.read_text()
     running = watched(parent.pid)
     assert len(running) == GUARD_AND_SERVER
