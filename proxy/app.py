@@ -164,6 +164,7 @@ def _parts(
         )
         app[CONTROL_PLANE] = ControlPlane(
             *(config, config.limits, sessions, store, router, metrics, make, siblings, deliveries),
+            relay=app.get(RELAY),
             marked=watch.settled,
             document=document(DOCUMENTED),
         )

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -64,8 +63,7 @@ class ProxyClient:
     """Example:
     async with ProxyClient("http://127.0.0.1:8000", admin_key) as proxy:
         session = await proxy.create_session(kind=SessionKind.TRAIN, sampling={"temperature": 1.0})
-        ...                                   # an agent runs on session.base_url
-        await proxy.complete(session.trial_id)
+        await proxy.complete(session.trial_id)  # after an agent has run on session.base_url
         record, turns = await proxy.get_turns(session.trial_id)
     """
 
@@ -270,9 +268,18 @@ class ProxyClient:
         return [ServedPolicy(**each) for each in (await self._json("GET", "/engines"))["policies"]]
 
     async def release_policy(self, name: str, run: str) -> None:
-        """Lets other runs publish the policy, if it belongs to this run."""
-        path = f"/policies/{quote(name, safe='')}/runs/{quote(run, safe='')}"
-        await self._json("DELETE", path)
+        """Lets other runs publish the policy, or without a name the weights, if it belongs to this
+        run."""
+        of = f"/policies/{quote(name, safe='')}" if name else "/weights"
+        await self._json("DELETE", f"{of}/runs/{quote(run, safe='')}")
+
+    async def publish_weights(self, **new: Any) -> None:
+        """Makes every relay worker pull published weights; `new` as in `NewWeights`."""
+        await self._json("PUT", "/weights", new)
+
+    async def weights(self, wait_s: float = 0.0) -> dict[str, Any]:
+        """A `WeightsView`, once all workers have settled or after `wait_s`."""
+        return await self._json("GET", f"/weights?wait_s={wait_s:g}")
 
     async def health(self) -> dict[str, Any]:
         return await self._json("GET", "/health")
@@ -296,12 +303,7 @@ class ProxyClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import select
 import zlib
 from collections.abc import AsyncIterator, Mapping
@@ -242,3 +243,14 @@ def _too_large(limit: int) -> RequestError:
 
 def _is_our_error(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], _WIRE_ERRORS))
+
+
+def bounded_number(text: str, name: str, low: float, high: float) -> float:
+    """A number in a query. Raises RequestError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise RequestError(f"{name}: {text!r} is not a number from {low} to {high}")
+    return value

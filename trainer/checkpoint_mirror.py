@@ -16,15 +16,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import fsspec
-
+from proxy.errors import ConfigurationError
 from proxy.shown_config import without_credentials
+from proxy.weights.file_system import FileSystem, file_system_errors, one_line
 from trainer.checkpoint import Saved
 from trainer.errors import CheckpointError, ConfigError
 from trainer.ranks_config import TrainerSection
@@ -34,17 +32,6 @@ KEY = "trainer.checkpoint_mirror"
 HISTORY = ("run.id", "summary.json", "metrics.jsonl", "phases.jsonl", "trials.jsonl", "config.yaml")
 """Files of the run's folder that a copy has besides the checkpoint. The configuration is fetched
 last, because a folder without it is not that of a run."""
-OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"}
-"""Protocols without folders. s3fs would create a missing bucket instead of a folder."""
-_THEIR_ERRORS = {
-    "botocore.exceptions": "BotoCoreError",
-    "aiohttp": "ClientError",
-    "gcsfs.retry": "HttpError",
-    "google.auth.exceptions": "GoogleAuthError",
-    "azure.core.exceptions": "AzureError",
-}
-"""Module → its error that file systems raise besides OSError; modules that are not loaded raise
-nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +60,10 @@ class CheckpointMirror:
         self.url = without_credentials(url).rstrip("/")
         self._keep_last = keep_last
         try:
-            self._files, root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"{KEY}={self.url}: {_one_line(error)}; install the package that serves such URLs, "
-                "for example s3fs for s3:// (pip install 'agentic-rl[s3]'), or use another URL"
-            ) from error
-        self._root = str(root).rstrip("/")
-        protocols = self._files.protocol
-        own = {protocols} if isinstance(protocols, str) else set(protocols)
-        self._has_folders = not own & OBJECT_STORES
+            self._system = FileSystem.at(url)
+        except ConfigurationError as error:
+            raise ConfigError(f"{KEY}={self.url}: {error.message}") from error
+        self._files, self._root = self._system.files, self._system.root
 
     @classmethod
     def of(cls, config: TrainerSection) -> CheckpointMirror | None:
@@ -158,10 +139,10 @@ class CheckpointMirror:
         copy, sizes = self._copy(saved.step), {}
         for file in sorted(each for each in saved.path.rglob("*") if each.is_file()):
             name = str(file.relative_to(saved.path))
-            self._make_folder(f"{copy}/{name}")
+            self._system.make_folder_of(f"{copy}/{name}")
             self._files.put_file(str(file), f"{copy}/{name}")
             sizes[name] = file.stat().st_size
-        self._make_folder(f"{copy}/run/")
+        self._system.make_folder_of(f"{copy}/run/")
         # Texts whose size is known, although the run appends to their files meanwhile.
         there = (name for name in HISTORY if (folder.path / name).is_file())
         history = {name: (folder.path / name).read_bytes() for name in there}
@@ -170,10 +151,6 @@ class CheckpointMirror:
             sizes[f"run/{name}"] = len(text)
         listed = {"run_id": folder.run_id, "sizes": sizes}
         self._files.pipe_file(self._list(saved.step), json.dumps(listed).encode())
-
-    def _make_folder(self, name: str) -> None:
-        if self._has_folders:
-            self._files.makedirs(name.rpartition("/")[0], exist_ok=True)
 
     def _whole(self, step: int) -> MirroredCheckpoint | None:
         try:
@@ -223,9 +200,9 @@ class CheckpointMirror:
         """Raises a CheckpointError if the file system fails: the URL cannot `what`."""
         try:
             yield
-        except _errors_of_file_systems() as error:
+        except file_system_errors() as error:
             raise CheckpointError(
-                f"{KEY}: {self.url} cannot {what} ({_one_line(error)}); check the URL, the "
+                f"{KEY}: {self.url} cannot {what} ({one_line(error)}); check the URL, the "
                 "credentials and the free space, then start the run again: it continues from the "
                 "newest whole checkpoint"
             ) from error
@@ -272,14 +249,3 @@ class CheckpointUploads:
 
 def _step(name: str) -> int:
     return int(name.removeprefix("step-").removesuffix(".json"))
-
-
-def _errors_of_file_systems() -> tuple[type[Exception], ...]:
-    """OSError, and the errors of `_THEIR_ERRORS` whose modules are loaded."""
-    loaded: Any = sys.modules
-    named = _THEIR_ERRORS.items()
-    return OSError, *(getattr(loaded[module], name) for module, name in named if module in loaded)
-
-
-def _one_line(error: BaseException) -> str:
-    return without_credentials(" ".join(str(error).split())[:300] or type(error).__name__)

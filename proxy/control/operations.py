@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.control import schema
+from proxy.control import schema, weights_schema
 from proxy.openapi import Nothing, Operation
 from proxy.record_format import CONTENT_TYPE
 
@@ -73,6 +73,21 @@ OPERATIONS = {
         schema.PolicyView,
         schema.PolicyVersion,
         refusals=(400, 409),
+    ),
+    "publish_weights": Operation(
+        "Makes every relay worker pull published weights; sampling continues meanwhile",
+        Nothing,
+        weights_schema.NewWeights,
+        refusals=(400, 409),
+    ),
+    "show_weights": Operation(
+        "Which weights each relay worker serves; with `wait_s`, once all have settled",
+        weights_schema.WeightsView,
+        refusals=(400, 409),
+        query={"wait_s": _NUMBER},
+    ),
+    "release_weights": Operation(
+        "Lets other runs publish weights, if they belong to this run", Nothing, refusals=(409,)
     ),
     "release_policy": Operation(
         "Lets other runs publish a policy, if it belongs to this run",

@@ -7,7 +7,6 @@ of `metrics_key_file` is enough. An API key appears only in the answer that crea
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +22,7 @@ from proxy.control.branch_request import with_origin
 from proxy.control.event_stream import EventStream
 from proxy.control.operations import OPERATIONS
 from proxy.control.policies import PublishedPolicies
+from proxy.control.published_weights import PublishedWeights
 from proxy.control.record_view import session_view, trajectories_view, turn_view
 from proxy.control.replay_view import replay_view
 from proxy.control.schema import (
@@ -34,11 +34,12 @@ from proxy.control.schema import (
 )
 from proxy.engines.protocol import Engine
 from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
-from proxy.http_request import api_key, read_body
+from proxy.http_request import api_key, bounded_number, read_body
 from proxy.key_file import KeyFile
 from proxy.metrics import Metrics
 from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
+from proxy.relay.hub import RelayHub
 from proxy.routing import Router
 from proxy.sampling import check_pinned
 from proxy.serving.arrived_answers import Deliveries
@@ -65,6 +66,7 @@ class ControlPlane:
         make_engine: Callable[[EngineConfig], Engine],
         siblings: Siblings,
         deliveries: Deliveries,
+        relay: RelayHub | None,
         marked: Callable[[str], Awaitable[None]],
         document: dict[str, Any],
     ) -> None:
@@ -82,7 +84,8 @@ class ControlPlane:
         self._siblings = siblings
         self._deliveries = deliveries
         self._marked, self._document = marked, document
-        self.policies = PublishedPolicies(store, router)
+        self._weights = PublishedWeights(store, relay)
+        self.policies = PublishedPolicies(store, router, self._weights.restore)
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "health": self._health,
@@ -105,6 +108,9 @@ class ControlPlane:
             "set_version": self._set_version,
             "publish_policy": self._publish_policy,
             "release_policy": self._release_policy,
+            "publish_weights": self._weights.publish,
+            "show_weights": self._weights.show,
+            "release_weights": self._weights.release,
         }
 
     def withdraw(self) -> None:
@@ -170,7 +176,7 @@ class ControlPlane:
             id_prefix=query.get("id_prefix", ""),
             marked=query.get("marked"),
             after=query.get("after"),
-            limit=int(_number(query.get("limit", "100"), "limit", 1, 1000)),
+            limit=int(bounded_number(query.get("limit", "100"), "limit", 1, 1000)),
         )
         sessions = await self._store.list_sessions(where)
         return _json({"sessions": [session_view(session) for session in sessions]})
@@ -236,14 +242,14 @@ class ControlPlane:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         live = await self._sessions.get(_trial_id(request))
         if request.query.get("wait") == "completed":
-            wait_s = _number(request.query.get("timeout_s", "60"), "timeout_s", 0, 1e9)
+            wait_s = bounded_number(request.query.get("timeout_s", "60"), "timeout_s", 0, 1e9)
             try:
                 async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
                     await live.closed.wait()
             except TimeoutError:
                 return _json({"completed": False})
             return _json({"completed": True})
-        since = int(_number(request.query.get("since", "0"), "since", 0, 2**53))
+        since = int(bounded_number(request.query.get("since", "0"), "since", 0, 2**53))
         if "text/event-stream" in request.headers.get("Accept", ""):
             stream = EventStream(live, self._store, self._siblings, self._limits.keep_alive_s)
             return await stream.answer(request, since)
@@ -342,6 +348,9 @@ ROUTES = (
     ("PUT", "/policy_version", "set_version"),
     ("PUT", "/policies/{name}/version", "publish_policy"),
     ("DELETE", "/policies/{name}/runs/{run}", "release_policy"),
+    ("PUT", "/weights", "publish_weights"),
+    ("GET", "/weights", "show_weights"),
+    ("DELETE", "/weights/runs/{run}", "release_weights"),
 )
 _REPEATED_AT_SIBLINGS = frozenset(
     {"complete", "delete", "pause", "resume", "add_engine", "remove_engine", "set_version"}
@@ -360,16 +369,6 @@ def _choice(value: str | None, kind: Any, name: str) -> Any:
         return kind(value)
     except ValueError as error:
         raise RequestError(f"{name}: {value!r} is not one of {', '.join(kind)}") from error
-
-
-def _number(text: str, name: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise RequestError(f"{name}: {text!r} is not a number from {low} to {high}")
-    return value
 
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from urllib.parse import quote, unquote
 
@@ -18,6 +18,7 @@ from aiohttp import web
 from proxy.control.schema import PolicyVersion, check_policy, parsed
 from proxy.errors import RequestError, SessionError, StoreError
 from proxy.http_request import read_body
+from proxy.policies import BASE
 from proxy.records import ServedPolicy
 from proxy.routing import Router
 from proxy.siblings import is_from_sibling
@@ -35,15 +36,26 @@ class PublishedPolicies:
         ...  # a version that another proxy publishes is sampled from here, too
     """
 
-    def __init__(self, store: Store, router: Router) -> None:
+    def __init__(
+        self,
+        store: Store,
+        router: Router,
+        on_weights: Callable[[ServedPolicy], None] = lambda _: None,
+    ) -> None:
+        """`on_weights` gets the recorded version of the policy without a name: the engines' own
+        weights, which relay workers pull."""
         self._store = store
         self._router = router
+        self._on_weights = on_weights
 
     async def restore(self) -> None:
         """Publishes the recorded version of each policy, except of those that are published while
         they are read."""
         before = self._router.policies.published
         for served in await self._store.get_policies():
+            if served.name == BASE.name:
+                self._on_weights(served)
+                continue
             current = self._router.policies.current(served.name)
             if current is None or current in before:
                 await self._router.publish(served)

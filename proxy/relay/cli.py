@@ -28,10 +28,12 @@ FLAGS = {
     "model": "the folder of the checkpoint that the engine serves; the proxy has the same model",
     "name": "the worker's unique name at the proxy (default: this host's name)",
     "max-calls": "maximum number of concurrent calls to the engine (256)",
+    "weights-url": "the URL of the trainer's engine.publish, as this machine reaches it",
+    "weights-folder": "the folder for pulled weights, which the engine reads, too",
     "silence-s": "seconds without data after which a connection counts as lost (15)",
     "drain-s": "seconds that calls in flight get to finish after SIGTERM (300)",
 }
-"""Flag → help; each is a field of `proxy.relay.worker.WorkerConfig`."""
+"""Flag → help; each is a field of `proxy.relay.worker_config.WorkerConfig`."""
 
 
 def main(argv: list[str] | None = None) -> None:

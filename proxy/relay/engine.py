@@ -2,7 +2,9 @@
 
 Invariant: the worker samples a call at most once, and the call's reader gets every frame exactly
 once and in order, or an EngineError. While the worker is disconnected, its calls wait for the grace
-time; they are cut when it expires, or when another process connects under the worker's name.
+time; they are cut when it expires, or when another process connects under the worker's name. Where
+weights are published, a worker gets new calls only while it serves them, or, until a deadline,
+those before them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from typing import Protocol
+
+import msgspec
 
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.errors import EngineError, EngineRefusal, ProxyError
@@ -25,9 +29,11 @@ from proxy.relay.protocol import (
     Hello,
     Leave,
     ProtocolError,
+    Serves,
     Taken,
     ToProxy,
     ToWorker,
+    Weights,
     Welcome,
     chunk_of,
     pack_ids,
@@ -57,9 +63,16 @@ class RelayEngine:
         window: int,
         grace_s: float,
         on_lost: Callable[[RelayEngine], None],
+        on_weights: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_lost` is called once, when the worker is lost for good and its calls are cut."""
+        """`on_lost` is called once, when the worker is lost for good and its calls are cut;
+        `on_weights` when it is known which weights the worker serves, or cannot serve."""
         self._on_lost = on_lost
+        self._on_weights = on_weights
+        self._wanted: Weights | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self.serves = Serves(hello.publication, hello.version)
+        """What the worker last said about its weights."""
         self._incarnation = hello.incarnation
         self._window = window
         self._grace_s = grace_s
@@ -90,6 +103,33 @@ class RelayEngine:
 
     def is_incarnation(self, hello: Hello) -> bool:
         return hello.incarnation == self._incarnation
+
+    @property
+    def has_wanted(self) -> bool:
+        """Whether the worker serves the weights that are wanted."""
+        wanted = self._wanted
+        return wanted is None or (
+            self.serves.publication == wanted.publication and self.serves.error is None
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether it serves the weights that are wanted, or has failed to, or is too late."""
+        return self.has_wanted or self.serves.error is not None or self._deadline is None
+
+    def want(self, weights: Weights, patience_s: float) -> None:
+        """Makes the worker serve these weights. Calls still go to one that serves those before
+        them, for `patience_s` at most."""
+        self._wanted = weights
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None
+        if patience_s > 0:
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(patience_s, self._too_late)
+        self.serves = msgspec.structs.replace(self.serves, error=None)
+        self._info.healthy = self._info.healthy and self._may_sample
+        self._post(weights)
 
     async def generate(
         self,
@@ -138,10 +178,11 @@ class RelayEngine:
 
     async def check(self) -> None:
         health = await self.probe()
-        self._info.healthy = health.error is None and not self._leaving
         self._info.version = health.version
-        if health.error is not None:
-            raise EngineError(f"worker {self._info.name!r}: {health.error}")
+        error = health.error or self._why_not
+        self._info.healthy = error is None and not self._leaving
+        if error is not None:
+            raise EngineError(f"worker {self._info.name!r}: {error}")
 
     async def probe(self, timeout_s: float = 5.0) -> Health:
         """Asks the worker for its engine's health. Raises EngineError if it does not answer."""
@@ -173,8 +214,13 @@ class RelayEngine:
         resumed = {n: call.received for n, call in open_calls.items() if n in hello.calls}
         unheard = [call for n, call in open_calls.items() if n not in resumed]
         self._connection = connection
-        self._info.healthy, self._info.version = not self._leaving, hello.version
+        if hello.publication != self.serves.publication:
+            self.serves = Serves(hello.publication, hello.version, self.serves.error)
+        self._info.version = hello.version
+        self._info.healthy = not self._leaving and self._may_sample
         self._post(Welcome(self._window, self._grace_s, resumed))
+        if self._wanted is not None and not self.has_wanted:
+            self._post(self._wanted)
         for call in unheard:
             self._post(call.request)
 
@@ -204,6 +250,8 @@ class RelayEngine:
                 waiting = self._checks.pop(message.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
+            case Serves():
+                self._hear(message)
             case Leave():
                 self._leaving, self._info.healthy = True, False
             case Hello():
@@ -215,8 +263,9 @@ class RelayEngine:
             return
         self._lost = True
         self._info.healthy = False
-        if self._expiry is not None:
-            self._expiry.cancel()
+        for timer in (self._expiry, self._deadline):
+            if timer is not None:
+                timer.cancel()
         if self._connection is not None:
             self._connection.drop(reason)
             self._connection = None
@@ -229,6 +278,35 @@ class RelayEngine:
         for call in self._calls.values():
             call.cut(f"worker {self._info.name!r}: {reason}; the call was cut", status)
         self._on_lost(self)
+
+    @property
+    def _why_not(self) -> str | None:
+        """Why it gets no calls because of its weights."""
+        if self._wanted is None or self._may_sample:
+            return None
+        error = self.serves.error or "it is late"
+        return f"it does not serve {self._wanted.publication} ({error})"
+
+    @property
+    def _may_sample(self) -> bool:
+        served_before = self.serves.publication != "" and not self.settled
+        return self.has_wanted or served_before
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        self._info.healthy = self._info.healthy and self._may_sample
+        self._on_weights()
+
+    def _hear(self, message: Serves) -> None:
+        wanted = self._wanted
+        if wanted is None or message.publication != wanted.publication:
+            return  # others are wanted meanwhile
+        if message.error is None:
+            self.serves, self._info.version = message, message.version
+        else:
+            self.serves = msgspec.structs.replace(self.serves, error=message.error)
+        self._info.healthy = self._may_sample and not self._leaving
+        self._on_weights()
 
     def _open(self, request: Generate) -> _Call:
         name = self._info.name

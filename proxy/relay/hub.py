@@ -27,6 +27,7 @@ from proxy.relay.protocol import (
     ProtocolError,
     Refuse,
     ToWorker,
+    Weights,
     decode_to_proxy,
     encode,
 )
@@ -66,6 +67,38 @@ class RelayHub:
         self._engines: dict[str, RelayEngine] = {}
         self._farewells: set[asyncio.Task[None]] = set()
         self._open_sockets = 0
+        self._weights: Weights | None = None
+        self._patient_until = 0.0  # by the event loop's clock
+        self._news = asyncio.Event()
+        """Set, and replaced, when a worker joins, leaves, or says something about its weights."""
+
+    @property
+    def weights(self) -> Weights | None:
+        """The published weights that every worker is to serve; None: its own."""
+        return self._weights
+
+    @property
+    def engines(self) -> list[RelayEngine]:
+        """The workers, connected or within their grace time."""
+        return list(self._engines.values())
+
+    def want(self, weights: Weights, patience_s: float) -> None:
+        """Makes every worker, also one that joins later, serve these weights. `patience_s`: how
+        long those that serve the weights before them still get calls."""
+        self._weights = weights
+        self._patient_until = asyncio.get_running_loop().time() + patience_s
+        for engine in self.engines:
+            engine.want(weights, patience_s)
+        self._tell()
+
+    async def until_settled(self, timeout_s: float) -> bool:
+        """Waits until each worker serves the wanted weights or has failed to, and there is one.
+        Returns whether that is so."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._settled:
+                    await self._news.wait()
+        return self._settled
 
     async def close(self) -> None:
         for engine in list(self._engines.values()):
@@ -146,7 +179,11 @@ class RelayHub:
             window=self._config.window,
             grace_s=self._config.grace_s,
             on_lost=self._forget,
+            on_weights=self._tell,
         )
+        if self._weights is not None:
+            now = asyncio.get_running_loop().time()
+            engine.want(self._weights, max(0.0, self._patient_until - now))
         self._engines[hello.name] = engine
         await self._say_farewell()
         try:
@@ -154,13 +191,23 @@ class RelayHub:
         except RequestError as error:
             del self._engines[hello.name]
             raise _RefusedError(error.message) from error
+        self._tell()
         return engine
 
     def _forget(self, engine: RelayEngine) -> None:
         if self._engines.pop(engine.info.name, None) is not None:
+            self._tell()
             farewell = asyncio.ensure_future(self._part(engine.info.name))
             self._farewells.add(farewell)
             farewell.add_done_callback(self._farewells.discard)
+
+    @property
+    def _settled(self) -> bool:
+        return bool(self._engines) and all(engine.settled for engine in self.engines)
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _part(self, name: str) -> None:
         with contextlib.suppress(RequestError):  # it was removed through the control plane

@@ -21,7 +21,7 @@ from proxy import alternatives, routed_experts
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.records import Alternatives, FinishReason, RoutedExperts, VersionSpan
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PATH = "/relay"
 
 FRAME_BYTES = 32 * 2**20
@@ -58,6 +58,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     max_calls: int
     calls: tuple[int, ...]
     """Calls of which the worker still keeps frames."""
+    publication: str = ""
+    """The published weights that the engine serves; empty: this process has loaded none."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
@@ -137,12 +139,38 @@ class Health(msgspec.Struct, tag="health", array_like=True):
     error: str | None = None
 
 
+class Weights(msgspec.Struct, tag="weights", array_like=True, frozen=True):
+    """The engine is to serve these published weights (`proxy.weights`), which the worker pulls from
+    where its own configuration says, while the engine samples."""
+
+    publication: str
+    version: Version
+
+
+class Serves(msgspec.Struct, tag="serves", array_like=True, frozen=True):
+    """The engine serves these weights, or cannot because of `error`; the worker then tries again
+    until others are wanted."""
+
+    publication: str
+    version: Version
+    error: str | None = None
+    held: tuple[str | None, ...] | None = None
+    """The type in which the engine holds each tensor of the manifest; None: not at all, or, for all
+    of them, unknown."""
+    pulled_bytes: int = 0
+    pull_s: float = 0.0
+    paused_s: float = 0.0
+    """Seconds during which the engine did not sample."""
+    difference: float | None = None
+    """Mean |Δ log p| of trainer and engine on the probe; None: the publication has none."""
+
+
 class Leave(msgspec.Struct, tag="leave", array_like=True):
     """The worker finishes its calls, accepts no more, and then closes with code 1000."""
 
 
-ToWorker = Welcome | Refuse | Generate | Taken | End | Check
-ToProxy = Hello | Frame | Health | Leave
+ToWorker = Welcome | Refuse | Generate | Taken | End | Check | Weights
+ToProxy = Hello | Frame | Health | Leave | Serves
 
 
 class ProtocolError(Exception):

@@ -12,18 +12,14 @@ import contextlib
 import logging
 import random
 import secrets
-import socket
 from collections import deque
-from pathlib import Path
-from typing import Any
 
-from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from proxy.engines.protocol import Engine
 from proxy.errors import EngineError, RequestError
+from proxy.relay.engine_weights import EngineWeights
 from proxy.relay.protocol import (
     FRAME_BYTES,
     PATH,
@@ -38,9 +34,11 @@ from proxy.relay.protocol import (
     Leave,
     ProtocolError,
     Refuse,
+    Serves,
     Taken,
     ToProxy,
     ToWorker,
+    Weights,
     Welcome,
     decode_to_worker,
     encode,
@@ -48,7 +46,9 @@ from proxy.relay.protocol import (
     sampling_of,
     unpack_ids,
 )
-from proxy.secret_files import with_secret
+from proxy.relay.weight_updates import WeightUpdates
+from proxy.relay.worker_config import WorkerConfig
+from proxy.weights.pull import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -63,45 +63,21 @@ class WorkerRefused(Exception):
     """The proxy refuses this worker for good; another attempt would fail too."""
 
 
-class WorkerConfig(BaseSettings):
-    """The worker's settings. Precedence: command line > environment > default."""
-
-    model_config = SettingsConfigDict(extra="forbid", env_prefix="AGENTIC_WORKER_")
-
-    proxy: str = Field(pattern="^wss?://.+")
-    """The proxy's address, `ws://HOST:PORT` or `wss://HOST`."""
-    engine: str = Field(pattern="^https?://.+")
-    """The URL of the vLLM on this machine, which runs with `--enable-scale-out`."""
-    engine_api_key: SecretStr | None = None
-    """The engine's API key. Not on the command line."""
-    engine_api_key_file: Path | None = None
-    """In place of `engine_api_key`: a file that contains it."""
-    model: Path
-    """Folder of the checkpoint that the engine serves; the proxy was given the same model."""
-    name: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
-    """The worker's name at the proxy, unique there. Default: the host's name."""
-    token: SecretStr
-    """The proxy's `relay.token`. Not on the command line."""
-    token_file: Path | None = None
-    """In place of `token`: a file that contains it."""
-    max_calls: int = Field(default=256, ge=1)
-    """Maximum number of concurrent calls to the engine; the proxy routes others elsewhere."""
-    silence_s: float = Field(default=15.0, gt=0)
-    """Seconds without any message after which a connection counts as lost."""
-    drain_s: float = Field(default=300.0, ge=0)
-    """Seconds that calls in flight get to finish after SIGTERM."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_secrets(cls, data: Any) -> Any:
-        return with_secret(with_secret(data, "token"), "engine_api_key")
-
-
 class RelayWorker:
     """Example: `await RelayWorker(engine, fingerprint(model), config).run()`"""
 
     def __init__(self, engine: Engine, fingerprint: Fingerprint, config: WorkerConfig) -> None:
+        """
+        Raises:
+            ConfigurationError: no installed file system serves `weights_url`.
+        """
         self._engine = engine
+        url, key = config.weights_url, config.engine_api_key
+        self._weights = WeightUpdates(
+            EngineWeights(config.engine, api_key=key.get_secret_value() if key else None),
+            None if url is None else WeightStore(url, config.weights_folder),
+            self._report,
+        )
         self._fingerprint = fingerprint
         self._config = config
         self._incarnation = secrets.token_hex(16)
@@ -136,6 +112,7 @@ class RelayWorker:
                     await self._socket.close()
                 serving.cancel()
             self._abandon()
+            await self._weights.close()
         if not serving.cancelled():
             raise serving.result()
 
@@ -208,6 +185,8 @@ class RelayWorker:
 
     async def _hello(self) -> Hello:
         info = self._engine.info
+        with contextlib.suppress(EngineError):  # its calls and checks will say so
+            await self._weights.check()
         return Hello(
             protocol=PROTOCOL_VERSION,
             name=self._config.name,
@@ -218,6 +197,7 @@ class RelayWorker:
             max_context_tokens=info.max_context_tokens,
             max_calls=self._config.max_calls,
             calls=tuple(self._calls),
+            publication=self._weights.publication,
         )
 
     def _resume(self, welcome: Welcome) -> asyncio.Queue[ToProxy]:
@@ -247,6 +227,8 @@ class RelayWorker:
                 self._end(message.call)
             case Check():
                 self._tasks.create_task(self._check(message.number))
+            case Weights():
+                self._weights.want(message)
             case _:
                 raise ProtocolError(f"got {type(message).__name__} after the handshake")
 
@@ -264,6 +246,8 @@ class RelayWorker:
                     error=f"the worker is full: {self._config.max_calls} calls are in flight",
                 ),
             )
+        elif refusal := self._weights.refusal:
+            self._post(call, Frame(request.call, 0, error=refusal))
         else:
             call.task = self._tasks.create_task(self._sample(call, request))
 
@@ -288,6 +272,8 @@ class RelayWorker:
             raise EngineError("the engine ended its stream without a finish_reason")
         except (EngineError, RequestError) as error:
             refused = isinstance(error, RequestError)
+            if not refused:
+                self._weights.doubt(error.message)
             await call.room(self._window)
             self._post(call, Frame(call.number, number, error=error.message, refused=refused))
 
@@ -304,13 +290,18 @@ class RelayWorker:
             self._idle.set()
 
     async def _check(self, number: int) -> None:
-        error = None
         try:
             await self._engine.check()
+            error = await self._weights.check() or None
         except EngineError as failure:
             error = failure.message
+            self._weights.doubt(error)
         if self._outbox is not None:
             self._outbox.put_nowait(Health(number, self._engine.info.version, error))
+
+    def _report(self, message: Serves) -> None:
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
 
     async def _drain(self) -> None:
         if self._outbox is not None:

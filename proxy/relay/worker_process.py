@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import ConfigurationError
 from proxy.relay.fingerprint import fingerprint
-from proxy.relay.worker import RelayWorker, WorkerConfig
+from proxy.relay.worker import RelayWorker
+from proxy.relay.worker_config import WorkerConfig
 from proxy.shown_config import shown_value
 
 SECRETS = frozenset({"token", "engine_api_key"})

@@ -18,7 +18,8 @@ import xxhash
 from torch import distributed
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from trainer.weight_sync.segment import Named, add_to_digest, aligned
+from proxy.weights.publication import aligned
+from trainer.weight_sync.segment import Named, add_to_digest
 
 Gloo: Any = distributed.ProcessGroupGloo
 """torch's type stubs do not list its operations."""

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import xxhash
 
-ALIGN_BYTES = 64  # a cache line; also enough for any dtype's own alignment
-_HEAD_BYTES = 16
+from proxy.weights.publication import HEAD_BYTES, aligned, new_digest, segment_head, title
+
 _PIECE_BYTES = 1 << 20  # small enough that a copied piece is hashed while it is in the cache
 
 HOLDER = ("cat",)
@@ -66,7 +66,7 @@ class SegmentWriter:
         """Copies the tensors into the segment one by one, from any device. Readers must not read at
         the same time."""
         entries: list[dict[str, Any]] = []
-        end, total = _HEAD_BYTES, xxhash.xxh3_128()
+        end, total = HEAD_BYTES, new_digest()
         for name, tensor in tensors:
             offset = aligned(end)
             end = offset + tensor.numel() * tensor.element_size()
@@ -78,7 +78,7 @@ class SegmentWriter:
         index = json.dumps(entries).encode()
         whole = self._reserve(end + len(index))
         whole[end : end + len(index)] = index
-        whole[:_HEAD_BYTES] = end.to_bytes(8, "little") + len(index).to_bytes(8, "little")
+        whole[:HEAD_BYTES] = segment_head(end, index)
         path = f"/proc/{self._holder.pid}/fd/{self._fd}"
         return Written(path, end + len(index), total.hexdigest())
 
@@ -161,12 +161,8 @@ def read(view: mmap.mmap) -> list[Named]:
 
 
 def digest(tensors: Iterable[Named]) -> str:
-    """XXH3 (128 bit) over each tensor's name, dtype, shape and bytes, in order.
-
-    It detects faults and does not protect against an attacker. It is as fast as reading memory; a
-    cryptographic hash would take several times as long as the copy.
-    """
-    total = xxhash.xxh3_128()
+    """XXH3 (128 bit) over each tensor's name, dtype, shape and bytes, in order."""
+    total = new_digest()
     for name, tensor in tensors:
         add_to_digest(total, name, tensor)
     return total.hexdigest()
@@ -179,7 +175,7 @@ def add_to_digest(total: xxhash.xxh3_128, name: str, tensor: torch.Tensor) -> No
 
 
 def _title(name: str, tensor: torch.Tensor) -> bytes:
-    return f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode()
+    return title(name, str(tensor.dtype).removeprefix("torch."), tensor.shape)
 
 
 def _bytes(flat: torch.Tensor) -> memoryview:
@@ -201,11 +197,6 @@ def _copied(source: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor
 def _entry(name: str, tensor: torch.Tensor, offset: int) -> dict[str, Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
-
-
-def aligned(size_bytes: int) -> int:
-    """The next place where a tensor of any dtype may begin."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _view(

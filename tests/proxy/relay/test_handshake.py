@@ -78,7 +78,7 @@ async def refusal(proxy: Proxy, data: bytes) -> str:
 
 async def test_another_protocol_version_is_refused(open_proxy: OpenProxy, model: Path) -> None:
     reason = await refusal(await open_proxy(), encode(hello(model, protocol=9)))
-    assert "speaks relay protocol 9, and this proxy 1" in reason
+    assert "speaks relay protocol 9, and this proxy 2" in reason
 
 
 async def test_another_architecture_is_refused(open_proxy: OpenProxy, model: Path) -> None:

@@ -1,0 +1,57 @@
+"""The bodies of `/weights`, the control plane of weights that relay workers pull."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from proxy.openapi import Schema
+from proxy.policies import MAX_ADAPTER_CHARS
+from proxy.weights.publication import check_name
+
+
+class NewWeights(Schema):
+    """The published weights that relay workers are to serve: body of `PUT /weights`."""
+
+    publication: Annotated[str, AfterValidator(check_name)]
+    """Their folder below the URL at which they are published, `RUN/vVERSION-TIME`."""
+    version: int = Field(ge=0, le=2**31 - 1)
+    run: str = Field("", max_length=MAX_ADAPTER_CHARS)
+    """The run that publishes them, to which they then belong; empty: they belong to none."""
+    patience_s: float = Field(600.0, ge=0, le=86400)
+    """Seconds for which workers that still serve the weights before them get calls."""
+
+
+class WorkerWeights(Schema):
+    """What a relay worker says about its engine's weights."""
+
+    name: str
+    connected: bool
+    serves_wanted: bool
+    """Whether the engine has the weights that are wanted."""
+    publication: str | None
+    """The published weights that it has; None: none, or it is not known."""
+    version: int
+    error: str | None
+    """Why it does not have the wanted weights; it tries again."""
+    held_dtypes: list[str | None] | None
+    """The type in which it holds each tensor, in the order of the manifest."""
+    pulled_bytes: int
+    """Number of bytes that the worker read for these weights."""
+    pull_s: float
+    paused_s: float
+    """Seconds during which the engine did not sample."""
+    difference: float | None
+    """Mean |Δ log p| of engine and trainer on the probe."""
+
+
+class WeightsView(Schema):
+    """Answer of `GET /weights`."""
+
+    publication: str | None
+    """The weights that are wanted; None: no trainer has published any."""
+    version: int | None
+    settled: bool
+    """Whether each worker has them, has failed to get them, or is late, and there is a worker."""
+    workers: list[WorkerWeights]

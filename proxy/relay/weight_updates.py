@@ -1,0 +1,223 @@
+"""The weights of a relay worker's engine: pulls what the proxy wants, and says what it serves.
+
+Invariant: calls are refused while it is not known that the engine has the weights of one whole
+version: from the start of this process until it has loaded the version that the proxy wants, after
+an update that failed, and after the engine failed, because it may come back with other weights.
+A version is pulled while the engine samples from the one before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from proxy.errors import EngineError
+from proxy.relay.engine_weights import EngineWeights
+from proxy.relay.protocol import Serves, Weights
+from proxy.weights.publication import Manifest, check_name
+from proxy.weights.pull import LocalWeights, PullError, PullStopped, WeightStore
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""Seconds after a failure until the same weights are tried again."""
+CLOSE_S = 60.0
+"""Seconds that an update of the engine that has begun gets to finish when the worker ends."""
+
+
+class WeightUpdates:
+    """Example:
+    updates = WeightUpdates(engine, store, report)
+    updates.want(Weights("run-a/v000012-019e5c41aa07", 12))
+    """
+
+    def __init__(
+        self,
+        engine: EngineWeights,
+        store: WeightStore | None,
+        report: Callable[[Serves], None],
+    ) -> None:
+        """`store` is where weights are pulled from; None: the worker has no --weights-url. `report`
+        sends a message to the proxy."""
+        self._engine = engine
+        self._store = store
+        self._report = report
+        self._wanted: Weights | None = None
+        self._served: Serves | None = None
+        """What the engine has; None: unknown, or no whole version."""
+        self._doubted: Serves | None = None
+        """What it had when it failed."""
+        self._problem = ""
+        self._task: asyncio.Task[None] | None = None
+        self._superseded = asyncio.Event()
+        """Set when the update that runs is no longer wanted."""
+        self._at_engine = asyncio.Lock()
+        """Held while the engine's weights are changed."""
+        self._held: dict[bytes, tuple[str | None, ...] | None] = {}
+        """Digest of the tensors' names, types and shapes → what `held_dtypes` has returned."""
+
+    @property
+    def publication(self) -> str:
+        """What the engine serves; empty: unknown."""
+        return "" if self._served is None else self._served.publication
+
+    @property
+    def refusal(self) -> str:
+        """Why calls are refused; empty: they are not."""
+        if self._wanted is None or self._served is not None:
+            return ""
+        return self._problem or f"it does not have the weights {self._wanted.publication} yet"
+
+    def want(self, weights: Weights) -> None:
+        """Begins to pull and load these weights, unless the engine has them."""
+        if self._wanted == weights and self._task is not None and not self._task.done():
+            return
+        self._wanted = weights
+        if self._served is not None and self._served.publication == weights.publication:
+            self._report(self._served)
+        else:
+            self._start(weights)
+
+    def doubt(self, why: str) -> None:
+        """The engine has failed, and may come back with other weights: `check` asks it."""
+        if self._served is not None and not self._at_engine.locked():
+            self._doubted, self._served, self._problem = self._served, None, why
+
+    async def check(self) -> str:
+        """Asks the engine which weights it has. Returns why it must not sample, or "".
+
+        Raises:
+            EngineError: it does not answer.
+        """
+        expected = self._served or self._doubted
+        if expected is None or self._at_engine.locked():
+            return self.refusal
+        label = await self._engine.label()
+        if expected is not (self._served or self._doubted) or self._at_engine.locked():
+            return self.refusal  # it got new weights meanwhile
+        self._doubted = None
+        if label == str(expected.version):
+            self._served, self._problem = expected, ""
+        else:
+            self._served = None
+            self._problem = (
+                f"the engine has weights {label!r} instead of version {expected.version}: it was "
+                "restarted, and gets its weights again"
+            )
+            log.warning("relay: %s", self._problem)
+            if self._wanted is not None and (self._task is None or self._task.done()):
+                self._start(self._wanted)
+        return self.refusal
+
+    async def close(self) -> None:
+        """Ends a pull that runs. An update of the engine that has begun finishes."""
+        self._superseded.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
+            self._task.cancel()
+        await self._engine.close()
+
+    def _start(self, weights: Weights) -> None:
+        self._superseded.set()
+        self._superseded = asyncio.Event()
+        self._task = asyncio.create_task(self._follow(weights, self._task, self._superseded))
+
+    async def _follow(
+        self, weights: Weights, before: asyncio.Task[None] | None, superseded: asyncio.Event
+    ) -> None:
+        """Tries until the engine has the weights, or others are wanted. `before` is the former
+        update, which may be changing the engine's weights."""
+        if before is not None:
+            await asyncio.wait({before})
+        while not superseded.is_set():
+            try:
+                await self._update(weights, superseded)
+                return
+            except PullStopped:
+                return
+            except (PullError, EngineError, ValueError) as error:
+                reason = error.message if isinstance(error, EngineError) else str(error)
+                self._problem = f"it does not have the weights {weights.publication}: {reason}"
+                log.warning("relay: %s; trying again in %.0f s", self._problem, RETRY_S)
+                self._report(Serves(weights.publication, weights.version, error=reason))
+            try:
+                await asyncio.wait_for(superseded.wait(), RETRY_S)
+            except TimeoutError:
+                continue
+
+    async def _update(self, weights: Weights, superseded: asyncio.Event) -> None:
+        """Raises PullError, PullStopped, EngineError, and ValueError for a name of none."""
+        name = check_name(weights.publication)
+        if self._store is None:
+            raise PullError(
+                "the trainer publishes its weights, and this worker does not know where: give it "
+                "as --weights-url the URL at which this machine reaches the trainer's "
+                "engine.publish"
+            )
+        began = time.perf_counter()
+        local = await asyncio.to_thread(self._store.pull, name, superseded.is_set)
+        pull_s = time.perf_counter() - began
+        held = await self._held_dtypes(local.manifest)
+        if superseded.is_set():
+            return
+        async with self._at_engine:
+            paused_s, difference = await self._load(local)
+            self._served = Serves(
+                weights.publication,
+                weights.version,
+                held=held,
+                pulled_bytes=local.pulled_bytes,
+                pull_s=pull_s,
+                paused_s=paused_s,
+                difference=difference,
+            )
+            self._doubted, self._problem = None, ""
+        log.info(
+            "relay: the engine serves %s: %.1f MiB pulled in %.2f s, paused for %.3f s",
+            *(weights.publication, local.pulled_bytes / 2**20, pull_s, paused_s),
+        )
+        self._report(self._served)
+
+    async def _load(self, local: LocalWeights) -> tuple[float, float | None]:
+        assert self._store is not None
+        probe = local.manifest.probe
+        try:
+            paused_s = await self._engine.load(local)
+            difference = None if probe is None else await self._engine.difference(probe)
+        except EngineError:
+            self._served = self._doubted = None
+            if not await asyncio.to_thread(self._store.is_whole, local):
+                self._store.forget(local.manifest.name)
+            raise
+        if probe is not None and not (difference or 0.0) <= probe.tolerance:
+            self._served = self._doubted = None
+            raise EngineError(
+                f"the engine does not serve the trainer's weights: mean |Δ log p| is "
+                f"{difference:.2e} on the probe, but at most {probe.tolerance:.0e} is expected; "
+                "check that it was started with the trainer's model and engine.dtype"
+            )
+        return paused_s, difference
+
+    async def _held_dtypes(self, manifest: Manifest) -> tuple[str | None, ...] | None:
+        """In which types the engine holds the weights.
+
+        Raises:
+            EngineError: some were rounded to a type in which this engine does not hold them.
+        """
+        about = [(each.name, each.trained, each.shape) for each in manifest.tensors]
+        key = msgspec.msgpack.encode(about)
+        if key not in self._held:
+            self._held = {key: await self._engine.held_dtypes(manifest)}
+        held = self._held[key]
+        for tensor, dtype in zip(manifest.tensors, held or (), strict=held is not None):
+            if tensor.dtype != tensor.trained and dtype not in (None, tensor.dtype):
+                raise EngineError(
+                    f"{tensor.name} was published in {tensor.dtype}, in which the run's engines "
+                    f"hold it, and this engine holds it in {dtype}; start it with the same --dtype "
+                    "as the others"
+                )
+        return held

@@ -1,0 +1,1 @@
+"""Published versions of weights: files at a URL that engines behind a firewall pull."""

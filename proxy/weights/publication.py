@@ -1,0 +1,232 @@
+"""A published version of weights: what lies where, and how a reader checks it.
+
+    URL/RUN/v000012-019e5c41aa07/full-00000.safetensors    every tensor, only in every k-th version
+                            /delta-00000.bin           what changed since the version before
+                            /manifest.json             all of this, written last
+
+Invariants: a publication counts only with its manifest, which is written last and never changes.
+Its digest covers the name, type, shape and bytes of every tensor, so that a reader that computes it
+holds exactly the published weights, whichever files it read. Full and delta give the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ALIGN_BYTES = 64  # a cache line; also enough for any type's own alignment
+HEAD_BYTES = 16
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+"""Name of a type in torch → its name in safetensors, and its size in bytes."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}/v[0-9]{6,10}-[0-9a-f]{12}")
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """Example: Tensor("lm_head.weight", "bfloat16", (4096, 64), "float32")"""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    trained: str
+    """The type in which it is trained; `dtype` may be narrower."""
+
+    @property
+    def item_bytes(self) -> int:
+        return DTYPES[self.dtype][1]
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+    @property
+    def size_bytes(self) -> int:
+        return self.count * self.item_bytes
+
+
+class File(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a publication."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class StoredPiece(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive elements of a tensor, as bytes of a file."""
+
+    tensor: int
+    """Its number in `Manifest.tensors`."""
+    start: int
+    """Number of the first element."""
+    count: int
+    file: int
+    """Its number in `Files.files`."""
+    offset: int
+    size_bytes: int
+    form: Literal["raw", "sparse"]
+    """`sparse`: only what changed, see `delta.py`."""
+
+
+class Files(msgspec.Struct, frozen=True):
+    """The files of a full version or of a delta."""
+
+    files: tuple[File, ...]
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+class ProbeScores(msgspec.Struct, frozen=True):
+    """The trainer's log-probabilities of `ids[1:]` on these weights, each given the ids before."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tolerance: float
+    """Maximum mean |Δ log p| of an engine that serves these weights."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What lies in a publication's folder."""
+
+    name: str
+    """`RUN/vVERSION-TIME`, its folder below the URL."""
+    version: int
+    digest: str
+    tensors: tuple[Tensor, ...]
+    full: Files | None = None
+    base: str | None = None
+    """The publication to which `delta` applies; it has the same tensors."""
+    delta: Files | None = None
+    probe: ProbeScores | None = None
+    format: int = FORMAT
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+
+class BadPublicationError(Exception):
+    """A publication is incomplete or corrupted; the message names the file."""
+
+
+def check_name(name: str) -> str:
+    """Raises ValueError: it is not the name of a publication."""
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(f"{name[:120]!r} is not RUN/vVERSION-TIME, the name of published weights")
+    return name
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(data: bytes, name: str) -> Manifest:
+    """Raises BadPublicationError: it cannot be read, or belongs to another publication."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise BadPublicationError(f"{name}/{MANIFEST} cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise BadPublicationError(
+            f"{name}/{MANIFEST} has format {manifest.format}, and this release reads {FORMAT}; run "
+            "the same release for trainer and worker"
+        )
+    unknown = sorted({each.dtype for each in manifest.tensors} - DTYPES.keys())
+    if manifest.name != name or unknown:
+        why = f"has tensors of the types {unknown}" if unknown else f"is of {manifest.name}"
+        raise BadPublicationError(f"{name}/{MANIFEST} {why}")
+    return manifest
+
+
+def title(name: str, dtype: str, shape: Sequence[int]) -> bytes:
+    """What a digest covers of a tensor besides its bytes."""
+    return f"{name} torch.{dtype} {tuple(shape)} ".encode()
+
+
+def new_digest() -> xxhash.xxh3_128:
+    """XXH3 (128 bit). It detects faults and does not protect against an attacker. It is as fast as
+    reading memory; a cryptographic hash would take several times as long as the copy."""
+    return xxhash.xxh3_128()
+
+
+def aligned(size_bytes: int) -> int:
+    """The next place where a tensor of any type may begin."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins in a segment (`segment_index`), and where the last one ends."""
+    found, end = list[int](), HEAD_BYTES
+    for tensor in tensors:
+        found.append(aligned(end))
+        end = found[-1] + tensor.size_bytes
+    return found, end
+
+
+def segment_head(end: int, index: bytes) -> bytes:
+    """A segment's first HEAD_BYTES: where its index begins, and its length."""
+    return end.to_bytes(8, "little") + len(index).to_bytes(8, "little")
+
+
+def segment_index(tensors: Sequence[Tensor]) -> bytes:
+    """The index at the end of a segment. A segment is one file or memory with all tensors: its
+    head, each tensor at an aligned offset, then the index."""
+    places, _ = offsets(tensors)
+    entries: list[dict[str, Any]] = [
+        {"name": each.name, "dtype": each.dtype, "shape": list(each.shape), "offset": at}
+        for each, at in zip(tensors, places, strict=True)
+    ]
+    return msgspec.json.encode(entries)
+
+
+def shards(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[int]]:
+    """Consecutive tensors' numbers, of at most `most_bytes` together; a larger one is alone."""
+    shard, size = list[int](), 0
+    for number, tensor in enumerate(tensors):
+        if shard and size + tensor.size_bytes > most_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(number)
+        size += tensor.size_bytes
+    if shard:
+        yield shard
+
+
+def safetensors_head(tensors: Sequence[Tensor]) -> bytes:
+    """The beginning of a safetensors file with these tensors, after which their bytes follow."""
+    described: dict[str, Any] = {}
+    end = 0
+    for each in tensors:
+        described[each.name] = {
+            "dtype": DTYPES[each.dtype][0],
+            "shape": each.shape,
+            "data_offsets": (end, end := end + each.size_bytes),
+        }
+    text = msgspec.json.encode(described)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

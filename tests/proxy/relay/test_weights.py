@@ -1,0 +1,344 @@
+"""A relay worker pulls published weights into its engine, and serves whole versions only."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import SecretStr
+
+from proxy.client import ProxyClientError
+from proxy.engines.scripted import ScriptedEngine
+from tests.file_server import serving_files
+from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.relay.conftest import TOKEN, StartWorker, Worker
+from tests.proxy.relay.weights_engine import Publications, WeightsEngine
+
+CHAT = "chat/completions"
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[WeightsEngine]:
+    async with WeightsEngine(lambda _: []) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def published(tmp_path: Path) -> AsyncIterator[Publications]:
+    async with serving_files(tmp_path / "published", "127.0.0.1") as server:
+        yield Publications(tmp_path / "published", server)
+
+
+class Relay:
+    """A proxy whose only engines are workers."""
+
+    def __init__(
+        self,
+        proxy: RunningProxy,
+        start_worker: StartWorker,
+        published: Publications,
+        checkpoint: Path,
+    ) -> None:
+        self.proxy = proxy
+        self.published = published
+        self._start_worker = start_worker
+        self._checkpoint = checkpoint
+
+    async def worker(self, engine: ScriptedEngine, folder: Path, *, url: str = "") -> Worker:
+        """A worker that has connected."""
+        where = url or self.published.server.url
+        worker = await self._start_worker(
+            None,
+            *("--weights-folder", str(folder)),
+            *(() if where == "none" else ("--weights-url", where)),
+            url=self.proxy.url.replace("http", "ws"),
+            engine=engine.url,
+            model=self._checkpoint,
+        )
+        async with asyncio.timeout(20):
+            await worker.says("connected to")
+        return worker
+
+    async def announce(self, name: str, **more: Any) -> None:
+        version = int(name.partition("/v")[2][:6])
+        await self.proxy.control.publish_weights(publication=name, version=version, **more)
+
+    async def settled(self) -> dict[str, Any]:
+        """What the only worker says when it serves the weights, or has failed to."""
+        view = await self.proxy.control.weights(wait_s=WAIT_S)
+        assert view["settled"], view
+        (worker,) = view["workers"]
+        return dict(worker)
+
+    async def serves(self) -> dict[str, Any]:
+        """What the only worker says when it serves the wanted weights."""
+        async with asyncio.timeout(WAIT_S):
+            while not (worker := await self.settled())["serves_wanted"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return worker
+
+    async def is_healthy(self) -> bool:
+        (engine,) = await self.proxy.control.engines()
+        return bool(engine["healthy"])
+
+    async def chat(self) -> tuple[int, list[int]]:
+        """The status of a call, and the versions of its answer."""
+        session = await self.proxy.session()
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hi."}]}
+        status, _ = await self.proxy.post(session, CHAT, body)
+        _, turns = await self.proxy.record(session)
+        return status, [span.version for turn in turns for span in turn.versions]
+
+
+@pytest.fixture
+async def relay(
+    start_proxy: StartProxy,
+    start_worker: StartWorker,
+    engine: WeightsEngine,
+    published: Publications,
+    checkpoint: Path,
+) -> Relay:
+    proxy = await start_proxy(engine=engine, relay={"token": SecretStr(TOKEN), "grace_s": 0.2})
+    (own,) = await proxy.control.engines()
+    await proxy.control.remove_engine(own["name"])
+    return Relay(proxy, start_worker, published, checkpoint)
+
+
+async def test_worker_pulls_each_version_and_calls_are_recorded_with_it(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    await relay.worker(engine, tmp_path / "weights")
+    for version, content in ((3, b"first weights"), (4, b"second weights")):
+        await relay.announce(relay.published.add(version, content))
+        worker = await relay.serves()
+        assert (worker["version"], worker["error"]) == (version, None)
+        assert engine.weights.find(content) >= 0
+        assert engine.label == str(version)
+        assert not engine.paused
+        assert await relay.chat() == (200, [version])
+    order = ["/init_weight_transfer_engine", "/sleep", "/start_weight_update", "/update_weights"]
+    order += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
+    assert [path for path in engine.requests if path in order] == 2 * order
+
+
+async def test_call_across_an_update_is_sampled_before_and_after_it(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    """The worker neither aborts nor repeats a call when its engine gets new weights."""
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, b"first"))
+    await relay.serves()
+    engine.token_delay_s = 0.2
+    call = asyncio.create_task(relay.chat())
+    await engine.called.wait()
+    await relay.announce(relay.published.add(2, b"second"))
+    await relay.serves()
+    assert not call.done()
+    assert (await call)[0] == 200
+    assert (len(engine.calls), engine.aborts) == (1, [])
+
+
+async def test_worker_that_joins_late_gets_no_calls_before_it_has_the_weights(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    name, server = relay.published.add(5, b"weights"), relay.published.server
+    server.hold(relay.published.file(name))
+    await relay.announce(name)
+    await relay.worker(engine, tmp_path / "weights")
+    call = asyncio.create_task(relay.chat())
+    await server.asked.wait()
+    assert not await relay.is_healthy()
+    assert not call.done()
+    assert engine.calls == []
+    server.release()
+    await relay.serves()
+    assert await call == (200, [5])
+
+
+async def test_worker_that_is_killed_in_a_pull_leaves_the_old_weights(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    worker = await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, b"first"))
+    await relay.serves()
+    name, server = relay.published.add(2, b"second"), relay.published.server
+    server.hold(relay.published.file(name))
+    await relay.announce(name)
+    await server.asked.wait()
+    worker.signal(signal.SIGKILL)
+    await worker.process.wait()
+    server.release()
+    assert (engine.label, engine.paused) == ("1", False)
+    await relay.worker(engine, tmp_path / "weights")
+    assert (await relay.serves())["version"] == 2
+    assert await relay.chat() == (200, [2])
+
+
+async def test_worker_that_is_killed_in_an_update_leaves_a_paused_engine_that_the_next_one_updates(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    worker = await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, b"first"))
+    await relay.serves()
+    loading, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: web.Request) -> web.Response:
+        loading.set()
+        await go_on.wait()
+        return web.json_response({})
+
+    engine.slow_update = slow
+    await relay.announce(relay.published.add(2, b"second"))
+    await loading.wait()
+    worker.signal(signal.SIGKILL)
+    await worker.process.wait()
+    assert (engine.label, engine.paused, engine.updating) == ("1", True, True)
+    engine.slow_update = None
+    await relay.worker(engine, tmp_path / "weights")
+    assert (await relay.serves())["version"] == 2
+    assert (engine.label, engine.paused) == ("2", False)
+    assert engine.weights.find(b"second") >= 0
+
+
+async def test_corrupted_file_is_an_error_until_it_is_whole(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, b"first"))
+    await relay.serves()
+    name = relay.published.add(2, b"second")
+    relay.published.file(name).write_bytes(b"secone")
+    await relay.announce(name)
+    worker = await relay.settled()
+    assert not worker["serves_wanted"]
+    assert f"{name}/full-00000.safetensors is corrupted" in worker["error"]
+    assert not await relay.is_healthy()
+    assert engine.label == "1"
+    relay.published.file(name).write_bytes(b"second")
+    await relay.serves()
+    assert await relay.chat() == (200, [2])
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
+async def test_engine_whose_update_fails_stays_paused_until_it_has_all_weights(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path, path: str
+) -> None:
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, b"first"))
+    await relay.serves()
+    engine.fails[path] = "a worker has run out of memory"
+    await relay.announce(relay.published.add(2, b"second"))
+    worker = await relay.settled()
+    assert "a worker has run out of memory" in worker["error"]
+    assert (engine.label, engine.paused) == ("1", True)
+    assert not await relay.is_healthy()
+    await relay.serves()
+    assert (engine.label, engine.paused) == ("2", False)
+    assert await relay.chat() == (200, [2])
+
+
+async def test_engine_that_was_restarted_gets_its_weights_before_calls(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(7, b"weights"))
+    await relay.serves()
+    engine.weights, engine.label, engine.version = b"", "default", 0
+    engine.healthy = False
+    engine.checked.clear()
+    await engine.checked.wait()
+    engine.healthy = True
+    assert await relay.chat() == (200, [7])
+    assert engine.weights.find(b"weights") >= 0
+
+
+async def test_worker_without_a_url_for_weights_says_what_to_give(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    await relay.worker(engine, tmp_path / "weights", url="none")
+    assert await relay.chat() == (200, [0])
+    await relay.announce(relay.published.add(1, b"first"))
+    assert "give it as --weights-url the URL" in (await relay.settled())["error"]
+    assert not await relay.is_healthy()
+
+
+async def test_engine_that_takes_no_weights_is_told_its_flags(relay: Relay, tmp_path: Path) -> None:
+    async with ScriptedEngine(lambda _: []) as engine:
+        await relay.worker(engine, tmp_path / "weights")
+        await relay.announce(relay.published.add(1, b"first"))
+        error = (await relay.settled())["error"]
+    assert "needs VLLM_SERVER_DEV_MODE=1, the package agentic-rl, and" in error
+
+
+@pytest.mark.parametrize(
+    ("held", "refused"), [("bfloat16", False), (None, False), ("float32", True)]
+)
+async def test_rounded_weights_are_only_for_engines_that_hold_them_so(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path, held: str | None, refused: bool
+) -> None:
+    engine.held = [held]
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, bytes(8), dtype="bfloat16"))
+    worker = await relay.settled()
+    assert worker["serves_wanted"] != refused
+    if refused:
+        assert "w was published in bfloat16" in worker["error"]
+        assert "holds it in float32; start it with the same --dtype" in worker["error"]
+    else:
+        assert worker["held_dtypes"] == [held]
+
+
+async def test_newer_weights_replace_a_pull_that_runs(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    await relay.worker(engine, tmp_path / "weights")
+    name, server = relay.published.add(1, b"first"), relay.published.server
+    server.hold(relay.published.file(name))
+    await relay.announce(name)
+    await server.asked.wait()
+    await relay.announce(relay.published.add(2, b"second"))
+    server.release()
+    assert (await relay.serves())["version"] == 2
+    assert engine.requests.count("/update_weights") == 1
+
+
+async def test_proxy_that_is_started_again_wants_the_same_weights(
+    start_proxy: StartProxy,
+    start_worker: StartWorker,
+    engine: WeightsEngine,
+    published: Publications,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    token = {"token": SecretStr(TOKEN), "grace_s": 0.2}
+    before = await start_proxy(engine=engine, relay=token, store=f"sqlite:///{tmp_path}/a.db")
+    relay = Relay(before, start_worker, published, checkpoint)
+    name = published.add(3, b"weights")
+    await relay.announce(name, run="run-a")
+    with pytest.raises(ProxyClientError, match="belong to the run 'run-a'; end or continue") as at:
+        await relay.announce(published.add(4, b"others"), run="run-b")
+    assert at.value.status == 409
+    await before.control.release_policy("", "run-a")
+    await relay.announce(name, run="run-b")
+    again = await start_proxy(engine=engine, relay=token, store=f"sqlite:///{tmp_path}/a.db")
+    assert (await again.control.weights())["publication"] == name
+
+
+async def test_proxy_without_a_relay_refuses_weights(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy()
+    with pytest.raises(ProxyClientError, match=r"has no relay; set relay\.token") as at:
+        await proxy.control.publish_weights(publication="a/v000001-000000000001", version=1)
+    assert at.value.status == 409
+
+
+@pytest.mark.parametrize("name", ["../v000001-000000000001", "a/../b", "/etc/passwd", "a/v1-2", ""])
+async def test_only_names_of_publications_are_accepted(relay: Relay, name: str) -> None:
+    with pytest.raises(ProxyClientError, match="publication") as at:
+        await relay.proxy.control.publish_weights(publication=name, version=1)
+    assert at.value.status == 400
