@@ -42,6 +42,7 @@ from trainer.cluster.ranks import device_of
 from trainer.cluster.services import RunServices
 from trainer.cluster.starting import StartingEngines
 from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
 from trainer.fit import Fit
 from trainer.models import check_models
 from trainer.run.control import RunControl
@@ -192,6 +193,11 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
     check_models(config.model, config.algorithm, config.trainer.parallelism)
+    if config.relay.workers:
+        raise ConfigError(
+            "relay.workers: new weights do not reach engines behind the relay; use them with "
+            "`agentic-train eval` and `collect`, whose weights do not change"
+        )
     if config.cluster.backend == "local":
         device_of(config.trainer.device)
         plan_devices(config, gpus_here())

@@ -11,6 +11,7 @@
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train report RUN                      write RUN/report.html from the run's folder
     agentic-train trace RUN [-o FILE]             write what the run did when, for Perfetto
+    agentic-train relay-worker                    an engine on another machine, started by a run
     agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes
 
 This module imports the standard library only, so that `--help` answers at once; the commands are

@@ -161,6 +161,12 @@ COMMANDS = {
         _trace,
         "trainer.trace_command",
     ),
+    "relay-worker": CommandLine(
+        "Serves an engine on this machine to a run on another one, which starts this command "
+        "(relay.workers) and tells it by standard input what to serve.",
+        lambda _: None,
+        "trainer.relay_worker_command",
+    ),
     "sft": CommandLine(
         "Trains on recorded sessions: sft.sessions=FOLDER, sft.min_reward=1, …",
         _configured,

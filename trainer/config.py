@@ -57,6 +57,8 @@ class TrainerConfig(ProcessesConfig):
             self._swarm_batches(),
             self._engines_are_the_proxys(),
             self._engines_have_addresses(),
+            self._some_engine(),
+            self.relay.problems(self.cluster.backend, self.proxy_server),
             self._one_device_each(),
             self._groups_of_ranks_are_whole(),
             self._divided_models_are_supported(),
@@ -120,6 +122,10 @@ class TrainerConfig(ProcessesConfig):
                 EngineAddress.parse(url)
             except ValueError as error:
                 yield f"engine.urls: {error}"
+
+    def _some_engine(self) -> Iterator[str]:
+        if not (self.engine.replicas or self.engine.urls or self.relay.workers):
+            yield "engine.replicas=0: no engine; set it to 1 or more, or set relay.workers"
 
     def _one_device_each(self) -> Iterator[str]:
         if self.trainer.ranks > 1 and ":" in self.trainer.device:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from proxy.run_files.files import replace_file
 from trainer.assembly import RunParts, build_agents
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.local import LocalCluster
+from trainer.cluster.relay_config import RelaySection
+from trainer.cluster.relay_workers import RelayWorkers
 from trainer.config import TrainerConfig
 from trainer.config_sources import dump
 from trainer.errors import ConfigError
@@ -212,8 +215,11 @@ async def _proxy(
     stack: AsyncExitStack,
     hosted: dict[str, str] | None,
 ) -> ProxyClient:
-    """Starts the engines, unless there is a `hosted` model or `engine.urls` names running ones, and
-    the proxy."""
+    """Starts the engines, unless there is a `hosted` model or `engine.urls` names running ones, the
+    proxy, and the relay workers."""
+    if hosted is not None:
+        config = config.model_copy(update={"relay": RelaySection()})
+    workers = RelayWorkers(config, folder, cluster, partial(print, flush=True))
     engines: list[dict[str, str]] = [{"url": url} for url in config.engine.urls]
     if hosted is not None:
         engines = [hosted]
@@ -230,9 +236,15 @@ async def _proxy(
         "max_context_tokens": config.engine.max_context_tokens,
         "telemetry": config.telemetry.model_dump(),
         "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
+        **workers.proxy_settings,
     }
     proxy = cluster.proxy(settings)
     await proxy.set_engines(engines)
     stack.push_async_callback(proxy.stop)
     await control.wait_for(proxy.start())
-    return await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
+    client = await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
+    stack.push_async_callback(workers.stop)
+    await control.wait_for(workers.start(proxy.url, client))
+    if workers.lives is not None:
+        control.watch(workers.lives)
+    return client

@@ -219,6 +219,8 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
     for line in () if plan is None else plan.describe():
         log.progress.say(line)
+    for line in config.relay.describe(config.cluster.backend):
+        log.progress.say(line)
     for note in notes:
         log.progress.say(note)
     if saved is not None:

@@ -1,9 +1,10 @@
 """A process between the proxy and a server that it started, which ends the server in any event.
 
 A separate program that imports only the standard library: `python -I -S guard.py PARENT GRACE_S
-ARGV…`. It ends the server (SIGTERM to its process group, then SIGKILL to all its descendants) when
-standard input closes, when it gets SIGTERM, when process PARENT ends (also by `kill -9`), and when
-the server's main process ends. It exits with the server's exit code, or 128 + N for signal N.
+[--stdin FD] ARGV…`. The server's standard input is descriptor FD, or empty. The guard ends the
+server (SIGTERM to its process group, then SIGKILL to all its descendants) when its own standard
+input closes, when it gets SIGTERM, when process PARENT ends (also by `kill -9`), and when the
+server's main process ends. It exits with the server's exit code, or 128 + N for signal N.
 Invariant: when the guard has exited, no descendant of the server is alive.
 """
 
@@ -23,13 +24,16 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> int:
     parent, grace_s, argv = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    stdin_fd = None
+    if argv[0] == "--stdin":
+        stdin_fd, argv = int(argv[1]), argv[2:]
     _prctl(PR_SET_DUMPABLE, 0)  # the server may have a pipe with a secret
     parent_fd = os.pidfd_open(parent)
     wake_fd = _wake_on(signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         return 1
-    server = _start(argv)
+    server = _start(argv, stdin_fd)
     server_fd = os.pidfd_open(server)
     _wait((server_fd, wake_fd, parent_fd, sys.stdin.fileno()), None)
     with contextlib.suppress(ProcessLookupError):
@@ -39,7 +43,7 @@ def main() -> int:
     return status if status >= 0 else 128 - status
 
 
-def _start(argv: list[str]) -> int:
+def _start(argv: list[str], stdin_fd: int | None) -> int:
     guard = os.getpid()
     server = os.fork()
     if server:
@@ -49,7 +53,9 @@ def _start(argv: list[str]) -> int:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin_fd is None else stdin_fd, 0)
+        if stdin_fd is not None:
+            os.close(stdin_fd)
         try:
             os.execvp(argv[0], argv)
         except OSError as error:

@@ -16,6 +16,8 @@ from proxy.config import RetentionConfig, TelemetryConfig
 from proxy.section import Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
+from trainer.cluster.relay_config import RelaySection, RelayWorkersConfig
+from trainer.cluster.relay_order import WorkerOrder
 from trainer.ranks_config import RanksConfig
 
 
@@ -54,6 +56,7 @@ class ProcessesConfig(RanksConfig):
 
     proxy_server: ProxyServerConfig = ProxyServerConfig()
     cluster: ClusterConfig = ClusterConfig()
+    relay: RelaySection = RelaySection()
     retention: RetentionConfig = RetentionConfig()
     """How long sessions are kept in the run's own store. The same limits apply to the folders in
     its `trials/`. Samples that wait to be trained are stored elsewhere."""
@@ -113,6 +116,20 @@ class ProxyService(Protocol):
     async def stop(self) -> None: ...
 
 
+class WorkerProcess(Protocol):
+    """One start of a relay worker, which connects to the proxy by itself."""
+
+    async def start(self) -> None:
+        """Returns when it has begun to start."""
+        ...
+
+    async def wait(self) -> str:
+        """Returns when it has ended; the result says how, with the end of its log."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
 class Cluster(Protocol):
     """Starts the processes of a run."""
 
@@ -135,6 +152,12 @@ class Cluster(Protocol):
 
     def proxy(self, settings: dict[str, Any]) -> ProxyService:
         """`settings` are the keys of `proxy.config.ProxyConfig` that the run decides."""
+        ...
+
+    def relay_worker(
+        self, entry: RelayWorkersConfig, order: WorkerOrder, log: Path
+    ) -> WorkerProcess:
+        """A worker of an entry without a command."""
         ...
 
     def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[RankZero]:

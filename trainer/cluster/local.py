@@ -36,6 +36,9 @@ from trainer.cluster.ranks import (
     rendezvous_ports,
     torchrun_seat,
 )
+from trainer.cluster.relay_config import RelayWorkersConfig
+from trainer.cluster.relay_order import WorkerOrder
+from trainer.cluster.worker_process import NODE, WorkerCommand
 from trainer.errors import TrainerError
 from trainer.learner import Learner
 from trainer.learners import Learners
@@ -108,6 +111,11 @@ class LocalCluster:
     def replica(self, number: int) -> LocalReplica:
         make = replica_server(self._config, self._folder, number, plan=self._plan)
         return LocalReplica(make)
+
+    def relay_worker(
+        self, entry: RelayWorkersConfig, order: WorkerOrder, log: Path
+    ) -> WorkerCommand:
+        return WorkerCommand(NODE, order, log)
 
     def proxy(self, settings: dict[str, Any]) -> ProxyProcess:
         return ProxyProcess(self._config.proxy_server, settings, self._folder.logs)

@@ -14,6 +14,7 @@ import aiohttp
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmServer
 from trainer.cluster.device_plan import VISIBLE, DevicePlan
+from trainer.engine import EnginesConfig
 from trainer.errors import TrainerError
 from trainer.policy.adapter import adapter_arguments
 from trainer.ranks_config import RanksConfig
@@ -36,9 +37,22 @@ def replica_server(
 ) -> MakeServer:
     """Makes the server of replica `number`, on the GPUs of the plan if there is one; each replica
     has its own seed."""
-    engine, model = config.engine, config.model
+    engine, model = replica_engine(config), config.model
     if plan is not None:
         engine = plan.engine_config(engine, number, os.environ.get(VISIBLE, ""))
+    return partial(
+        server,
+        engine,
+        model.path,
+        log=folder.logs / f"engine-{number}.log",
+        dtype=engine.served_dtype(model),
+        seed=config.trainer.seed + number,
+    )
+
+
+def replica_engine(config: RanksConfig) -> EnginesConfig:
+    """The section `engine` with what the model needs: adapters, and the router's choices."""
+    engine, model = config.engine, config.model
     if model.router_replay == "replay":
         engine = engine.model_copy(update={"routed_experts": True})
     if model.lora is not None and model.policy:
@@ -50,14 +64,7 @@ def replica_server(
             "args": (*adapter_arguments(model.path), *engine.args),
         }
         engine = engine.model_copy(update=given)
-    return partial(
-        server,
-        engine,
-        model.path,
-        log=folder.logs / f"engine-{number}.log",
-        dtype=engine.served_dtype(model),
-        seed=config.trainer.seed + number,
-    )
+    return engine
 
 
 async def until_engine_is_dead(url: str) -> None:

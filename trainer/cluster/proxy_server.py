@@ -20,7 +20,7 @@ import yaml
 from pydantic import Field
 
 from agent_loop.trial_config import RecordingConfig
-from proxy.client import ProxyClient
+from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ENVIRONMENT_PREFIX
 from proxy.engines import guard
 from proxy.port import free_port, usable_port
@@ -170,7 +170,7 @@ class ProxyProcess:
     async def _answers(self, process: asyncio.subprocess.Process) -> None:
         deadline = asyncio.get_running_loop().time() + self._config.start_timeout_s
         async with ProxyClient(self.url, self.admin_key, timeout_s=2.0) as client:
-            while not await client.ready():
+            while not await self._serves(client):
                 with contextlib.suppress(TimeoutError):
                     code = await asyncio.wait_for(process.wait(), POLL_S)
                     raise TrainerError(
@@ -183,6 +183,16 @@ class ProxyProcess:
                         f"the proxy did not answer within {self._config.start_timeout_s:g} s "
                         f"(proxy_server.start_timeout_s); see {self.log}"
                     )
+
+    async def _serves(self, client: ProxyClient) -> bool:
+        """Whether it answers, and one of its engines, too, if it has engines of its own. Relay
+        workers connect only when it answers."""
+        if self._settings.get("engines") or "relay" not in self._settings:
+            return await client.ready()
+        with contextlib.suppress(ProxyClientError):
+            await client.health()
+            return True
+        return False
 
 
 def _environment(decided: Collection[str]) -> dict[str, str]:

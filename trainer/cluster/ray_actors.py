@@ -6,6 +6,7 @@ actors when the driver has ended.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -20,6 +21,8 @@ from trainer.cluster.local_engine import LocalReplica, MakeServer
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.cluster.rank_zero import RankRequest
 from trainer.cluster.ranks import models_of_rank
+from trainer.cluster.relay_order import WorkerOrder
+from trainer.cluster.worker_process import WorkerCommand
 from trainer.errors import TrainerError
 from trainer.learner import Learner
 from trainer.learners import Learners
@@ -77,6 +80,22 @@ class ProxyActor:
 
     async def stop(self) -> None:
         await self._proxy.stop()
+
+
+class RelayActor:
+    """A relay worker with its engine on the actor's GPUs."""
+
+    def __init__(self, argv: Sequence[str], order: WorkerOrder, log: Path) -> None:
+        self._worker = WorkerCommand(argv, order, log)
+
+    async def start(self) -> None:
+        await self._worker.start()
+
+    async def wait(self) -> str:
+        return await self._worker.wait()
+
+    async def stop(self) -> None:
+        await self._worker.stop()
 
 
 class RankActor:
@@ -137,3 +156,20 @@ async def awaited(ref: Any, whose: str) -> Any:
         gone = ActorGoneError(f"{whose} is gone: {' '.join(str(error).split())[:300]}")
         gone.at_fault = getattr(error, "actor_init_failed", False)
         raise gone from error
+
+
+async def until_end(actor: Any, whose: str) -> tuple[str, Any]:
+    """How the actor's server ended; and the actor, if it still runs."""
+    try:
+        return await awaited(actor.wait.remote(), whose), actor
+    except ActorGoneError as error:
+        ray.kill(actor)  # it may still run, out of reach; this frees its name
+        return str(error), None
+
+
+async def end(actor: Any, whose: str) -> None:
+    """Stops the actor's server, and ends the actor."""
+    if actor is not None:
+        with contextlib.suppress(ActorGoneError):
+            await awaited(actor.stop.remote(), whose)
+        ray.kill(actor)

@@ -33,8 +33,19 @@ from trainer.cluster.cluster import ClusterConfig, ProcessesConfig, ProxyService
 from trainer.cluster.local_engine import replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import RankRequest, RankZero, SendRequest
-from trainer.cluster.ray_actors import ActorGoneError, EngineActor, ProxyActor, RankActor, awaited
+from trainer.cluster.ray_actors import (
+    ActorGoneError,
+    EngineActor,
+    ProxyActor,
+    RankActor,
+    awaited,
+    end,
+    until_end,
+)
 from trainer.cluster.ray_here import RayHere
+from trainer.cluster.ray_worker import RayWorker
+from trainer.cluster.relay_config import RelayWorkersConfig
+from trainer.cluster.relay_order import WorkerOrder
 from trainer.errors import ConfigError, TrainerError
 from trainer.policy.parallel import Seat
 from trainer.run.control import RunControl, first_to_end
@@ -122,6 +133,9 @@ class RayCluster:
         if self._config.cluster.proxy == "driver":
             return ProxyProcess(self._config.proxy_server, settings, self._folder.logs)
         return RayProxy(self, settings, secrets.token_urlsafe(32))
+
+    def relay_worker(self, entry: RelayWorkersConfig, order: WorkerOrder, log: Path) -> RayWorker:
+        return RayWorker(self._config.cluster, entry, order, log)
 
     def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[RankZero]:
         return self._trainer(probe)
@@ -228,11 +242,11 @@ class RayReplica:
         self.url = await awaited(self._actor.start.remote(), self._whose)
 
     async def wait(self) -> str:
-        how, self._actor = await _until_end(self._actor, self._whose)
+        how, self._actor = await until_end(self._actor, self._whose)
         return how
 
     async def stop(self) -> None:
-        await _stop(self._actor, self._whose)
+        await end(self._actor, self._whose)
 
     @property
     def _whose(self) -> str:
@@ -268,7 +282,7 @@ class RayProxy:
         self.url, self._port = url, urlsplit(url).port or 0
 
     async def wait(self) -> str:
-        how, self._actor = await _until_end(self._actor, "the proxy's actor")
+        how, self._actor = await until_end(self._actor, "the proxy's actor")
         return how
 
     async def set_engines(self, engines: Sequence[dict[str, str]]) -> None:
@@ -277,23 +291,7 @@ class RayProxy:
             await awaited(self._actor.set_engines.remote(engines), "the proxy's actor")
 
     async def stop(self) -> None:
-        await _stop(self._actor, "the proxy's actor")
-
-
-async def _until_end(actor: Any, whose: str) -> tuple[str, Any]:
-    """How the actor's server ended; and the actor, if it still runs."""
-    try:
-        return await awaited(actor.wait.remote(), whose), actor
-    except ActorGoneError as error:
-        ray.kill(actor)  # it may still run, out of reach; this frees its name
-        return str(error), None
-
-
-async def _stop(actor: Any, whose: str) -> None:
-    if actor is not None:
-        with contextlib.suppress(ActorGoneError):
-            await awaited(actor.stop.remote(), whose)
-        ray.kill(actor)
+        await end(self._actor, "the proxy's actor")
 
 
 def _to_actor(actor: Any) -> SendRequest:
@@ -395,5 +393,6 @@ def _where(config: ProcessesConfig) -> dict[str, Any]:
     if config.cluster.address is not None:
         return common | {"address": config.cluster.address}
     wanted = sum(bundle["CPU"] for bundle in bundles(config, has_gpus=False))
+    wanted += sum(entry.count * entry.cpus for entry in config.relay.workers if not entry.command)
     cpus = max(math.ceil(wanted), len(os.sched_getaffinity(0)))
     return common | {"address": "local", "num_cpus": cpus, "include_dashboard": False}

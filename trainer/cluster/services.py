@@ -23,6 +23,7 @@ from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.proxy_server import PORT_SETTING
 from trainer.cluster.rank_zero import RankZero
+from trainer.cluster.relay_workers import RelayWorkers
 from trainer.cluster.starting import StartingEngines
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import RunControl, first_to_end
@@ -77,7 +78,8 @@ class RunServices:
             if server.url is None:
                 usable_port(PORT_SETTING, server.host, server.port)
             engines, starting = await self._begin_engines(stack)
-            proxy = await self._begin_proxy(stack) if server.url is None else None
+            workers = RelayWorkers(self.config, self.folder, self.cluster, self.say)
+            proxy = await self._begin_proxy(stack, workers) if server.url is None else None
             await starting.ready()
             await self.control.wait_for(engines.connect())
             if server.url is not None:
@@ -94,6 +96,10 @@ class RunServices:
             ended = asyncio.create_task(_keep_running(engines, proxy, client, self.say))
             stack.push_async_callback(_cancel, ended)
             self.control.watch(ended)
+            stack.push_async_callback(workers.stop)
+            await self.control.wait_for(workers.start(proxy.url, client))
+            if workers.lives is not None:
+                self.control.watch(workers.lives)
             yield Services(engines, client, f"{proxy.url}/#link={await _new_link(self.folder)}")
 
     async def _begin_engines(self, stack: AsyncExitStack) -> tuple[RunEngines, StartingEngines]:
@@ -120,7 +126,7 @@ class RunServices:
         stack.push_async_callback(engines.stop)
         return engines, starting
 
-    async def _begin_proxy(self, stack: AsyncExitStack) -> ProxyService:
+    async def _begin_proxy(self, stack: AsyncExitStack, workers: RelayWorkers) -> ProxyService:
         """The proxy, which imports while the engines start."""
         config, server = self.config, self.config.proxy_server
         settings: dict[str, Any] = {
@@ -132,6 +138,7 @@ class RunServices:
             "run": str(self.folder.path.absolute()),
             "rules": [rule.model_dump(mode="json") for rule in server.rules],
             "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
+            **workers.proxy_settings,
         }
         proxy = self.cluster.proxy(settings)
         stack.push_async_callback(proxy.stop)

@@ -1,0 +1,260 @@
+"""Relay workers that a run starts, as processes with a scripted engine, at a real proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from proxy.client import ProxyClient
+from tests.trainer.cluster.relay_processes import ALONE, SCRIPT
+from tests.trainer.cluster.test_services import ScriptedTrainer
+from tests.trainer.test_fit import config_of
+from trainer.cluster.local import LocalCluster
+from trainer.cluster.relay_order import WorkerOrder
+from trainer.cluster.services import RunServices
+from trainer.cluster.worker_process import WorkerCommand
+from trainer.config import TrainerConfig
+from trainer.errors import TrainerError
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
+
+END_S = 20.0
+
+
+def relay_config(model: Path, *argv: str, **relay: Any) -> TrainerConfig:
+    count = relay.pop("count", 1)
+    workers = [{"command": [*SCRIPT, *argv], "count": count, "env": {"WORKER": "w-{number}"}}]
+    return config_of(model, engine=ALONE, relay={"workers": workers} | relay)
+
+
+@asynccontextmanager
+async def running(
+    config: TrainerConfig, folder: RunFolder, said: Callable[[str], None]
+) -> AsyncIterator[tuple[ProxyClient, RunControl]]:
+    control = RunControl()
+    cluster = LocalCluster(config, folder, control)
+    rank_zero = ScriptedTrainer().rank_zero
+    async with RunServices(config, folder, control, cluster, rank_zero, said).running() as services:
+        yield services.proxy, control
+
+
+def nodes() -> dict[str, psutil.Process]:
+    """The processes of workers below this one, by what `WORKER` is in their environment."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        if process.cmdline()[: len(SCRIPT)] == [*SCRIPT]:
+            found[process.environ()["WORKER"]] = process
+    return found
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, END_S)
+    assert not alive
+
+
+async def test_workers_connect_are_replaced_when_they_end_and_end_with_the_run(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder, said = RunFolder.create(tmp_path / "run"), asyncio.Queue[str]()
+    config = relay_config(tiny_model, count=2)
+    async with running(config, folder, said.put_nowait) as (proxy, _):
+        started = nodes()
+        assert sorted(started) == ["w-0", "w-1"]
+        assert {each["name"] for each in await proxy.engines()} == {"relay-0", "relay-1"}
+        token_file = folder.path / "relay-token"
+        assert token_file.stat().st_mode & 0o777 == 0o600
+        token = token_file.read_text().strip()
+        seen = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+        assert not any(token in line for line in seen)
+        started["w-1"].kill()
+        lines = [said.get_nowait() for _ in range(3)]
+        assert lines[0].startswith("relay: starting 2 workers, which connect to ws://127.0.0.1:")
+        assert lines[2].endswith("is connected (2 of 2 workers)")
+        assert (await said.get()).startswith("warning: relay-1 ended with exit code 137: ")
+        assert (await said.get()).startswith("relay: relay-1.2 is connected")
+        assert "relay-1.2" in {each["name"] for each in await proxy.engines()}
+        left = [*psutil.Process().children(recursive=True)]
+    assert_all_end(left)
+    assert not token_file.exists()
+    assert token not in "".join(log.read_text() for log in folder.logs.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mode", "relay", "message"),
+    [
+        ("no-gpu", {}, r"relay-0 ended with exit code 3: .*no CUDA device \(log: .*relay-0\.log"),
+        ("silent", {"start_timeout_s": 3}, r"relay-0 was not connected within 3 s .*still loading"),
+    ],
+)
+async def test_worker_that_never_connects_ends_the_run_with_the_end_of_its_log(
+    tiny_model: Path, tmp_path: Path, mode: str, relay: dict[str, float], message: str
+) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    with pytest.raises(TrainerError, match=message):
+        async with running(relay_config(tiny_model, mode, **relay), folder, print):
+            pass
+    assert not nodes()
+
+
+async def test_worker_that_keeps_ending_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    folder, said = RunFolder.create(tmp_path / "run"), asyncio.Queue[str]()
+    config = relay_config(tiny_model, restarts=1)
+
+    async def lose_it_twice() -> None:
+        async with running(config, folder, said.put_nowait) as (_, control):
+            nodes()["w-0"].kill()
+            while "relay-0.2 is connected" not in await said.get():
+                pass
+            nodes()["w-0"].kill()
+            await control.finish(asyncio.sleep(60))
+
+    with pytest.raises(TrainerError, match=r"relay-0 ended 2 times \(relay\.restarts\)"):
+        await lose_it_twice()
+    assert not nodes()
+
+
+async def test_log_does_not_contain_the_token_of_a_command_that_repeats_its_input(
+    tmp_path: Path,
+) -> None:
+    order = order_of(tmp_path)
+    worker = WorkerCommand([*SCRIPT, "repeat"], order, tmp_path / "log")
+    await worker.start()
+    how = await worker.wait()
+    await worker.stop()
+    assert how.startswith("exit code 1: ")
+    assert '"token":"(relay token)"' in (tmp_path / "log").read_text()
+
+
+# Takes the trainer's place: starts a worker by a command, and is killed.
+TRAINER = """
+import asyncio, sys
+from pathlib import Path
+from trainer.cluster.relay_order import WorkerOrder
+from trainer.cluster.worker_process import WorkerCommand
+
+async def main():
+    model, log = map(Path, sys.argv[1:3])
+    order = WorkerOrder(proxy="ws://127.0.0.1:1", token="t", name="relay-0", model=model)
+    await WorkerCommand(sys.argv[3:], order, log).start()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+# Takes the place of ssh: connects its standard streams with what the daemon starts.
+SSH = """
+import os, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+while data := os.read(0, 65536):
+    connection.sendall(data)
+"""
+
+
+def test_worker_on_another_machine_ends_when_the_trainer_is_killed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The daemon, here this process, does not end what it started when a connection ends."""
+    path = str(tmp_path / "daemon")
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(path)
+        daemon.listen()
+        argv = [sys.executable, "-c", TRAINER, str(tiny_model), str(tmp_path / "log")]
+        trainer = subprocess.Popen([*argv, sys.executable, "-c", SSH, path])
+        connection, _ = daemon.accept()
+    node = subprocess.Popen([*SCRIPT], stdin=connection.fileno(), stderr=subprocess.PIPE, text=True)
+    connection.close()
+    with node:
+        assert node.stderr is not None
+        while "reconnecting" not in (line := node.stderr.readline()):
+            assert line, "the worker ended"
+        below = psutil.Process(node.pid).children(recursive=True)
+        assert len(below) == 2  # the engine and its guard
+        trainer.kill()
+        trainer.wait()
+        assert node.wait(END_S) == 0
+    assert_all_end(below)
+
+
+def test_command_ends_when_the_trainer_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+    """Also one that does not read its standard input."""
+    argv = [sys.executable, "-c", TRAINER, str(tiny_model), str(tmp_path / "log")]
+    with subprocess.Popen([*argv, *SCRIPT, "silent"]) as trainer:
+        _wait_for_line(tmp_path / "log")
+        below = psutil.Process(trainer.pid).children(recursive=True)
+        assert [*SCRIPT, "silent"] in [each.cmdline() for each in below]
+        trainer.kill()
+    assert_all_end(below)
+
+
+def test_order_that_is_none_is_refused_without_showing_it() -> None:
+    line = json.dumps({"token": "a-secret", "proxy": "ws://h"}).encode() + b"\n"
+    ended = subprocess.run([*SCRIPT], input=line, capture_output=True, check=False)
+    assert ended.returncode == 2
+    assert b"standard input: expected the order of a run, but name: Field required" in ended.stderr
+    assert b"a-secret" not in ended.stderr + ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"relay": {}}, "engine.replicas=0: no engine"),
+        ({"relay": {"workers": [{"gpus": 1}]}}, "workers.0: Ray reserves cpus, gpus and resources"),
+        (
+            {
+                "cluster": {"backend": "ray"},
+                "relay": {"workers": [{"command": ["ssh"], "resources": {"site": 1}}]},
+            },
+            "remove them, or relay.workers.0.command",
+        ),
+        (
+            {"relay": {"workers": [{}]}, "proxy_server": {"host": "0.0.0.0"}},
+            "relay.url: missing; workers cannot connect to proxy_server.host=0.0.0.0",
+        ),
+        (
+            {
+                "relay": {"workers": [{}]},
+                "proxy_server": {"url": "http://127.0.0.1:1"},
+                "engine": {"urls": ["http://127.0.0.1:2"]},
+            },
+            "relay.workers: the relay token of the proxy at proxy_server.url",
+        ),
+        ({"relay": {"workers": [{}], "url": "https://h"}}, "relay.url"),
+    ],
+)
+def test_contradicting_settings_are_refused(
+    tiny_model: Path, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config_of(tiny_model, **({"engine": ALONE} | sections))
+    assert message in str(refused.value)
+
+
+def test_plan_counts_the_workers(tiny_model: Path) -> None:
+    workers = [{"command": ["ssh", "gpu-7"], "count": 2}, {}]
+    relay = config_of(tiny_model, engine=ALONE, relay={"workers": workers}).relay
+    assert relay.describe("local") == ["relay: 2 workers by ssh", "relay: 1 worker on this machine"]
+    assert relay.describe("ray")[1] == "relay: 1 worker as actors of Ray"
+
+
+def order_of(model: Path) -> WorkerOrder:
+    token = SecretStr("a-secret-token")
+    return WorkerOrder(proxy="ws://127.0.0.1:1", token=token, name="relay-0", model=model)
+
+
+def _wait_for_line(log: Path) -> None:
+    deadline = time.monotonic() + END_S
+    while not (log.exists() and log.read_bytes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
