@@ -21,7 +21,6 @@ async def test_trials_run_on_a_vllm_that_connects_to_their_proxy(
     path, out = write_config(tmp_path, tiny_model, "http://unused"), tmp_path / "out"
     settings = yaml.safe_load(Path(path).read_text()) | {
         "engine": {"replicas": 0, "max_context_tokens": 512, "max_sequences": 4},
-        "rollout": {"max_tokens": 16},
         "relay": {"workers": [{"command": [sys.executable, "-m", "trainer.cli", "relay-worker"]}]},
     }
     Path(path).write_text(yaml.safe_dump(settings))
@@ -36,4 +35,5 @@ async def test_trials_run_on_a_vllm_that_connects_to_their_proxy(
         turns = await store.get_turns(trials[0].trial_id)
     finally:
         await store.close()
-    assert 0 < len(turns[0].sampled_ids) <= 16
+    assert turns[0].engine == "relay-0"
+    assert len(turns[0].sampled_ids) > 0
