@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the base images of the Dockerfiles from Debian packages, for machines that can reach a Debian
-# mirror but no image registry. The images get the names under which the Dockerfiles pull them. Needs
-# root, debootstrap and buildah.
+# mirror but no image registry. Build with them by `make images LOCAL_BASES=1`, which names the base
+# images by tag instead of digest. Needs root, debootstrap and buildah.
 #
 #   docker/base_images.sh debian
 #   docker/base_images.sh python /usr/local       (a prefix that contains a CPython 3.12)
@@ -10,8 +10,9 @@
 # CPython, because Debian 12 has no Python 3.12.
 set -euo pipefail
 
-DEBIAN=docker.io/library/debian:12.12-slim
-PYTHON=docker.io/library/python:3.12.12-slim-bookworm
+named() { sed -n "s/^$1=\([^@]*\)@.*/\1/p" "$(dirname "$0")/base_images.env"; }
+DEBIAN=$(named DEBIAN)
+PYTHON=$(named PYTHON)
 
 make_base() { # name, packages to include, folder to copy to /usr/local
     local root container

@@ -7,7 +7,8 @@
 # HARBOR_SERVER_ENVIRONMENT says where trials run. Harbor's remote environments (modal, daytona, e2b,
 # gke, …) need only their keys. Harbor's `docker` needs a Docker socket, and this package's local
 # environment needs CAP_SYS_ADMIN; the command above gives the container neither of them.
-FROM docker.io/library/python:3.12.12-slim-bookworm AS build
+ARG PYTHON=docker.io/library/python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
+FROM ${PYTHON} AS build
 COPY docker/harbor.lock /build/
 RUN python -m venv --without-pip /opt/agentic \
     && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --require-hashes \
@@ -19,9 +20,10 @@ RUN version=$(sed -n 's/^version = "\(.*\)"/\1/p' /build/pyproject.toml) \
     && mkdir "$info" \
     && printf 'Metadata-Version: 2.4\nName: agentic-rl\nVersion: %s\n' "$version" > "$info/METADATA"
 COPY harbor_sdk /opt/agentic/lib/python3.12/site-packages/harbor_sdk
-RUN python -m compileall -q -j 0 /opt/agentic
+# Compiled with digests of the sources, not their times, so that each build writes the same files.
+RUN python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/agentic/lib
 
-FROM docker.io/library/python:3.12.12-slim-bookworm
+FROM ${PYTHON}
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin agentic \
     && install -d -o agentic -g agentic /data
 COPY --from=build /opt/agentic /opt/agentic

@@ -6,7 +6,8 @@
 #
 # The proxy keeps sessions in /data and writes nowhere else. Stop it with SIGTERM: calls in flight then
 # have `limits.shutdown_s` to end.
-FROM docker.io/library/debian:12.12-slim AS build
+ARG DEBIAN=docker.io/library/debian:12.12-slim@sha256:d5d3f9c23164ea16f31852f95bd5959aad1c5e854332fe00f7b3a20fcc9f635c
+FROM ${DEBIAN} AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends binutils ca-certificates python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -23,10 +24,10 @@ RUN version=$(sed -n 's/^version = "\(.*\)"/\1/p' /build/pyproject.toml) \
     && mkdir "$info" \
     && printf 'Metadata-Version: 2.4\nName: agentic-rl\nVersion: %s\n' "$version" > "$info/METADATA"
 COPY proxy /opt/agentic/lib/python3.11/site-packages/proxy
-# Compiles only the modules that are imported.
-RUN /opt/agentic/bin/python3 -c "import proxy.cli, proxy.relay.cli"
+COPY docker/compile_imported.py /build/
+RUN /opt/agentic/bin/python3 /build/compile_imported.py proxy
 
-FROM docker.io/library/debian:12.12-slim
+FROM ${DEBIAN}
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 \
     && rm -rf /var/lib/apt/lists/* \

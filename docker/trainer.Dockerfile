@@ -8,7 +8,8 @@
 # The run writes only to /runs and /tmp; with a read-only root file system, add --tmpfs /tmp. The CUDA
 # libraries come with torch's wheels, and the driver comes from the host. The image contains a C
 # compiler because Triton and torch.compile call it at run time.
-FROM docker.io/library/debian:12.12-slim AS build
+ARG DEBIAN=docker.io/library/debian:12.12-slim@sha256:d5d3f9c23164ea16f31852f95bd5959aad1c5e854332fe00f7b3a20fcc9f635c
+FROM ${DEBIAN} AS build
 ARG DEVICE=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update \
@@ -24,10 +25,13 @@ COPY agent_loop /build/agent_loop
 COPY harbor_sdk /build/harbor_sdk
 COPY trainer /build/trainer
 COPY examples /build/examples
+# Compiled with digests of the sources, not their times, so that each build writes the same files. What
+# this Python cannot compile (torch has a file for 3.12), it cannot import either.
 RUN pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --no-deps \
-        --no-build-isolation /build
+        --no-build-isolation /build \
+    && { python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/agentic/lib || true; }
 
-FROM docker.io/library/debian:12.12-slim
+FROM ${DEBIAN}
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev libgomp1 libnuma1 \
         python3-dev \
@@ -37,7 +41,6 @@ RUN apt-get update \
 COPY --from=build /opt/agentic /opt/agentic
 ENV PATH=/opt/agentic/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    PYTHONPYCACHEPREFIX=/tmp/pycache \
     HOME=/tmp \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

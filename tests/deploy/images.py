@@ -184,7 +184,8 @@ async def test_harbor_server_serves_in_its_image(harbor_image: Image, tmp_path: 
 
 
 def test_trainer_starts_in_its_image(trainer_image: Image, tmp_path: Path) -> None:
-    code = "import torch, vllm, trainer.cli; print(torch.__version__)"
+    code = "import torch, vllm, trainer.cli, pathlib; print(torch.__version__)"
+    code += "; assert all(pathlib.Path(m.__cached__).exists() for m in (torch, vllm, trainer.cli))"
     assert trainer_image.call(["python3", "-c", code]) == 0
     assert trainer_image.call(["agentic-train", "--help"]) == 0
     assert trainer_image.call(["agentic-train", "--config", "/none.yaml"]) == 2

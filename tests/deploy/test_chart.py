@@ -6,6 +6,7 @@ Helm is real; the API server is scripted and records what Helm creates.
 from __future__ import annotations
 
 import asyncio
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from tests.deploy.api_server import api_server
-from tests.deploy.manifests import CHART, OVERLAYS, ROOT, Resource, needs_tools, render
+from tests.deploy.manifests import CHART, OVERLAYS, ROOT, Resource, needs_tools, pod_specs, render
 from tests.deploy.test_kubernetes import check
 from tests.deploy.write_chart import chart_objects
 from tests.needs import needs
@@ -120,6 +121,33 @@ async def test_values_change_images_claims_host_and_configuration(tmp_path: Path
 
 
 @needs_helm
+async def test_digests_replace_tags_of_images(tmp_path: Path) -> None:
+    ours, theirs = f"sha256:{1:064x}", f"sha256:{2:064x}"
+    digests = {"agentic-proxy": ours, "vllm-openai": theirs}
+    images = {"registry": "r.example.org", "digests": digests}
+    created = await installed(tmp_path, {"overlay": "single", "images": images})
+    assert sorted(images_of(list(created.values()))) == [
+        f"docker.io/vllm/vllm-openai@{theirs}",
+        f"r.example.org/agentic-proxy@{ours}",
+    ]
+
+
+@needs_tools
+def test_kustomize_sets_digests_of_images(tmp_path: Path) -> None:
+    digest = f"sha256:{1:064x}"
+    overlay = {
+        "resources": [os.path.relpath(ROOT / "k8s/overlays/train", tmp_path.resolve())],
+        "images": [{"name": "agentic-trainer", "newName": "r.example.org/t", "digest": digest}],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    assert f"r.example.org/t@{digest}" in images_of(render(str(tmp_path)))
+
+
+def images_of(resources: list[Resource]) -> set[str]:
+    return {each["image"] for _, spec in pod_specs(resources) for each in spec["containers"]}
+
+
+@needs_helm
 async def test_fields_of_a_container_replace_those_of_the_same_name(tmp_path: Path) -> None:
     level = {"name": "AGENTIC_PROXY_LOG_LEVEL", "value": "debug"}
     log = {"name": "AGENTIC_PROXY_LOG", "value": "text"}
@@ -147,6 +175,11 @@ async def test_fields_of_a_container_replace_those_of_the_same_name(tmp_path: Pa
         ({"overlay": "double"}, "overlay"),
         ({"replicas": 3}, "replicas"),
         ({"resources": {"Deployment/vllm": {}}}, "overlay single has no such resource"),
+        ({"images": {"digests": {"agentic-proxy": "1"}}}, "digests"),
+        (
+            {"images": {"digests": {"agentic-trainer": f"sha256:{1:064x}"}}},
+            "overlay single has no image agentic-trainer",
+        ),
         ({"trainer": {"trainer": {"steps": 7}}}, "overlay single has no run to configure"),
         (
             {"overlay": "train_engines", "trainer": {"trainer": {"ranks": 4}}},

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+import venv
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -31,15 +36,99 @@ def test_linter_finds_nothing() -> None:
 @pytest.mark.parametrize("dockerfile", dockerfiles(), ids=lambda path: path.stem)
 def test_image_is_pinned_unprivileged_and_has_a_health_check(dockerfile: Path) -> None:
     steps = instructions(dockerfile)
-    bases = [rest.split(" AS ")[0] for name, rest in steps if name == "FROM"]
-    assert len(bases) > 1, "multi-stage"
-    assert all(re.search(r":\d+\.\d+", base) for base in bases), bases
+    (base,) = {rest.split(" AS ")[0] for name, rest in steps if name == "FROM"}
+    assert [name for name, _ in steps].count("FROM") > 1, "multi-stage"
+    argument = base.strip("${}")
+    assert steps[0] == ("ARG", f"{argument}={base_images()[argument]}"), "make image-digests"
     (user,) = [rest for name, rest in steps if name == "USER"]
     assert int(user) > 0
     names = [name for name, _ in steps]
     assert "HEALTHCHECK" in names
     assert names.index("USER") > max(i for i, name in enumerate(names) if name in ("RUN", "COPY"))
     assert not any(name == "ADD" for name in names)
+
+
+def base_images(folder: Path = ROOT / "docker") -> dict[str, str]:
+    lines = (folder / "base_images.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+
+
+def test_base_images_are_pinned_by_release_and_digest() -> None:
+    for image in base_images().values():
+        assert re.fullmatch(r"docker\.io/library/\w+:\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}", image)
+
+
+class Registry(BaseHTTPRequestHandler):
+    """A registry and its authorisation, which know the tags that they are asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        body = json.dumps({"token": f"token of {self.path}"}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        repository = self.path.removeprefix("/v2/").partition("/manifests/")[0]
+        scope = f"scope=repository:{repository}:pull"
+        assert scope in self.headers["Authorization"]
+        assert "application/vnd.oci.image.index.v1+json" in self.headers["Accept"]
+        self.asked.append(self.path)
+        self.send_response(200)
+        self.send_header("Docker-Content-Digest", f"sha256:{len(self.asked):064x}")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_digests_of_the_registry_get_into_the_lock_and_the_dockerfiles(tmp_path: Path) -> None:
+    folder = tmp_path / "docker"
+    shutil.copytree(ROOT / "docker", folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        subprocess.run(
+            [ROOT / "docker/image_digests.sh", folder],
+            env=os.environ | {"REGISTRY": url, "AUTH": f"{url}/token?service=here"},
+            check=True,
+        )
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    tags = {name: image.partition("@")[0] for name, image in base_images().items()}
+    assert [path.split("/", 2)[2] for path in Registry.asked] == [
+        tag.removeprefix("docker.io/").replace(":", "/manifests/") for tag in tags.values()
+    ]
+    found = base_images(folder)
+    assert found == {
+        name: f"{tag}@sha256:{number:064x}" for number, (name, tag) in enumerate(tags.items(), 1)
+    }
+    for dockerfile in folder.glob("*.Dockerfile"):
+        name, _, image = instructions(dockerfile)[0][1].partition("=")
+        assert image == found[name]
+
+
+def test_imported_modules_are_compiled_for_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """As the build of the proxy's image compiles them."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    (packages,) = (tmp_path / "venv/lib").glob("*/site-packages")
+    for name, text in {"used": "import other", "used/part": "import late", "other": ""}.items():
+        path = packages / (f"{name}/__init__.py" if name == "used" else f"{name}.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    for name in ("late", "unused"):
+        (packages / f"{name}.py").touch()
+    subprocess.run([python, ROOT / "docker/compile_imported.py", "used"], check=True)
+    compiled = {path.name.split(".")[0]: path for path in packages.rglob("*.pyc")}
+    assert set(compiled) == {"__init__", "part", "other", "late"}
+    unchecked_hash = 1
+    assert int.from_bytes(compiled["part"].read_bytes()[4:8], "little") == unchecked_hash
 
 
 @pytest.mark.parametrize("dockerfile", dockerfiles(), ids=lambda path: path.stem)
@@ -49,7 +138,9 @@ def test_copied_files_are_in_the_build_context(dockerfile: Path) -> None:
         if name == "COPY" and not rest.startswith("--from="):
             for source in rest.replace("${DEVICE}", "cpu").split()[:-1]:
                 assert (ROOT / source).exists(), source
-                top = "docker/*.lock" if source.startswith("docker/") else source.split("/")[0]
+                top = source.split("/")[0]
+                if source.startswith("docker/"):
+                    top = "docker/*.lock" if source.endswith(".lock") else source
                 assert f"!{top}" in allowed, source
 
 
