@@ -16,13 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
-from trainer.policy.memory import GIB, RankMemory, rank_memory
+from trainer.policy.memory import GIB, RankMemory, count_weights, rank_memory
 from trainer.policy.model import load_settings
 from trainer.ranks_config import RanksConfig
 
@@ -199,8 +196,7 @@ def _memory(config: RanksConfig, size: int) -> tuple[RankMemory, EngineMemory]:
         frozen_models=refers + (algorithm.distillation is not None),
     )
     text = settings.get_text_config()
-    with FakeTensorMode(), no_init_weights():
-        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(text).parameters())
+    count = count_weights(settings)
     width = 4 if config.engine.served_dtype(config.model) == "float32" else 2
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

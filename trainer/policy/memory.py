@@ -95,8 +95,7 @@ def rank_memory(
     of its size."""
     settings = settings.get_text_config()
     compute_bytes = DTYPES[model.compute_dtype].itemsize
-    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        whole = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+    whole = _without_memory(settings)
     count = _weights(whole)
     layers = [_weights(layer) for layer in whole.get_decoder().layers]
     trained = count if model.lora is None else _adapter_weights(whole, model)
@@ -112,6 +111,19 @@ def rank_memory(
         gathered=gathered,
         passes=_passes(settings, model, context_parallel),
     )
+
+
+def count_weights(settings: Any) -> int:
+    """The number of weights of the text model of these settings."""
+    return _weights(_without_memory(settings.get_text_config()))
+
+
+def _without_memory(settings: Any) -> Any:
+    """The model of these settings, whose weights have shapes only."""
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+        model.tie_weights()  # not done without initialisation
+    return model
 
 
 def _weights(module: nn.Module) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 
-from trainer import cpu_routed_experts
+from trainer import cpu_routed_experts, cpu_without_images
 from trainer.weight_sync import vllm_responses
 
 
@@ -21,6 +21,7 @@ def register() -> None:
     vllm_responses.install()
     vllm_dtypes.install()
     cpu_routed_experts.install()
+    cpu_without_images.install()
 
 
 def register_backends() -> None:

@@ -1,0 +1,1 @@
+"""Prices, stock and reservations of a small shop."""
