@@ -149,6 +149,14 @@ class StepRewards(BaseModel):
     error: str | None = None
 
 
+AGENT_CRASHES = frozenset(
+    {"NonZeroAgentExitCodeError", "OutputTokenExceededError", "ContextWindowExceededError"}
+)
+"""Harbor's class names of failures that the agent or its model caused, besides a time-out; the
+verifier has judged the work. The last two are answers and prompts that reached the policy's limits.
+Other subclasses of the first are failures of the service that the agent called."""
+
+
 class AgentRun(BaseModel):
     """A run and its result. Times are in Unix seconds.
 

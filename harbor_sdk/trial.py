@@ -21,6 +21,7 @@ from harbor.trial.trial import Trial
 
 from harbor_sdk.agents import connect
 from harbor_sdk.models import (
+    AGENT_CRASHES,
     AgentRun,
     AgentRunRequest,
     RolloutDetail,
@@ -31,9 +32,7 @@ from harbor_sdk.models import (
 
 LOCAL_ENVIRONMENT = "harbor_sdk.environment:LocalEnvironment"
 
-# Harbor's class names of failures that the agent caused; the verifier has judged its work.
 _AGENT_TIMEOUT = "AgentTimeoutError"
-_AGENT_ERRORS = frozenset({_AGENT_TIMEOUT, "NonZeroAgentExitCodeError"})
 _PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
 
 
@@ -143,7 +142,7 @@ def _status(result: TrialResult) -> RunStatus:
     failures = [result.exception_info, *(s.exception_info for s in result.step_results or [])]
     kinds = [failure.exception_type for failure in failures if failure is not None]
     verified = result.verifier_result is not None or result.config.verifier.disable
-    if any(kind not in _AGENT_ERRORS for kind in kinds) or not verified:
+    if not verified or not AGENT_CRASHES.union([_AGENT_TIMEOUT]).issuperset(kinds):
         return RunStatus.FAILED
     return RunStatus.TIMEOUT if _AGENT_TIMEOUT in kinds else RunStatus.COMPLETED
 

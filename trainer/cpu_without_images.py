@@ -11,7 +11,6 @@ Runs inside vLLM's processes.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -34,7 +33,9 @@ _NEEDED = (
 @functools.cache
 def install() -> None:
     """Imports the modules, in 15 ms, if torch has no CUDA and there is no `torchvision`."""
-    if torch.version.cuda is not None or importlib.util.find_spec("torchvision") is not None:
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if torch.version.cuda is not None or is_torchvision_available():  # asked before it is there
         return
     modules = {name: ModuleType(name) for name in _ABSENT}
     for name, module in modules.items():

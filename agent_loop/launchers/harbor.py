@@ -33,6 +33,7 @@ from harbor_sdk import (
     RunStatus,
     VerifierSpec,
 )
+from harbor_sdk.models import AGENT_CRASHES
 from proxy.errors import ConfigurationError
 from proxy.section import Section
 
@@ -40,9 +41,6 @@ RUN_FILE = "harbor_run.json"
 """Name of the file in the trial's directory that holds Harbor's complete result."""
 
 _log = logging.getLogger(__name__)
-
-_CRASHES = frozenset({"NonZeroAgentExitCodeError"})
-"""Harbor's names of errors of the agent itself, after which its work is still verified."""
 
 
 class HarborConfig(Section):
@@ -126,6 +124,7 @@ class HarborLauncher:
         started = time.monotonic()
         task_dir = resolve_task_dir(trial.task, self._task_roots, self._settings.task_path_template)
         request = self._request(trial, task_dir)
+        trial.workspace.mkdir(exist_ok=True)  # empty: the agent works in its sandbox
         try:
             if self._settings.use_local_trial:
                 run = await self._run_here(request, trial, task_dir)
@@ -244,7 +243,7 @@ class HarborLauncher:
         if run.status is RunStatus.TIMEOUT:
             end = AgentEnd.TIMED_OUT
         else:
-            end = AgentEnd.CRASHED if run.error_type in _CRASHES else AgentEnd.EXITED
+            end = AgentEnd.CRASHED if run.error_type in AGENT_CRASHES else AgentEnd.EXITED
         reward = graded(run.rewards, self._settings.reward_key, "harbor's verifier")
         return AgentResult(
             end,

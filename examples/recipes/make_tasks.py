@@ -1,4 +1,4 @@
-"""Writes small SWE-type tasks as Harbor task folders: a repository with one fault, and hidden tests.
+"""Writes small SWE-type tasks as Harbor task folders: a repository with a fault, and hidden tests.
 
 `python -m examples.recipes.make_tasks --out DIR` makes DIR/train and DIR/heldout. Invariant: the
 repository of a task differs from `repository/` in the task's fault alone, so `repository/` is the

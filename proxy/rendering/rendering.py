@@ -25,6 +25,7 @@ from proxy.rendering.calls import begins_call, open_calls, read_call
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
+from proxy.rendering.system_messages import LATE, system_first
 from proxy.rendering.tokenizer import StandIns, Tokenizer
 
 CONTEXT_TOKENS = 1024
@@ -64,6 +65,8 @@ class Rendering:
         self._stand_ins = tokenizer.stand_ins if self.family.takes_stand_ins else StandIns()
         self._forgetting: list[int] = tokenizer.convert_tokens_to_ids(list(self.family.forgetting))
         self._openings: dict[str | None, Ids] = {}
+        self._system_first = False
+        self._system_first = not self._renders(LATE) and self._renders(LATE[:2])
 
     @property
     def name(self) -> str:
@@ -95,6 +98,8 @@ class Rendering:
         known = head + tail
         with self._stand_ins as stand_ins:
             try:
+                if self._system_first:
+                    new = system_first(new, from_the_start=False)
                 bridged = self._renderer.bridge_to_next_turn(
                     head, tail, _to_template(new, calls), tools=tools or None
                 )
@@ -304,9 +309,18 @@ class Rendering:
                 return end[at:]
         return end
 
+    def _renders(self, messages: Sequence[Message]) -> bool:
+        try:
+            self._render(messages, [], generate=False)
+        except RequestError:
+            return False
+        return True
+
     def _render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]], *, generate: bool
     ) -> list[int]:
+        if self._system_first:
+            messages = system_first(messages, from_the_start=True)
         try:
             ids: list[int] = self._renderer.render_ids(
                 _to_template(messages), tools=tools or None, add_generation_prompt=generate

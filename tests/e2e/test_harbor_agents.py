@@ -12,7 +12,7 @@ from agent_loop.launchers.harbor import RUN_FILE, HarborConfig, HarborLauncher
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from harbor_sdk import AgentRun
 from proxy.client import SessionHandle
-from proxy.records import TurnStatus
+from proxy.records import FinishReason, TurnStatus
 from proxy.token_tree import TokenTree
 from tests.e2e.harbor_server import HarborServer, harbor_server, needs_harbor
 from tests.harbor_sdk.harbor_tasks import write_task
@@ -157,3 +157,23 @@ async def test_trial_of_a_stock_agent_is_one_exact_path(
     assert [turn.status for turn in turns] == [TurnStatus.DONE] * len(answers)
     assert [turn.fork_cause for turn in turns] == [None] * len(answers)
     assert proxy.engine.violations == []
+
+
+@needs_agents
+@pytest.mark.agents
+async def test_answers_that_reach_the_length_limit_are_no_failure_of_the_trial(
+    start_proxy: StartProxy,  # noqa: F811
+    server: HarborServer,
+    tmp_path: Path,
+) -> None:
+    """Claude Code asks again three times and ends with an error of its own."""
+    proxy = await start_proxy(max_context_tokens=131_072)  # noqa: F811
+    proxy.answers("Let me look at this and at that. " * 9)
+    session = await proxy.session(sampling={"max_tokens": 5})
+
+    result = await launch(server, session, tmp_path / "trial", agent_name="claude-code")
+
+    assert (result.end, result.reward) == (AgentEnd.CRASHED, 0.0), result.error
+    assert "OutputTokenExceededError" in (result.error or "")
+    _, turns = await proxy.record(session)
+    assert {turn.finish_reason for turn in turns} == {FinishReason.LENGTH}

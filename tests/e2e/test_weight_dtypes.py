@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.recipes.tiny import tiny_qwen3_5
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from tests.e2e.test_weight_sync import (
     BFLOAT16_TOLERANCE,
@@ -30,18 +31,25 @@ from trainer.weight_sync.transports import Backend, SharedMemoryTransport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+PROBE_TOLERANCE = 0.1
+"""Of random tokens in bfloat16 (`EnginesConfig.probe_tolerance`)."""
 UPDATES = 10
 KEPT = {  # of a small model of this architecture, by vLLM in bfloat16
     "qwen3_moe": set[str](),
     "glm4_moe": {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"},
     "qwen3_next": {"linear_attn.A_log"},
+    "qwen3_5": {"linear_attn.A_log"},
 }
 """Architecture → the ends of the names of weights that the engine holds in float32."""
 
 
 @contextmanager
 def serving(
-    model: Path, dtypes: Sequence[str], backend: Backend = "shm", workers: int = 1
+    model: Path,
+    dtypes: Sequence[str],
+    backend: Backend = "shm",
+    workers: int = 1,
+    more: Sequence[str] = (),
 ) -> Iterator[list[str]]:
     """The URLs of servers on the model, one in each type."""
     extension = ("--worker-extension-cls", "tests.e2e.weight_digest.WeightDigest")
@@ -49,7 +57,7 @@ def serving(
         max_context_tokens=256,
         max_sequences=4,
         weight_transfer=backend,
-        args=("--skip-tokenizer-init", "--tensor-parallel-size", str(workers), *extension),
+        args=("--skip-tokenizer-init", "--tensor-parallel-size", str(workers), *extension, *more),
         env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     )
     with ExitStack() as stack:
@@ -130,6 +138,23 @@ def test_weights_that_an_engine_in_bfloat16_keeps_in_float32_are_sent_in_float32
             everything = dict.fromkeys(dict(policy.hf_shapes()), torch.bfloat16)
             sync.push(rounded(policy.named_hf_parameters(), everything), 4)
             assert digests(sync) != right
+
+
+@pytest.mark.long
+def test_text_model_is_updated_that_is_tied_and_beside_a_vision_tower(tmp_path: Path) -> None:
+    """As Qwen3.5-4B: its weights have other names in vLLM than in its checkpoint."""
+    model = tmp_path / "model"
+    tiny_qwen3_5(model)
+    policy = policy_of(model, "bfloat16")
+    with (
+        serving(model, ["bfloat16"], more=["--language-model-only"]) as urls,
+        updating(*urls) as sync,
+    ):
+        for version in (1, 2):
+            disturb(policy, version)
+            push_both(sync, policy, version)
+            sync.push(policy.named_hf_parameters(), version, policy.hf_shapes)
+            assert sync.verify(IDS, score_ids(policy, IDS), PROBE_TOLERANCE) > 0
 
 
 @pytest.mark.long

@@ -266,6 +266,8 @@ def small_settings(kind: str) -> Any:
         published.head_dim = 128  # vLLM needs it; only the class in transformers has no default
     settings = shrunk(published)
     settings.max_position_embeddings = 256
+    if kind == "qwen3_5":  # vLLM's kernels for a CPU have the published size of heads only
+        settings.linear_key_head_dim = settings.linear_value_head_dim = 128
     if hasattr(settings, "moe_intermediate_size"):
         # vLLM's kernel pads other widths than multiples of 32. A reload that packs nothing then
         # fails for its shape; with published widths it succeeds, with wrong weights.

@@ -25,6 +25,8 @@ LAYERS = [
     ROOT / "examples/quickstart/planner_coder.yaml",
 ]
 """Files that are given after agentic_trainer.yaml."""
+RECIPES = sorted((ROOT / "examples/recipes").rglob("*.yaml"))
+"""Layers that `tests/examples/test_recipes.py` loads in every composition."""
 AGENTS = sorted((ROOT / "examples/agents").glob("*.yaml"))
 OF_AGENTS = [ROOT / "examples/mini_swe_agent/prompts.yaml"]
 """Files that an agent reads itself; tests/examples/test_mini_swe_agent.py starts it with this."""
@@ -78,6 +80,7 @@ def test_every_yaml_file_of_the_examples_is_loaded_by_a_test() -> None:
     assert {*(ROOT / "examples").rglob("*.yaml")} <= {
         *CONFIGS,
         *LAYERS,
+        *RECIPES,
         *AGENTS,
         *OF_AGENTS,
     }

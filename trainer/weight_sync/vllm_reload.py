@@ -62,8 +62,10 @@ class Reload:
         part = getattr(self._model, "get_language_model", lambda: self._model)()
         trained = {id(parameter) for parameter in part.parameters()}
         names = {name for name, p in self._model.named_parameters() if id(p) in trained}
-        tied = getattr(self._config.hf_config, "tie_word_embeddings", False)
-        return names - {"lm_head.weight"} if tied else names
+        settings = (self._config.hf_config, self._config.hf_text_config)
+        if any(getattr(each, "tie_word_embeddings", False) for each in settings):
+            return {name for name in names if not f".{name}".endswith(".lm_head.weight")}
+        return names
 
     def _partly_loaded(self) -> list[str]:
         """Layers that received only some elements of their weights. Embeddings are not included:

@@ -10,9 +10,11 @@ import pytest
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.harbor import RUN_FILE, HarborConfig, HarborLauncher
 from agent_loop.records import AgentEnd, AgentResult, Trial
+from agent_loop.rewards.grader import Grader, GraderConfig
 from harbor_sdk import AgentRun, RunStatus
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
+from tests.agent_loop.recorded import finished
 from tests.harbor_sdk.harbor_tasks import write_task
 from tests.harbor_sdk.scripted_server import ScriptedTrials, serving
 
@@ -53,6 +55,19 @@ async def test_harbor_run_gets_the_trials_session_agent_and_time(
     assert record.status is RunStatus.COMPLETED
 
 
+async def test_grader_of_a_harbor_trial_runs_in_an_empty_folder(
+    tmp_path: Path, trial: Trial
+) -> None:
+    agent = await launch(tmp_path, trial, ScriptedTrials(rewards={"reward": 0.0}))
+    function = tmp_path / "files_here.py"
+    function.write_text("import os\ndef grade(call): return 1.0 + len(os.listdir())\n")
+    grader = Grader(GraderConfig(target=f"{function}:grade"))
+    try:
+        assert (await grader.grade(finished(trial, agent=agent))).value == 1.0
+    finally:
+        await grader.close()
+
+
 async def test_reward_is_the_entry_of_reward_key_and_never_a_sum(
     tmp_path: Path, trial: Trial
 ) -> None:
@@ -68,6 +83,7 @@ async def test_reward_is_the_entry_of_reward_key_and_never_a_sum(
     [
         ({"status": "timeout", "error_type": "AgentTimeoutError"}, AgentEnd.TIMED_OUT),
         ({"error_type": "NonZeroAgentExitCodeError", "error": "exit 2"}, AgentEnd.CRASHED),
+        ({"error_type": "OutputTokenExceededError"}, AgentEnd.CRASHED),
     ],
 )
 async def test_verified_timeout_or_crash_keeps_its_reward(

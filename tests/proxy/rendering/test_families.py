@@ -293,3 +293,29 @@ def test_sent_text_is_not_lost_if_a_late_token_would_drop_it(
     ids = family.rendering.tokenizer.encode(f"Let me look.{late}")
     message = family.rendering.parse(ids, family.generation_prompt, [TOOL], calls=True)
     assert message == Message("assistant", "Let me look.")
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.6", "qwen3.8", "nemotron-3", "qwen3"])
+def test_system_messages_are_moved_only_for_templates_that_refuse_them(
+    name: str, family_of: Any
+) -> None:
+    """Claude Code and Codex send several, also as the last message."""
+    rendering = family_of(name).rendering
+
+    def rendered(*messages: tuple[Any, str]) -> list[int]:
+        conversation = Conversation([Message(*each) for each in messages], [TOOL])
+        ids: list[int] = rendering.full(conversation).tolist()
+        return ids
+
+    def bridged(role: Any) -> list[int]:
+        prompt = np.array(rendered(("user", "List.")), np.int32)
+        sampled = np.array(rendering.tokenizer.encode("a</think>b<|im_end|>"), np.int32)
+        after = rendering.bridge(prompt, sampled, [Message(role, "Go on.")], [TOOL], [])
+        assert after is not None
+        ids: list[int] = after.tolist()
+        return ids
+
+    sent = rendered(("system", "A."), ("system", "B."), ("user", "List."), ("system", "Now."))
+    moved = rendered(("system", "A.\n\nB."), ("user", "List."), ("user", "Now."))
+    assert (sent == moved) == (name != "qwen3")
+    assert (bridged("system") == bridged("user")) == (name != "qwen3")

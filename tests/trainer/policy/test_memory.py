@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.memory import rank_memory
+from trainer.policy.memory import count_weights, rank_memory
 from trainer.policy.model import LoraSettings, ModelConfig
 
 TOKENS = 1024
@@ -120,3 +120,13 @@ def test_ranks_of_one_micro_batch_divide_its_activations() -> None:
     # The output layer's gradient and chunk of logits are those of one rank.
     assert 0.5 < half / whole < 0.7
     assert 0.25 < quarter / whole < 0.5
+
+
+def test_weights_of_a_tied_output_layer_are_counted_once() -> None:
+    tied = Qwen3Config(**SIZES, tie_word_embeddings=True)
+    untied = Qwen3Config(**SIZES, tie_word_embeddings=False)
+    shared = SIZES["vocab_size"] * SIZES["hidden_size"]
+    assert count_weights(untied) - count_weights(tied) == shared
+    model, optimizer = ModelConfig(path=Path("unused")), OptimizerConfig()
+    sizes = [rank_memory(each, model, optimizer).weights for each in (untied, tied)]
+    assert sizes[0] - sizes[1] == 4 * shared

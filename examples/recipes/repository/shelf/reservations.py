@@ -22,7 +22,5 @@ def merged(periods: list[Period]) -> list[Period]:
 
 def free_days(periods: list[Period], first: int, end: int) -> int:
     """The number of days from `first` to before `end` that are in no period."""
-    taken = sum(
-        max(0, min(until, end) - max(begin, first)) for begin, until in merged(periods)
-    )
+    taken = sum(max(0, min(until, end) - max(begin, first)) for begin, until in merged(periods))
     return end - first - taken

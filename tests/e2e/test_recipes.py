@@ -1,0 +1,62 @@
+"""The recipes on tiny models: the real agents in real Harbor trials, vLLM on a CPU, one update."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from proxy.run_files.files import read_jsonl
+from tests.e2e.harbor_server import needs_harbor
+from tests.needs import needs
+from tests.pages import ROOT
+
+MADE = ROOT / ".cache/recipes/.ready"
+AGENTS = ROOT / ".agents/.ready"
+pytestmark = [
+    *needs_harbor,
+    needs(None if AGENTS.exists() else "no .agents: make agents"),
+    needs(None if MADE.exists() else "no tiny models: make recipes"),
+    pytest.mark.long,
+    pytest.mark.engine,
+    pytest.mark.agents,
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "agent"),
+    [("qwen3-8b", "claude-code"), ("qwen3.5-4b", "codex"), ("qwen3.5-4b", "mini-swe-agent")],
+)
+def test_every_step_of_a_recipe_runs_on_a_tiny_model(
+    model: str, agent: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [
+            *("examples/recipes/train.sh", model, agent, "--tiny"),
+            *(f"trainer.run_dir={run}", "trainer.steps=1"),
+        ],
+        cwd=ROOT,
+        env={
+            **{name: value for name, value in os.environ.items() if name != "HARBOR_SERVER_TOKEN"},
+            "HARBOR_SERVER_PORT": "0",
+            "HARBOR_STATE_DIR": str(tmp_path / "server"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (step,) = (each for each in read_jsonl(run / "metrics.jsonl") if each["step"] == 1)
+    assert (step["rollout/trials"], step["rollout/failed"]) == (4, 0)
+    assert step["actor/trained_tokens"] == step["rollout/sampled_tokens"] > 0
+    assert step["actor/grad_norm"] > 0
+    assert step["mismatch/logp_abs_mean"] < 0.02
+    assert step["sync/probe_abs_mean"] < 0.1
+    rewards = [
+        json.loads(file.read_text())["rewards"] for file in run.glob("trials/*/harbor_run.json")
+    ]
+    assert rewards == [{"reward": 0.0, "fixed": 0.0, "kept": 1.0}] * 4

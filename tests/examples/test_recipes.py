@@ -1,0 +1,149 @@
+"""The recipes: each composition of model, GPUs and agent is complete and fits on its GPUs by the
+plan; each task's fault is one that its hidden test finds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import yaml
+
+from examples.recipes.make_tasks import FAULTS, Fault, write_task
+from examples.recipes.published import qwen3_5_4b, qwen3_8b
+from trainer import assembly
+from trainer.cli import main
+from trainer.cluster.device_plan import Gpu, plan_devices
+from trainer.config_sources import load
+
+ROOT = Path(__file__).parents[2]
+RECIPES = Path("examples/recipes")
+AGENTS = sorted(path.stem for path in (ROOT / RECIPES / "agents").iterdir())
+H100 = Gpu("H100 80GB", 80 * 2**30)
+RANK_OF_8B = "rank 0, 68.7 GiB (weights 31.2 GiB, gradients 0.7 GiB, optimizer 1.3 GiB, activations"
+PLANS: Mapping[tuple[str, int], tuple[str, ...]] = MappingProxyType(
+    {
+        ("qwen3-8b", 1): (
+            f"{RANK_OF_8B} 35.6 GiB) + engine 0, 58% of the memory (weights 15.3 GiB, cache of "
+            "about 212,216 tokens)",
+        ),
+        ("qwen3-8b", 8): (
+            "rank 0, 69.9 GiB (weights 7.6 GiB, gradients 7.6 GiB, optimizer 15.3 GiB, gathered "
+            "3.8 GiB, activations 35.6 GiB)",
+            "engine 0, 92% of the memory (weights 15.3 GiB, cache of about 410,281 tokens)",
+        ),
+        ("qwen3.5-4b", 1): (
+            "rank 0, 39.2 GiB (weights 15.7 GiB, gradients 15.7 GiB, optimizer 7.8 GiB, "
+            "activations unknown) + engine 0, 69% of the memory (weights 7.8 GiB, cache of about "
+            "371,639 tokens)",
+        ),
+        ("qwen3.5-4b", 8): (
+            "rank 0, 17.7 GiB (weights 3.9 GiB, gradients 3.9 GiB, optimizer 7.8 GiB, gathered "
+            "2.0 GiB, activations unknown)",
+            "engine 0, 92% of the memory (weights 7.8 GiB, cache of about 522,372 tokens)",
+        ),
+    }
+)
+"""Model and number of GPUs → what the plan says of the first GPU of ranks, and of engines."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The published `config.json` of both models, with a small tokenizer."""
+    folder = tmp_path_factory.mktemp("published")
+    for name, settings in (("qwen3-8b", qwen3_8b()), ("qwen3.5-4b", qwen3_5_4b())):
+        settings.save_pretrained(folder / name)
+        for file in (ROOT / "examples/quickstart/model").glob("*t*k*.json"):
+            (folder / name / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the tasks."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for fault in FAULTS:
+        write_task(tmp_path / ".cache/recipes/tasks/train", fault)
+        write_task(tmp_path / ".cache/recipes/tasks/heldout", fault)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def layers(model: str, agent: str, *more: str) -> list[Path]:
+    names = ("swe", f"models/{model}", f"agents/{agent}", *more)
+    return [RECIPES / f"{name}.yaml" for name in names]
+
+
+@pytest.mark.parametrize(("model", "gpus"), PLANS)
+@pytest.mark.parametrize("agent", AGENTS)
+def test_recipe_is_complete_and_its_plan_fits(
+    model: str,
+    gpus: int,
+    agent: str,
+    published: Path,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = f"model.path={published / model}"
+    files = layers(model, agent, *(["eight_gpus"] if gpus == 8 else []))
+    devices = (H100,) * gpus
+    monkeypatch.setattr(assembly, "gpus_here", lambda: devices)
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main([*words, "--check", path]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["model"]["lora"] is None) == ((model, gpus) != ("qwen3-8b", 1))
+    plan = plan_devices(load(files, [path]), devices)
+    assert plan is not None
+    lines = list(plan.describe())
+    shown = [lines[0], *lines[4:5]]
+    wanted = PLANS[model, gpus]
+    assert [line.partition("GiB): ")[2] for line in shown] == list(wanted)
+
+
+def test_all_weights_of_qwen3_8b_do_not_fit_on_one_gpu(
+    published: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(assembly, "gpus_here", lambda: (H100,))
+    words = [word for file in layers("qwen3-8b", "codex") for word in ("--config", str(file))]
+    given = [f"model.path={published / 'qwen3-8b'}", "model.lora=null"]
+    assert main([*words, "--check", *given]) == 2
+    assert "a rank needs 160" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-4b"])
+@pytest.mark.parametrize("more", [(), ("eight_gpus",)])
+def test_tiny_layer_leaves_agent_tasks_and_algorithm_as_they_are(
+    model: str, more: tuple[str, ...], published: Path, here: Path
+) -> None:
+    path = [f"model.path={published / model}"]
+    recipe = load(layers(model, "codex", *more), path)
+    tiny = load(layers(model, "codex", *more, "tiny"), path)
+    assert (tiny.algorithm, tiny.model) == (recipe.algorithm, recipe.model)
+    assert tiny.data.train_harbor_dir == recipe.data.train_harbor_dir
+    own, recipes = (
+        each.remote_agent.model_dump(exclude={"grader", "timeout_s"}) for each in (tiny, recipe)
+    )
+    assert own == recipes
+    assert plan_devices(tiny, [H100]) is None
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_hidden_test_finds_the_fault_and_nothing_else(fault: Fault, tmp_path: Path) -> None:
+    task = write_task(tmp_path, fault)
+    repository = task / "environment/repository"
+
+    def passes(module: str) -> bool:
+        """As the verifier decides it; its folders are those of a sandbox."""
+        runner = (task / "tests/run.py").read_text()
+        runner = runner.replace('"/tests", "/app"', f'"{task / "tests"}", "{repository}"')
+        command = [sys.executable, "-I", "-B", "-c", runner, module]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 7
+
+    assert (passes("hidden_test"), passes("visible_test")) == (False, True)
+    solution = (task / "solution" / fault.file).read_text()
+    (repository / "shelf" / fault.file).write_text(solution)
+    assert (passes("hidden_test"), passes("visible_test")) == (True, True)
