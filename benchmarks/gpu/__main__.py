@@ -4,14 +4,16 @@
     make bench-gpu ARGS=--rehearse           the same parts on a CPU, as far as they go there
     make bench-gpu ARGS="--only ipc nccl"    some parts
 
-A part is a training run of the quickstart, whose record is read, or a benchmark of its own. A part
-that fails, or lasts longer than `--limit-s`, does not stop the others; its log is in `--out`. Exits
-with 1 if a part failed.
+A part is a training run of the quickstart or of a recipe (docs/recipes.md), whose record is read,
+or a benchmark of its own. A part that fails, or lasts longer than `--limit-s`, does not stop the
+others; its log is in `--out`. Exits with 1 if a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +28,13 @@ import torch
 from proxy.run_files.files import read_jsonl
 from trainer.run.folder import RunFolder
 
-TRAIN = [".venv/bin/agentic-train", "--config", "agentic_trainer.yaml", "data.val_files=[]"]
+TRAIN = (".venv/bin/agentic-train", "--config", "agentic_trainer.yaml", "data.val_files=[]")
+RECIPE = "examples/recipes/train.sh"
+RECIPES = [
+    (model, agent)
+    for model in ("qwen3-8b", "qwen3.5-4b")
+    for agent in ("claude-code", "codex", "mini-swe-agent")
+]
 BFLOAT16 = "model.compute_dtype=bfloat16"
 FIGURES = {
     "mismatch": ("mismatch/logp_abs_mean", "{:.1e}"),
@@ -50,6 +58,10 @@ class Part:
     """Of a training run."""
     rehearsed: Sequence[str] = ()
     """Settings of the rehearsal, in addition; they replace what a CPU cannot do."""
+    program: Sequence[str] = TRAIN
+    """The training run's command."""
+    limit_s: float = 0.0
+    """How long the part may last at least, whatever `--limit-s` says."""
     module: str = ""
     """A benchmark instead of a training run."""
     arguments: Sequence[str] = ()
@@ -78,6 +90,9 @@ def parts(count: int) -> list[Part]:
         Part("tensor parallel", 2, (*on_two, "trainer.tensor_parallel=2")),
         Part("context parallel", 2, (*on_two, "trainer.context_parallel=2")),
         Part("two engines", 3, ("engine.replicas=2", "trainer.mode=separate")),
+        *(_recipe(model, agent) for model, agent in RECIPES),
+        _recipe("qwen3-8b", "codex", gpus=8),
+        _recipe("qwen3.5-4b", "codex", gpus=8),
         Part(
             "packed training",
             1,
@@ -93,6 +108,20 @@ def parts(count: int) -> list[Part]:
             on_cpu=("--tokens", "512", "--ranks", "1", "2"),
         ),
     ]
+
+
+def _recipe(model: str, agent: str, gpus: int = 1) -> Part:
+    """A recipe with fewer trials than it has: 16 a step, and 4 in a rehearsal, on a tiny model."""
+    few = ("rollout.groups_per_step=4", "rollout.group_size=4", "data.val_harbor_dir=[]")
+    fewer = ("--tiny", "rollout.groups_per_step=2", "rollout.group_size=2")
+    return Part(
+        f"{model} {agent}{', eight GPUs' if gpus > 1 else ''}",
+        gpus,
+        (*(("--eight-gpus",) if gpus > 1 else ()), *few),
+        fewer,
+        (RECIPE, model, agent),
+        limit_s=7200,
+    )
 
 
 def main() -> int:
@@ -141,16 +170,21 @@ def _executed(part: Part, count: int, given: argparse.Namespace) -> tuple[str, f
         own = [*part.settings, *(part.rehearsed if given.rehearse else ())]
         where = ["trainer.device=cpu"] if given.rehearse else []
         length = f"trainer.steps={given.steps}"
-        command = [*TRAIN, f"trainer.run_dir={run}", length, *own, *where]
-    began = time.monotonic()
+        command = [*part.program, f"trainer.run_dir={run}", length, *own, *where]
+    began, limit_s = time.monotonic(), max(given.limit_s, part.limit_s)
+    server = {"HARBOR_SERVER_PORT": "0", "HARBOR_STATE_DIR": str(given.out / "harbor-server")}
     with (given.out / f"{_file(part)}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, **server}, start_new_session=True
+        )
         try:
-            code = process.wait(given.limit_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-            return f"failed: more than {given.limit_s:g} s", time.monotonic() - began, run
+            return f"failed: more than {limit_s:g} s", time.monotonic() - began, run
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
     seconds = time.monotonic() - began
     return ("done" if code == 0 else f"failed: exit code {code}"), seconds, run
 

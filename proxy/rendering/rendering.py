@@ -25,7 +25,7 @@ from proxy.rendering.calls import begins_call, open_calls, read_call
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
-from proxy.rendering.system_messages import LATE, system_first
+from proxy.rendering.system_messages import system_first, wants_system_first
 from proxy.rendering.tokenizer import StandIns, Tokenizer
 
 CONTEXT_TOKENS = 1024
@@ -66,7 +66,7 @@ class Rendering:
         self._forgetting: list[int] = tokenizer.convert_tokens_to_ids(list(self.family.forgetting))
         self._openings: dict[str | None, Ids] = {}
         self._system_first = False
-        self._system_first = not self._renders(LATE) and self._renders(LATE[:2])
+        self._system_first = wants_system_first(self._render)
 
     @property
     def name(self) -> str:
@@ -308,13 +308,6 @@ class Rendering:
             if end[at] in self.closes:
                 return end[at:]
         return end
-
-    def _renders(self, messages: Sequence[Message]) -> bool:
-        try:
-            self._render(messages, [], generate=False)
-        except RequestError:
-            return False
-        return True
 
     def _render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]], *, generate: bool

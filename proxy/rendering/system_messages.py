@@ -6,15 +6,29 @@ a message is moved or renamed only for a template that refuses the conversation 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from msgspec import structs
 
 from proxy.conversation.messages import Message
+from proxy.errors import RequestError
 
-LATE = (Message("system", "A"), Message("user", "B"), Message("system", "C"))
+_LATE = (Message("system", "A"), Message("user", "B"), Message("system", "C"))
 """A conversation that such a template refuses."""
+
+
+def wants_system_first(render: Callable[..., object]) -> bool:
+    """Whether the template behind `render`, which raises RequestError, is such a template."""
+
+    def accepts(messages: Sequence[Message]) -> bool:
+        try:
+            render(messages, [], generate=False)
+        except RequestError:
+            return False
+        return True
+
+    return not accepts(_LATE) and accepts(_LATE[:2])
 
 
 def system_first(messages: Sequence[Message], *, from_the_start: bool) -> list[Message]:
