@@ -110,10 +110,18 @@ class TrainerConfig(ProcessesConfig):
                 yield f"rollout.{name}: a swarm's clients choose the episodes; remove the key"
 
     def _engines_are_the_proxys(self) -> Iterator[str]:
-        if self.proxy_server.url is not None and not self.engine.urls:
+        engine = self.engine
+        pulled = engine.publish is not None and engine.replicas == 0
+        if self.proxy_server.url is not None and not (engine.urls or pulled):
             yield (
                 f"proxy_server.url={self.proxy_server.url}: a running proxy samples from "
-                "its own engines; list them in engine.urls, so that they receive the weights"
+                "its own engines; list them in engine.urls, so that they receive the weights, or "
+                "set engine.replicas=0 and engine.publish, from which its relay workers pull them"
+            )
+        if engine.publish and self.model.policy:
+            yield (
+                "engine.publish: relay workers pull whole weights and no adapters; set "
+                "model.lora.update=merged"
             )
 
     def _engines_have_addresses(self) -> Iterator[str]:

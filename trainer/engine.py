@@ -28,6 +28,14 @@ class EnginesConfig(VllmConfig):
     weight_transfer: Backend = "shm"
     """How weights are sent to engines: `shm` (shared memory) on one machine, `ipc` or `nccl`
     between GPUs, `gloo` over any network."""
+    publish: str | None = None
+    """URL of any file system of fsspec (s3://, gs://, a shared folder) at which each version of the
+    weights is published, for relay workers with `--weights-url`; None: they keep theirs."""
+    publish_full_every: int = Field(10, ge=1)
+    """Every how many versions all weights are published, and not only what changed."""
+    publish_timeout_s: float = Field(600.0, gt=0)
+    """Seconds for which an update waits for relay workers. One that has not loaded the weights by
+    then gets no calls until it has; if none has, the run ends."""
     verify: bool = True
     """Compare the engine's log-probabilities with the trainer's on a probe after each update."""
     verify_tolerance: float = Field(0.0, ge=0)

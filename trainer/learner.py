@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from proxy.records import ServedPolicy
+from proxy.weights.publication import ProbeScores
 from trainer import steps
 from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
@@ -42,7 +43,9 @@ from trainer.routing_mismatch import routing_metrics
 from trainer.run.rollout_metrics import mismatch_metrics
 from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.dtypes import Report, agreed, rounded
 from trainer.weight_sync.probe import probe_batch
+from trainer.weight_sync.publisher import Published, Publisher, described
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync
 
@@ -82,22 +85,19 @@ class Learner:
         self._generator = torch.Generator().manual_seed(config.trainer.seed)
         """Random generator that draws mini-batches."""
         self._engines: WeightSync | AdapterSync | None = None
+        self._publisher: Publisher | None = None
 
     def connect(self, engine_urls: Sequence[str], adapters: Path | None = None) -> None:
         """Sets the engines that receive the weights from now on, and disconnects the former
-        ones. `adapters` is the folder for the versions of the LoRA adapter, which the engines read;
-        None: `adapters` in `trainer.run_dir`.
+        ones. Without URLs there are none: all engines are relay workers (`publish_weights`).
+        `adapters` is the folder for the versions of the LoRA adapter, which the engines read; None:
+        `adapters` in `trainer.run_dir`.
 
         Raises:
             WeightSyncError: an engine does not serve the policy's adapters exactly.
         """
-        control, policy = EngineControl(engine_urls), self.config.model.policy
-        engines = (
-            AdapterSync(control, adapters or self.config.trainer.run_dir / "adapters", policy)
-            if policy
-            else WeightSync(control, self.config.engine.weight_transfer)
-        )
-        self.close()
+        engines = self._reached(engine_urls, adapters) if engine_urls else None
+        self._disconnect()
         self._engines = engines
         if isinstance(engines, AdapterSync):
             self._check_adapters(engines)
@@ -201,6 +201,32 @@ class Learner:
             )
         return metrics
 
+    def publish_weights(self, run: str, held: Sequence[Report]) -> Published:
+        """Publishes the policy's weights at `engine.publish`, for relay workers. `run` names the
+        run's folder there. `held` is what engines report of the types in which they hold weights;
+        empty: they are published as they are trained.
+
+        Raises:
+            ConfigError: no installed file system serves the URL.
+            WeightSyncError: the weights could not be written.
+        """
+        engine = self.config.engine
+        assert engine.publish is not None
+        if self._publisher is None:
+            folder, every = self.config.trainer.run_dir, engine.publish_full_every
+            self._publisher = Publisher(engine.publish, run, folder, full_every=every)
+        trained = self.models.policy.hf_shapes()
+        dtypes = agreed(trained, held) if held else {}
+        tensors = described(trained, list(rounded(trained, dtypes)))
+        probe = None
+        if engine.verify and len(self.probe) > 1:
+            scores = tuple(self.score(self.probe))
+            tolerance = engine.probe_tolerance(self.config.model)
+            probe = ProbeScores(tuple(self.probe), scores, tolerance)
+        with closing(self.weights()) as weights:
+            sent = rounded(weights, dtypes)
+            return self._publisher.publish(sent, tensors, self.version, probe)
+
     @property
     def served(self) -> ServedPolicy | None:
         """The last version of the adapter that the engines got, which the proxy must publish; None
@@ -287,10 +313,23 @@ class Learner:
         return metrics if share is None else metrics | {"throughput/mfu": share}
 
     def close(self) -> None:
-        """Disconnects from the engines."""
+        """Disconnects from the engines, and ends publishing."""
+        self._disconnect()
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _disconnect(self) -> None:
         if self._engines is not None:
             self._engines.close()
             self._engines = None
+
+    def _reached(self, urls: Sequence[str], adapters: Path | None) -> WeightSync | AdapterSync:
+        control, policy = EngineControl(urls), self.config.model.policy
+        if not policy:
+            return WeightSync(control, self.config.engine.weight_transfer)
+        folder = adapters or self.config.trainer.run_dir / "adapters"
+        return AdapterSync(control, folder, policy)
 
     def _check_adapters(self, engines: AdapterSync) -> None:
         """Compares trainer and engines on a random adapter, before anything is sampled."""

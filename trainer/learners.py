@@ -24,6 +24,8 @@ from trainer.errors import CheckpointError, TrainingError
 from trainer.learner import Learner, RunState
 from trainer.models import Models
 from trainer.run.policy_metrics import of_policies
+from trainer.weight_sync.dtypes import Report
+from trainer.weight_sync.publisher import Published
 
 
 class Learners:
@@ -110,6 +112,10 @@ class Learners:
                 if name in self.trained or learner.served is None
             }
         )
+
+    def publish_weights(self, run: str, held: Sequence[Report]) -> Published:
+        """As `Learner.publish_weights`, of the only policy."""
+        return self.only.publish_weights(run, held)
 
     @property
     def served(self) -> tuple[ServedPolicy, ...]:

@@ -17,9 +17,11 @@ from pathlib import Path
 
 from agent_loop.patience import patiently
 from proxy.client import ProxyClient, ProxyClientError
+from proxy.policies import BASE
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
 from trainer.cluster.rank_zero import Connect, RankZero, SyncWeights
+from trainer.cluster.relay_weights import RelayWeights
 from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.control import first_to_end
 
@@ -51,12 +53,14 @@ class RunEngines:
         adapters: Path | None = None,
         proxy_patience_s: float = 0.0,
         run: str = "",
+        publish_timeout_s: float | None = None,
     ) -> None:
         """`replicas` were started by the run, and each is restarted at most `restarts` times.
         `given_urls` are engines that the run does not start. `adapters` is the folder for the
         versions of a LoRA adapter. `proxy_patience_s`: how long to wait for a proxy that is being
-        restarted. `run`: the run to which the policies that it publishes belong. `say` is called
-        with a line for the user."""
+        restarted. `run`: the run to which the policies that it publishes belong.
+        `publish_timeout_s`: how long to wait for relay workers, for which weights are published;
+        None: they are not. `say` is called with a line for the user."""
         self._rank_zero = rank_zero
         self._replicas = dict(enumerate(replicas))
         self._restarts = restarts
@@ -66,7 +70,12 @@ class RunEngines:
         self._proxy_patience_s = proxy_patience_s
         self._run = run
         self._published: set[str] = set()
-        """Names of the policies that were published."""
+        """Names of the policies that were published; "" are the engines' own weights."""
+        self._relay: RelayWeights | None = None
+        if publish_timeout_s is not None:
+            self._relay = RelayWeights(
+                rank_zero, run, publish_timeout_s, say, patience_s=proxy_patience_s
+            )
         self.proxy: ProxyClient | None = None
         """The proxy in which versions of an adapter are published; None before it is started."""
         self._running: set[int] = set()
@@ -114,6 +123,8 @@ class RunEngines:
 
     async def _send(self) -> Metrics:
         """Sends the weights, and makes the proxy sample from the new versions of adapters."""
+        if self._relay is not None:
+            return await self._send_to_all(self._relay)
         sent = await self._rank_zero.ask(SyncWeights())
         if self.proxy is not None:
             for served in sent.served:
@@ -122,6 +133,16 @@ class RunEngines:
                 await patiently(publish, self._proxy_patience_s)
                 self._published.add(served.name)
         return sent.metrics
+
+    async def _send_to_all(self, relay: RelayWeights) -> Metrics:
+        """Sends the weights to the engines with URLs, and to relay workers."""
+        metrics = (await self._rank_zero.ask(SyncWeights())).metrics if self.urls else {}
+        if self.proxy is None:
+            return metrics
+        self._published.add(BASE.name)
+        pulled = await relay.send(self.proxy, needed=not self.urls)
+        both = metrics.keys() & pulled.keys()
+        return metrics | pulled | {name: max(metrics[name], pulled[name]) for name in both}
 
     async def release_policies(self) -> None:
         """Lets other runs publish the policies of this run, which ends. If the proxy does not

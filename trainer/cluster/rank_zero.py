@@ -18,6 +18,8 @@ from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints
 from trainer.learner import RunState
 from trainer.learners import Learners
+from trainer.weight_sync.dtypes import Report
+from trainer.weight_sync.publisher import Published
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -121,6 +123,18 @@ class SyncWeights:
     def on(self, learners: Learners) -> SentWeights:
         metrics = learners.sync_weights()
         return SentWeights(metrics, learners.served)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWeights:
+    """Publishes the weights for relay workers."""
+
+    run: str
+    held: tuple[Report, ...] = ()
+    """In which types the workers' engines hold the weights, as far as they have said so."""
+
+    def on(self, learners: Learners) -> Published:
+        return learners.publish_weights(self.run, self.held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ class RunServices:
             adapters=adapters,
             proxy_patience_s=self.config.proxy_server.patience_s,
             run=self.folder.run_id,
+            publish_timeout_s=engine.publish_timeout_s if engine.publish else None,
         )
         stack.push_async_callback(engines.stop)
         return engines, starting
