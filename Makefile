@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -367,6 +367,9 @@ models: setup ## which architectures are trained, and how exactly: the tables of
 
 bench-weight-sync: setup ## how long a weight update pauses an engine
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
+
+bench-published-weights: setup ## sizes and times of weights for relay workers, in full and as deltas
+	$(BIN)/python -m benchmarks.published_weights $(ARGS)
 
 bench-start: setup ## seconds from agentic-train to the first sampled token: ARGS="--against DIR"
 	$(BIN)/python -m benchmarks.start $(ARGS)

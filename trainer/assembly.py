@@ -193,9 +193,10 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
     check_models(config.model, config.algorithm, config.trainer.parallelism)
-    if config.relay.workers:
+    if config.relay.workers and config.engine.publish is None:
         raise ConfigError(
-            "relay.workers: new weights do not reach engines behind the relay; use them with "
+            "relay.workers: new weights do not reach engines behind the relay by themselves; set "
+            "engine.publish to a URL that trainer and workers reach, or use the workers with "
             "`agentic-train eval` and `collect`, whose weights do not change"
         )
     if config.cluster.backend == "local":

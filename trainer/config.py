@@ -132,7 +132,8 @@ class TrainerConfig(ProcessesConfig):
                 yield f"engine.urls: {error}"
 
     def _some_engine(self) -> Iterator[str]:
-        if not (self.engine.replicas or self.engine.urls or self.relay.workers):
+        running = self.proxy_server.url is not None  # whose engines may be relay workers
+        if not (self.engine.replicas or self.engine.urls or self.relay.workers or running):
             yield "engine.replicas=0: no engine; set it to 1 or more, or set relay.workers"
 
     def _one_device_each(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ class EnginesConfig(VllmConfig):
     urls: tuple[str, ...] = ()
     """URLs of running vLLM servers in development mode; empty: start `replicas` servers."""
     replicas: int = Field(1, ge=0)
-    """Number of servers to start, each with the whole model; 0 only with `relay.workers`."""
+    """Number of servers to start, each with the whole model; 0 only with relay workers."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Type of the engine's weights and activations. `auto`: the same as `model.compute_dtype`; with
     any other type, the log-probabilities of trainer and engine differ at every token."""

@@ -287,7 +287,7 @@ class Learner:
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
         """A context in which the engines have freed their GPU memory, if `engine.sleep` is set."""
-        if not self.config.engine.sleep:
+        if not self.config.engine.sleep or self._engines is None:
             yield
             return
         # An engine that has ended meanwhile is replaced by `trainer.cluster.engines`.

@@ -95,7 +95,7 @@ async def serve(order: WorkerOrder, server: type[VllmServer] = VllmServer) -> No
     logger.info("%s loads %s; its engine's log on this machine: %s", order.name, order.model, log)
     try:
         await replica.start()
-        await first_to_end((_failed(replica), _serve(order, replica.url)))
+        await first_to_end((_failed(replica), _serve(order, replica.url, folder / "weights")))
     except WorkerRefused as error:
         raise TrainerError(str(error)) from error
     finally:
@@ -107,7 +107,7 @@ async def _failed(replica: LocalReplica) -> None:
     raise EngineError(f"the engine ended: {await replica.wait()}")
 
 
-async def _serve(order: WorkerOrder, url: str) -> None:
+async def _serve(order: WorkerOrder, url: str, weights: Path) -> None:
     address = EngineAddress.parse(url)
     given = {
         "proxy": order.proxy,
@@ -118,4 +118,6 @@ async def _serve(order: WorkerOrder, url: str) -> None:
         "name": order.name,
         "drain_s": order.drain_s,
     }
+    if "AGENTIC_WORKER_WEIGHTS_FOLDER" not in os.environ:
+        given["weights_folder"] = weights
     await run_worker(worker_config(given))

@@ -103,7 +103,7 @@ def _why(worker: Mapping[str, Any]) -> str:
 def _metrics(sent: Published, serving: list[Mapping[str, Any]]) -> Metrics:
     """`sync/…` of the slowest worker."""
     metrics = {
-        "sync/published_bytes": float(sent.full_bytes + sent.delta_bytes),
+        "sync/bytes": float(sent.full_bytes + sent.delta_bytes),
         "sync/delta_bytes": float(sent.delta_bytes),
     }
     names = {"pull_s": "pull_s", "paused_s": "paused_s", "difference": "probe_abs_mean"}

@@ -25,6 +25,7 @@ from pydantic import SecretStr
 from agent_loop.patience import patiently
 from proxy.client import ProxyClient
 from proxy.engines.vllm_server import VllmConfig
+from proxy.shown_config import without_credentials
 from proxy.web_guard import host_of
 from trainer.cluster.cluster import Cluster, ProcessesConfig, WorkerProcess
 from trainer.cluster.local_engine import replica_engine
@@ -40,6 +41,8 @@ POLL_S = 0.5
 """Seconds between two looks at the proxy's engines, while a worker starts."""
 MAX_WAIT_S = 60.0
 """Longest wait before a worker is started again."""
+WEIGHTS_URL = "AGENTIC_WORKER_WEIGHTS_URL"
+"""Where a worker pulls weights from. An entry's `env` has precedence over `engine.publish`."""
 SPARE_WORKERS = 256
 """Connections that the proxy accepts beyond the run's workers: predecessors, and others'."""
 
@@ -217,15 +220,19 @@ class RelayWorkers:
 
     def _worker(self, place: _Place, name: str) -> WorkerProcess:
         config, entry = self._config, place.entry
+        engine, env = replica_engine(config), dict(entry.env)
+        if config.engine.publish is not None:
+            engine = engine.model_copy(update={"weight_transfer": "shm"})  # from the pulled file
+            env.setdefault(WEIGHTS_URL, without_credentials(config.engine.publish))
         order = WorkerOrder(
             proxy=self._proxy_url,
             token=SecretStr(self._token),
             name=name,
             model=entry.model or config.model.path.absolute(),
-            engine=_served_alone(replica_engine(config)),
+            engine=_served_alone(engine),
             dtype=config.engine.served_dtype(config.model),
             seed=config.trainer.seed + config.engine.replicas + place.number,
-            env={key: place.filled(value) for key, value in entry.env.items()},
+            env={key: place.filled(value) for key, value in env.items()},
         )
         log = self._folder.logs.absolute() / f"relay-{place.number}.log"
         if not entry.command:

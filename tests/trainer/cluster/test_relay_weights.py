@@ -82,7 +82,7 @@ async def test_run_waits_for_its_first_worker_and_for_each_to_load() -> None:
     assert (published["version"], published["run"]) == (7, "run-a")
     assert len(control.states) == 1
     assert metrics["sync/pull_s"] == 2.0
-    assert metrics["sync/delta_bytes"] == metrics["sync/published_bytes"] == 20
+    assert metrics["sync/delta_bytes"] == metrics["sync/bytes"] == 20
     assert metrics["sync/probe_abs_mean"] == 1e-5
     assert said == []
 
@@ -159,4 +159,4 @@ def test_running_proxy_with_relay_workers_needs_no_urls(tmp_path: Any, tiny_mode
 def test_adapters_are_not_published(tiny_model: Any) -> None:
     engine = {"publish": "file:///weights"}
     with pytest.raises(ValueError, match=r"no adapters; set model\.lora\.update=merged"):
-        config_of(tiny_model, engine=engine, model={"lora": {"rank": 4}})
+        config_of(tiny_model, engine=engine, model={"lora": {"update": "adapter"}})

@@ -21,12 +21,13 @@ from proxy.client import ProxyClient
 from tests.trainer.cluster.relay_processes import ALONE, SCRIPT
 from tests.trainer.cluster.test_services import ScriptedTrainer
 from tests.trainer.test_fit import config_of
+from trainer.assembly import assemble
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.relay_order import WorkerOrder
 from trainer.cluster.services import RunServices
 from trainer.cluster.worker_process import WorkerCommand
 from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 
@@ -89,6 +90,29 @@ async def test_workers_connect_are_replaced_when_they_end_and_end_with_the_run(
     assert_all_end(left)
     assert not token_file.exists()
     assert token not in "".join(log.read_text() for log in folder.logs.iterdir())
+
+
+async def test_workers_get_the_url_of_the_weights_without_its_credentials(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    engine = ALONE | {"publish": "http://user:secret@127.0.0.1:1/weights"}
+    workers = [
+        {"command": [*SCRIPT], "env": {"WORKER": "of-run"}},
+        {
+            "command": [*SCRIPT],
+            "env": {"WORKER": "of-site", "AGENTIC_WORKER_WEIGHTS_URL": "file:///mnt/{number}"},
+        },
+    ]
+    config = config_of(tiny_model, engine=engine, relay={"workers": workers})
+    folder = RunFolder.create(tmp_path / "run")
+    async with running(config, folder, lambda _: None):
+        urls = {name: n.environ()["AGENTIC_WORKER_WEIGHTS_URL"] for name, n in nodes().items()}
+    assert urls == {"of-run": "http://127.0.0.1:1/weights", "of-site": "file:///mnt/0"}
+
+
+def test_training_with_workers_needs_a_place_for_the_weights(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"set engine\.publish to a URL"):
+        assemble(relay_config(tiny_model))
 
 
 @pytest.mark.parametrize(
