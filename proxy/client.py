@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -17,38 +16,14 @@ import aiohttp
 import orjson
 
 from proxy.admin_key import client_key
+from proxy.client_answers import Happening, SessionHandle
 from proxy.record_format import CONTENT_TYPE, decode_record, origin_fields
-from proxy.records import Origin, Reward, ServedPolicy, Session, SessionKind, Turn
+from proxy.records import Origin, Quota, Reward, ServedPolicy, Session, SessionKind, Turn
+
+__all__ = ["Happening", "ProxyClient", "ProxyClientError", "SessionHandle"]
 
 PLACE_TIMEOUT_S = 300.0
 """Seconds that a call waits for a free connection: thousands of trials may begin at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionHandle:
-    """What an agent needs. Example: SessionHandle("t-1", "sk-…", "http://127.0.0.1:8000/t-1/v1",
-    "http://127.0.0.1:8000/t-1", 1.78e9)"""
-
-    trial_id: str
-    api_key: str
-    base_url: str
-    """For OPENAI_BASE_URL: ends in `/v1`."""
-    anthropic_base_url: str
-    """For ANTHROPIC_BASE_URL: without `/v1`."""
-    expires_at: float
-    """Unix seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """What the page in the browser gets, live. Example: Happening("17.16.3", {"begun": [], …})"""
-
-    position: str
-    """For `watch`, to go on after this."""
-    news: dict[str, Any] | None = None
-    """Turns that began (`begun`) or ended (`answered`), and `events`."""
-    state: dict[str, Any] | None = None
-    """The engines, and how many calls wait."""
 
 
 class ProxyClientError(Exception):
@@ -280,6 +255,23 @@ class ProxyClient:
     async def weights(self, wait_s: float = 0.0) -> dict[str, Any]:
         """A `WeightsView`, once all workers have settled or after `wait_s`."""
         return await self._json("GET", f"/weights?wait_s={wait_s:g}")
+
+    async def set_quota(
+        self,
+        name: str,
+        *,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        reset: bool = False,
+    ) -> Quota:
+        """Sets what all sessions whose `limits` have `{"quota": name}` may use together; None: no
+        limit. With `reset`, counting begins again at 0."""
+        body = {"max_turns": max_turns, "max_tokens": max_tokens, "reset": reset}
+        return Quota(**await self._json("PUT", f"/quotas/{quote(name, safe='')}", body))
+
+    async def quotas(self) -> list[Quota]:
+        """All quotas, and how much of each is used."""
+        return [Quota(**each) for each in (await self._json("GET", "/quotas"))["quotas"]]
 
     async def health(self) -> dict[str, Any]:
         return await self._json("GET", "/health")

@@ -52,6 +52,13 @@ class RequestError(ProxyError):
         self.code = code
 
 
+class QuotaReached(RequestError):
+    """A quota of several sessions allows no further call (docs/deployment.md)."""
+
+    def __init__(self, quota: str) -> None:
+        super().__init__(f"the quota {quota!r} is used up", status=403, code="quota")
+
+
 class ContextOverflow(RequestError):
     """Each dialect has its own wording, on which its agents compact their history."""
 

@@ -301,6 +301,24 @@ class Mark:
     """The beginning of the text that matched; empty if the rule asks for no text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What all sessions whose limits name it may use together.
+
+    Example: Quota("team-a", max_turns=100_000, max_tokens=None, turns=512, tokens=80_000)
+    """
+
+    name: str
+    max_turns: int | None
+    """None: no limit."""
+    max_tokens: int | None
+    """Sampled tokens; None: no limit."""
+    turns: int = 0
+    """Turns that were begun, without those that ended before their first token."""
+    tokens: int = 0
+    """Tokens of the turns that have ended."""
+
+
 @dataclass(slots=True)
 class Session:
     """The recorded traffic of one trial.
@@ -324,7 +342,8 @@ class Session:
     profile: str = "default"
     """Name of the agent profile (see `proxy/profiles.yaml`)."""
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """`max_turns`, `max_tokens`, `max_concurrent_calls`; an absent one has the proxy's default."""
+    """`max_turns`, `max_tokens`, `max_concurrent_calls`; an absent one has the proxy's default.
+    `quota` names a quota that the session shares with others."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rewards: list[Reward] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -336,6 +355,11 @@ class Session:
     def recorded_turns(self) -> int:
         """Number of turns that a branch refers to; 0 for any other session."""
         return 0 if self.origin is None else self.origin.turn
+
+    @property
+    def quota(self) -> str:
+        """The name of the quota that it shares with other sessions; empty: none."""
+        return str(self.limits.get("quota", ""))
 
     def marked(self, action: RuleAction) -> Mark | None:
         """The first mark of a rule with this action."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.control import schema, weights_schema
+from proxy.control import quotas_schema, schema, weights_schema
 from proxy.openapi import Nothing, Operation
 from proxy.record_format import CONTENT_TYPE
 
@@ -89,6 +89,13 @@ OPERATIONS = {
     "release_weights": Operation(
         "Lets other runs publish weights, if they belong to this run", Nothing, refusals=(409,)
     ),
+    "set_quota": Operation(
+        "Sets what all sessions whose limits name this quota may use together",
+        quotas_schema.QuotaView,
+        quotas_schema.NewQuota,
+        refusals=(400,),
+    ),
+    "quotas": Operation("Lists the quotas, and how much of each is used", quotas_schema.Quotas),
     "release_policy": Operation(
         "Lets other runs publish a policy, if it belongs to this run",
         Nothing,

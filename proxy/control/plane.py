@@ -23,6 +23,7 @@ from proxy.control.event_stream import EventStream
 from proxy.control.operations import OPERATIONS
 from proxy.control.policies import PublishedPolicies
 from proxy.control.published_weights import PublishedWeights
+from proxy.control.quotas import SharedQuotas
 from proxy.control.record_view import session_view, trajectories_view, turn_view
 from proxy.control.replay_view import replay_view
 from proxy.control.schema import (
@@ -84,7 +85,7 @@ class ControlPlane:
         self._siblings = siblings
         self._deliveries = deliveries
         self._marked, self._document = marked, document
-        self._weights = PublishedWeights(store, relay)
+        self._weights, self._quotas = PublishedWeights(store, relay), SharedQuotas(store)
         self.policies = PublishedPolicies(store, router, self._weights.restore)
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
@@ -108,6 +109,8 @@ class ControlPlane:
             "set_version": self._set_version,
             "publish_policy": self._publish_policy,
             "release_policy": self._release_policy,
+            "set_quota": self._quotas.set,
+            "quotas": self._quotas.show,
             "publish_weights": self._weights.publish,
             "show_weights": self._weights.show,
             "release_weights": self._weights.release,
@@ -144,6 +147,7 @@ class ControlPlane:
     async def _create(self, request: web.Request) -> web.Response:
         trial_id = request.match_info.get("trial_id")
         new = await with_origin(self._store, parsed(NewSession, await read_body(request)))
+        await self._quotas.check(new.limits.quota)
         session, key = await self._sessions.create(
             unquote(trial_id) if trial_id is not None else new.trial_id,
             kind=new.kind,
@@ -348,6 +352,8 @@ ROUTES = (
     ("PUT", "/policy_version", "set_version"),
     ("PUT", "/policies/{name}/version", "publish_policy"),
     ("DELETE", "/policies/{name}/runs/{run}", "release_policy"),
+    ("PUT", "/quotas/{name}", "set_quota"),
+    ("GET", "/quotas", "quotas"),
     ("PUT", "/weights", "publish_weights"),
     ("GET", "/weights", "show_weights"),
     ("DELETE", "/weights/runs/{run}", "release_weights"),

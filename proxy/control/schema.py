@@ -40,6 +40,7 @@ MAX_BODY_BYTES = 2**20
 """A control call's body; validating it takes some milliseconds."""
 MAX_MODEL_CHARS = 256
 MAX_POLICIES = 64
+MAX_QUOTA_CHARS = 128
 """Number of model names that a session maps to policies."""
 _SHOWN_CHARS = 80
 
@@ -85,6 +86,8 @@ class SessionLimits(Schema):
     max_tokens: int | None = Field(None, ge=1, le=2**53)
     """Number of sampled tokens."""
     max_concurrent_calls: int | None = Field(None, ge=1, le=2**53)
+    quota: str | None = Field(None, min_length=1, max_length=MAX_QUOTA_CHARS)
+    """The name of a quota that the session shares with others (`PUT /quotas/{name}`)."""
 
 
 class BranchOf(Schema):

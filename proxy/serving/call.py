@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from proxy.conversation import Key
-from proxy.errors import EngineError, ProxyError, StoreError
+from proxy.errors import EngineError, ProxyError, QuotaReached, StoreError
 from proxy.records import ForkCause, Turn, TurnStatus
 from proxy.sampling import as_record, resolve
 from proxy.serving.answer import LiveAnswer, replayed_outcome, sample_all
@@ -313,14 +313,14 @@ class LiveCall:
         return placement.followed_by(asked.opening)
 
     async def _record_intent(self, turn: Turn, key: Key) -> None:
-        """If it fails in any other way than by a conflict, the intent may have been recorded."""
+        """If it fails in any other way than these two, the intent may have been recorded."""
         live = self.live
         self._unrecorded.add(turn.index)
         live.own.add(turn.index)
         with self._uninterrupted():
             try:
-                await self.backend.store.begin_turn(turn)
-            except TurnConflict:
+                await self.backend.store.begin_turn(turn, live.session.quota)
+            except (TurnConflict, QuotaReached):
                 self._unrecorded.discard(turn.index)
                 live.own.discard(turn.index)
                 raise
@@ -341,7 +341,7 @@ class LiveCall:
 
     async def _record(self, answer: LiveAnswer) -> None:
         live, turn = self.live, answer.finished()
-        await self.backend.store.commit_turn(turn)
+        await self.backend.store.commit_turn(turn, live.session.quota)
         live.tree.commit(turn, answer.outcome.message, answer.key)
         self._unrecorded.discard(turn.index)
         if turn.status is TurnStatus.DONE:

@@ -16,9 +16,10 @@ from typing import Any
 import asyncpg
 import orjson
 
-from proxy.errors import ConfigurationError, SessionError, StoreError
-from proxy.records import Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
-from proxy.store import migrations, postgres_policies, rows
+from proxy.errors import ConfigurationError, QuotaReached, SessionError, StoreError
+from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
+from proxy.store import migrations, postgres_policies, postgres_quotas, quota_rows, rows
+from proxy.store import postgres_statements as statements
 from proxy.store.postgres_browser import PostgresBrowser
 from proxy.store.postgres_owner import CONNECTION_ERRORS, OWNERS_LOCK, PostgresOwner
 from proxy.store.protocol import (
@@ -33,95 +34,6 @@ from proxy.store_address import without_password
 SCHEMA_LOCK = 0x61677279
 MIGRATION_TIMEOUT_S = 3600.0
 """Limit for one step; creating an index on a large table takes minutes."""
-
-_INTENT = (
-    "$1::text, $2::int, $3::int, $4::int, $5::text, $6::bytea, $7::bytea, $8::bytea, $9::text,"
-    " $10::text, $11::double precision, $12::bytea, $13::int"
-)
-_ANSWER = (
-    "$1::text, $2::int, $3::text, $4::bytea, $5::bytea, $6::bytea, $7::text, $8::bytea, $9::bytea,"
-    " $10::double precision, $11::double precision, $12::text, $13::bytea, $14::bytea"
-)
-_ANSWER_NAMES = [name.strip() for name in rows.ANSWER_COLUMNS.split(",")]
-# FOR SHARE: the session cannot be closed between the check of its status and the insert.
-_BEGIN = (
-    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {_INTENT} FROM sessions"
-    " WHERE session_id = $1 AND status = 'open' FOR SHARE ON CONFLICT DO NOTHING"
-)
-_COMMIT = (
-    f"INSERT INTO answers (session_id, idx, {rows.ANSWER_COLUMNS}) SELECT {_ANSWER} FROM turns"
-    " WHERE session_id = $1 AND idx = $2 ON CONFLICT (session_id, idx) DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in _ANSWER_NAMES)
-    + f" WHERE {rows.MAY_COMMIT}"
-)
-_IS_TURN = "SELECT 1 FROM turns WHERE session_id = $1 AND idx = $2"
-_SET_STATUS = (
-    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
-    " answer) SELECT $1::text, $2::int, $3::text, '', '', '', '', '' FROM turns"
-    " WHERE session_id = $1 AND idx = $2"
-    " ON CONFLICT (session_id, idx) DO UPDATE SET status = excluded.status"
-)
-_TURNS = (
-    f"{rows.lineage('$1::text', least='least')} SELECT {rows.TURN_COLUMNS} FROM lineage l"
-    f" JOIN turns t ON {rows.IN_LINEAGE}"
-    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
-    " WHERE t.idx >= $2 AND t.idx < coalesce($3::int, t.idx + 1) ORDER BY t.idx"
-)
-_REPLAYED = (
-    "SELECT d.idx FROM deliveries d JOIN sessions s ON s.session_id = d.session_id"
-    " WHERE d.session_id = $1 AND d.idx < s.origin_turn AND d.arrived = 1"
-)
-# A session cannot be removed while it becomes the origin of a branch. What is read in the same
-# transaction after the lock includes what others have written before.
-_LOCKED = "SELECT 1 FROM sessions WHERE session_id = $1 FOR UPDATE"
-_ORIGIN = (
-    "SELECT (SELECT session_id FROM sessions WHERE origin_session = s.session_id"
-    " AND origin_salvages = 1) FROM sessions s WHERE session_id = $1"
-)
-_BRANCHES = "SELECT count(*) FROM sessions WHERE origin_session = $1"
-_HELD_ELSEWHERE = (
-    "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
-    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
-    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
-    " WHERE t.session_id = $1 AND t.owner <> $2 AND o.address IS NOT NULL"
-    " AND (a.idx IS NULL OR (a.status = 'done' AND d.idx IS NULL))"
-)
-_UNDELIVERED = (
-    "SELECT t.idx, t.owner, d.arrived FROM turns t"
-    " JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
-    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
-    " WHERE t.session_id = $1 AND a.status = 'done' AND coalesce(d.arrived, 0) = 0"
-)
-_MARK = (
-    "INSERT INTO deliveries (session_id, idx, arrived) SELECT $1::text, $2::int, $3::int"
-    " FROM sessions WHERE session_id = $1"
-    " ON CONFLICT (session_id, idx) DO UPDATE SET arrived = excluded.arrived"
-)
-_CUT = (
-    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
-    " answer) SELECT $1::text, $2::int, 'cut', '', '', '', '', '' FROM turns"
-    " WHERE session_id = $1 AND idx = $2 AND owner = $3 ON CONFLICT DO NOTHING"
-)
-_MARKS = (
-    f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks WHERE session_id = ANY($1::text[])"
-    " ORDER BY at"
-)
-_TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events", "marks")
-_UNREFERRED = "NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"
-# SKIP LOCKED: proxies that remove sessions at the same time remove different ones.
-_ENDED = (
-    "SELECT session_id FROM sessions s WHERE coalesce(completed_at, expires_at) < $1"
-    f" AND {_UNREFERRED}"
-    " ORDER BY coalesce(completed_at, expires_at) LIMIT $2 FOR UPDATE SKIP LOCKED"
-)
-# Again after the lock, because a branch may have begun between the two.
-_STILL_UNREFERRED = (
-    f"SELECT session_id FROM sessions s WHERE session_id = ANY($1::text[]) AND {_UNREFERRED}"
-)
-_HELD = (
-    "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = $1 AND granted"
-    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-)
 
 
 async def open_postgres(url: str, *, durability: Durability, create: bool) -> PostgresStore:
@@ -172,8 +84,10 @@ class PostgresStore:
         sql = f"INSERT INTO sessions ({rows.SESSION_COLUMNS}) VALUES ({marks})"
         async with self._connection() as connection, connection.transaction():
             if (origin := session.origin) is not None:
-                await connection.execute(_LOCKED, origin.session_id)
-                rows.check_origin(origin, await connection.fetchrow(_ORIGIN, origin.session_id))
+                await connection.execute(statements.LOCKED, origin.session_id)
+                rows.check_origin(
+                    origin, await connection.fetchrow(statements.ORIGIN, origin.session_id)
+                )
             done: str = await connection.execute(f"{sql} ON CONFLICT DO NOTHING", *row)
         return not done.endswith(" 0")
 
@@ -208,21 +122,23 @@ class PostgresStore:
 
     async def delete_session(self, session_id: str) -> bool:
         async with self._connection() as connection, connection.transaction():
-            await connection.execute(_LOCKED, session_id)
-            rows.check_unreferred(session_id, await connection.fetchval(_BRANCHES, session_id))
+            await connection.execute(statements.LOCKED, session_id)
+            rows.check_unreferred(
+                session_id, await connection.fetchval(statements.BRANCHES, session_id)
+            )
             done: str = await connection.execute(
                 "DELETE FROM sessions WHERE session_id = $1", session_id
             )
-            for table in _TABLES[1:]:
+            for table in statements.TABLES[1:]:
                 await connection.execute(f"DELETE FROM {table} WHERE session_id = $1", session_id)
         return done != "DELETE 0"
 
     async def remove_ended(self, before: float, limit: int) -> int:
         async with self._connection() as connection, connection.transaction():
-            found = await connection.fetch(_ENDED, before, limit)
+            found = await connection.fetch(statements.ENDED, before, limit)
             locked = [row[0] for row in found]
-            ended = [row[0] for row in await connection.fetch(_STILL_UNREFERRED, locked)]
-            for table in _TABLES:
+            ended = [row[0] for row in await connection.fetch(statements.STILL_UNREFERRED, locked)]
+            for table in statements.TABLES:
                 sql = f"DELETE FROM {table} WHERE session_id = ANY($1::text[])"
                 await connection.execute(sql, ended)
         return len(ended)
@@ -230,32 +146,45 @@ class PostgresStore:
     async def used_bytes(self) -> int | None:
         return None  # the size of a table includes removed rows until they are vacuumed
 
-    async def begin_turn(self, turn: Turn) -> None:
-        owner = await self._owner.number()
-        if not await self._changed(_BEGIN, *rows.intent_row(turn), owner):
+    async def begin_turn(self, turn: Turn, quota: str = "") -> None:
+        row = (*rows.intent_row(turn), await self._owner.number())
+        if not quota:
+            if not await self._changed(statements.BEGIN, *row):
+                await self._refuse_turn(turn)
+            return
+        ((counted, begun),) = await self._fetch(postgres_quotas.BEGIN, *row, quota)
+        if not counted:
+            raise QuotaReached(quota)
+        if not begun:
+            await self._changed(postgres_quotas.GIVE_BACK, quota)
             await self._refuse_turn(turn)
 
-    async def commit_turn(self, turn: Turn) -> None:
+    async def commit_turn(self, turn: Turn, quota: str = "") -> None:
         row = (turn.session_id, turn.index, *rows.answer_row(turn))
-        if not await self._changed(_COMMIT, *row):
-            found = await self._fetch(_IS_TURN, turn.session_id, turn.index)
+        if not quota:
+            recorded = await self._changed(statements.COMMIT, *row)
+        else:
+            given = (*row, quota, quota_rows.is_uncounted(turn))
+            recorded = bool((await self._fetch(postgres_quotas.COMMIT, *given))[0][0])
+        if not recorded:
+            found = await self._fetch(statements.IS_TURN, turn.session_id, turn.index)
             raise rows.unrecorded(turn.session_id, turn.index, exists=bool(found))
 
     async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None:
-        if not await self._changed(_SET_STATUS, session_id, index, status.value):
+        if not await self._changed(statements.SET_STATUS, session_id, index, status.value):
             raise rows.unrecorded(session_id, index, exists=False)
 
     async def cut_own_turn(self, session_id: str, index: int) -> bool:
-        return await self._changed(_CUT, session_id, index, await self._owner.number())
+        return await self._changed(statements.CUT, session_id, index, await self._owner.number())
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
         values = [(mark.session_id, mark.index, int(mark.arrived)) for mark in marks]
         async with self._connection() as connection:
-            await connection.executemany(_MARK, values)
+            await connection.executemany(statements.MARK, values)
 
     async def undelivered(self, session_id: str) -> Undelivered:
-        found = await self._fetch(_UNDELIVERED, session_id)
-        replayed = [row[0] for row in await self._fetch(_REPLAYED, session_id)]
+        found = await self._fetch(statements.UNDELIVERED, session_id)
+        replayed = [row[0] for row in await self._fetch(statements.REPLAYED, session_id)]
         alive = await self._alive() if found else set()
         own = await self._owner.number()
         return rows.undelivered(found, replayed, own=own, alive=alive.__contains__)
@@ -264,7 +193,7 @@ class PostgresStore:
         self, session_id: str, since: int = 0, until: int | None = None
     ) -> list[Turn]:
         turns, left_open = [], []
-        for row in await self._fetch(_TURNS, session_id, since, until):
+        for row in await self._fetch(statements.TURNS, session_id, since, until):
             *fields, owner, trained = row
             turns.append(rows.read_in_session(rows.turn_from_row(fields), trained=trained))
             if turns[-1].status is TurnStatus.OPEN:
@@ -273,7 +202,7 @@ class PostgresStore:
         for at, owner in left_open:
             if owner not in alive:
                 turn = turns[at]
-                if not await self._changed(_CUT, turn.session_id, turn.index, owner):
+                if not await self._changed(statements.CUT, turn.session_id, turn.index, owner):
                     return await self.get_turns(session_id, since, until)  # recorded meanwhile
                 turns[at] = replace(turn, status=TurnStatus.CUT)
         return turns
@@ -283,7 +212,7 @@ class PostgresStore:
 
     async def holder(self, session_id: str) -> str | None:
         owner = await self._owner.number()
-        found = await self._fetch(_HELD_ELSEWHERE, session_id, owner)
+        found = await self._fetch(statements.HELD_ELSEWHERE, session_id, owner)
         alive = await self._alive() if found else set()
         return next((address for number, address in found if number in alive), None)
 
@@ -322,6 +251,16 @@ class PostgresStore:
     async def get_policies(self) -> list[ServedPolicy]:
         return [ServedPolicy(*row) for row in await self._fetch(postgres_policies.CURRENT)]
 
+    async def set_quota(
+        self, name: str, *, max_turns: int | None, max_tokens: int | None, reset: bool
+    ) -> Quota:
+        values = (name, max_turns, max_tokens, int(reset))
+        (row,) = await self._fetch(postgres_quotas.SET, *values)
+        return Quota(*row)
+
+    async def get_quotas(self) -> list[Quota]:
+        return [Quota(*row) for row in await self._fetch(quota_rows.ALL)]
+
     async def close(self) -> None:
         await self._owner.release()
         await self._pool.close()
@@ -337,13 +276,13 @@ class PostgresStore:
             )
             for row in rewards:
                 by_id[row[0]].rewards.append(rows.reward_from_row(tuple(row)[1:]))
-            for row in await self._fetch(_MARKS, list(by_id)):
+            for row in await self._fetch(statements.MARKS, list(by_id)):
                 by_id[row[0]].marks.append(rows.mark_from_row(tuple(row)[1:]))
         return list(by_id.values())
 
     async def _alive(self) -> set[int]:
         """The owner numbers of the living processes."""
-        return {row[0] for row in await self._fetch(_HELD, OWNERS_LOCK)}
+        return {row[0] for row in await self._fetch(statements.HELD, OWNERS_LOCK)}
 
     async def _refuse_turn(self, turn: Turn) -> None:
         sql = "SELECT status FROM sessions WHERE session_id = $1"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from proxy.records import (
+    Quota,
     Reward,
     ServedPolicy,
     Session,
@@ -103,18 +104,22 @@ class Store(Protocol):
         """Size of the data, without the space that removed data has left; None: not known."""
         ...
 
-    async def begin_turn(self, turn: Turn) -> None:
+    async def begin_turn(self, turn: Turn, quota: str = "") -> None:
         """Records the intent: everything known before sampling. An index is unique in a session.
+        The turn is counted in `quota`, if one is given, in the same transaction.
 
         Raises:
+            QuotaReached: the quota's turns or tokens are used up, or there is no such quota.
             TurnConflict: another writer has begun a turn with this index.
             SessionError: in the store the session is completed (409), expired (410), or missing
                 (404), whatever the proxy's cache holds.
         """
         ...
 
-    async def commit_turn(self, turn: Turn) -> None:
+    async def commit_turn(self, turn: Turn, quota: str = "") -> None:
         """Records the answer: sampled ids, log-probabilities, versions, status, keys and times.
+        Its tokens are counted in `quota`, in the same transaction. A turn that ended before its
+        first token no longer counts there.
 
         Raises SessionError (404) when the session has been deleted since `begin_turn`, and
         StoreError for an answer that is DONE if another process has closed the turn as CUT: the
@@ -192,6 +197,16 @@ class Store(Protocol):
 
     async def get_policies(self) -> list[ServedPolicy]:
         """The current version of each policy."""
+        ...
+
+    async def set_quota(
+        self, name: str, *, max_turns: int | None, max_tokens: int | None, reset: bool
+    ) -> Quota:
+        """Creates the quota or changes its maxima; with `reset`, counting begins again at 0."""
+        ...
+
+    async def get_quotas(self) -> list[Quota]:
+        """All quotas in order of their names."""
         ...
 
     async def close(self) -> None:

@@ -14,7 +14,6 @@ import sqlite3
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +21,8 @@ from typing import Any, TypeVar
 import orjson
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
-from proxy.records import Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
-from proxy.store import migrations, rows
+from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
+from proxy.store import rows, sqlite_quotas
 from proxy.store import sqlite_statements as statements
 from proxy.store.folder_lock import alone_in
 from proxy.store.liveness import Liveness
@@ -35,13 +34,13 @@ from proxy.store.protocol import (
     Undelivered,
 )
 from proxy.store.sqlite_browser import SqliteBrowser
+from proxy.store.sqlite_file import connect, limit_size, make_file, migrate, never_wait
 from proxy.store.sqlite_group_commit import GroupWriter
 
 T = TypeVar("T")
 
 SHRUNK_PAGES = 4096
 """Pages freed in one transaction (16 MiB), for which other writes wait."""
-CACHE_KIB = 16 * 1024  # per connection, so that the store's memory does not grow with the file
 
 
 async def open_sqlite(url: str, *, durability: Durability, create: bool) -> SqliteStore:
@@ -77,17 +76,17 @@ class SqliteStore:
         self.path = path
         try:
             with alone_in(path.parent):
-                writing = _connect(path, durability, busy_timeout_s)
-                _make_file(writing)
-                _migrate(writing, path)
-                _limit_size(writing, max_file_bytes)
+                writing = connect(path, durability, busy_timeout_s)
+                make_file(writing)
+                migrate(writing, path)
+                limit_size(writing, max_file_bytes)
                 at_once = None
                 if durability == "process":
-                    at_once = _connect(path, durability, busy_timeout_s)
-                    _limit_size(at_once, max_file_bytes)
-                    _never_wait(at_once)
+                    at_once = connect(path, durability, busy_timeout_s)
+                    limit_size(at_once, max_file_bytes)
+                    never_wait(at_once)
                 self._owner = _take_ownership(writing, path)
-                self._reading = _connect(path, durability, busy_timeout_s)
+                self._reading = connect(path, durability, busy_timeout_s)
         except (sqlite3.Error, OSError) as error:
             advice = "use a file in a writable folder"
             if "locked" in str(error):
@@ -170,18 +169,20 @@ class SqliteStore:
 
         return await self._writer.write(measure, may_block=True)
 
-    async def begin_turn(self, turn: Turn) -> None:
+    async def begin_turn(self, turn: Turn, quota: str = "") -> None:
         values = (*rows.intent_row(turn), self._owner.number, turn.session_id)
 
         def begin(c: sqlite3.Connection) -> None:
+            sqlite_quotas.check(c, quota)
             if c.execute(statements.BEGIN, values).rowcount != 1:
                 _refuse_turn(c, turn)
+            sqlite_quotas.begun(c, quota)
 
         await self._writer.write(begin)
 
-    async def commit_turn(self, turn: Turn) -> None:
+    async def commit_turn(self, turn: Turn, quota: str = "") -> None:
         which = (turn.session_id, turn.index)
-        if not await self._changed(statements.COMMIT, (*rows.answer_row(turn), *which)):
+        if not await self._writer.write(lambda c: sqlite_quotas.commit(c, turn, quota)):
             found = await self._read(lambda c: c.execute(statements.IS_TURN, which).fetchall())
             raise rows.unrecorded(*which, exists=bool(found))
 
@@ -266,6 +267,15 @@ class SqliteStore:
         found = await self._read(lambda c: c.execute(statements.POLICIES).fetchall())
         return [ServedPolicy(*row) for row in found]
 
+    async def set_quota(
+        self, name: str, *, max_turns: int | None, max_tokens: int | None, reset: bool
+    ) -> Quota:
+        values = (name, max_turns, max_tokens, int(reset))
+        return await self._writer.write(lambda c: sqlite_quotas.set_quota(c, values))
+
+    async def get_quotas(self) -> list[Quota]:
+        return await self._read(sqlite_quotas.get_quotas)
+
     async def close(self) -> None:
         """Commits pending writes, then closes the file. A second call does nothing."""
         if self._closed:
@@ -290,47 +300,6 @@ class SqliteStore:
             return await loop.run_in_executor(self._reader, query, self._reading)
         except (sqlite3.Error, RuntimeError) as error:
             raise StoreError(f"the store failed to read: {error}") from error
-
-
-def _connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
-    )
-    synchronous = "FULL" if durability == "power" else "NORMAL"
-    connection.execute(f"PRAGMA synchronous = {synchronous}")
-    connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-    return connection
-
-
-def _make_file(connection: sqlite3.Connection) -> None:
-    """Sets what the file itself keeps. Waits for other processes' writes: so only where it may."""
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only in a new file
-    connection.execute("PRAGMA journal_mode = WAL")
-
-
-def _never_wait(connection: sqlite3.Connection) -> None:
-    """Readies a connection for the event loop: it waits neither for a lock nor for a checkpoint."""
-    connection.execute("PRAGMA wal_autocheckpoint = 0")
-    connection.execute("PRAGMA busy_timeout = 0")
-
-
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    with ExitStack() as on_error:
-        on_error.callback(connection.close)
-        connection.execute("BEGIN IMMEDIATE")  # two processes may open the file at the same time
-        (layout,) = connection.execute("PRAGMA user_version").fetchone()
-        for step in migrations.steps("sqlite", layout, store=str(path)):
-            for statement in step.statements:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {step.layout}")
-        connection.execute("COMMIT")
-        on_error.pop_all()
-
-
-def _limit_size(connection: sqlite3.Connection, max_file_bytes: int | None) -> None:
-    if max_file_bytes is not None:
-        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
-        connection.execute(f"PRAGMA max_page_count = {max(1, max_file_bytes // page_bytes)}")
 
 
 def _take_ownership(connection: sqlite3.Connection, path: Path) -> Liveness:

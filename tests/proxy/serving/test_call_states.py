@@ -312,8 +312,8 @@ async def test_answer_recorded_by_a_write_that_seems_to_fail_is_replayed(
 ) -> None:
     commit_turn = scene.process.store.commit_turn
 
-    async def commit_and_fail(turn: Turn) -> None:
-        await commit_turn(turn)
+    async def commit_and_fail(turn: Turn, quota: str) -> None:
+        await commit_turn(turn, quota)
         raise error
 
     monkeypatch.setattr(scene.process.store, "commit_turn", commit_and_fail)

@@ -23,8 +23,8 @@ class SlowStore(MarkingStore):
         self.written = asyncio.Event()
         self.gate = asyncio.Event()
 
-    async def begin_turn(self, turn: Turn) -> None:
-        await super().begin_turn(turn)
+    async def begin_turn(self, turn: Turn, quota: str = "") -> None:
+        await super().begin_turn(turn, quota)
         if not self.written.is_set():
             self.written.set()
             await self.gate.wait()

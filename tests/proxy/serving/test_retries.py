@@ -424,7 +424,7 @@ async def test_error_while_an_intent_is_recorded_leaves_the_record_readable(
     session = await proxy.session()
     begin = store.begin_turn
 
-    async def fails_once(turn: Turn) -> None:
+    async def fails_once(turn: Turn, quota: str) -> None:
         monkeypatch.setattr(store, "begin_turn", begin)
         raise TypeError("not a value that the store can write")
 

@@ -1,0 +1,101 @@
+"""The long SQL statements of the PostgreSQL store."""
+
+from __future__ import annotations
+
+from proxy.store import rows
+
+INTENT = (
+    "$1::text, $2::int, $3::int, $4::int, $5::text, $6::bytea, $7::bytea, $8::bytea, $9::text,"
+    " $10::text, $11::double precision, $12::bytea, $13::int"
+)
+ANSWER = (
+    "$1::text, $2::int, $3::text, $4::bytea, $5::bytea, $6::bytea, $7::text, $8::bytea, $9::bytea,"
+    " $10::double precision, $11::double precision, $12::text, $13::bytea, $14::bytea"
+)
+ANSWER_NAMES = [name.strip() for name in rows.ANSWER_COLUMNS.split(",")]
+
+
+def begin(condition: str = "") -> str:
+    """Inserts the intent, if the session is open and the condition holds. FOR SHARE: the session
+    cannot be closed between the check of its status and the insert."""
+    return (
+        f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {INTENT} FROM sessions"
+        f" WHERE session_id = $1 AND status = 'open' {condition} FOR SHARE ON CONFLICT DO NOTHING"
+    )
+
+
+BEGIN = begin()
+COMMIT = (
+    f"INSERT INTO answers (session_id, idx, {rows.ANSWER_COLUMNS}) SELECT {ANSWER} FROM turns"
+    " WHERE session_id = $1 AND idx = $2 ON CONFLICT (session_id, idx) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in ANSWER_NAMES)
+    + f" WHERE {rows.MAY_COMMIT}"
+)
+IS_TURN = "SELECT 1 FROM turns WHERE session_id = $1 AND idx = $2"
+SET_STATUS = (
+    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
+    " answer) SELECT $1::text, $2::int, $3::text, '', '', '', '', '' FROM turns"
+    " WHERE session_id = $1 AND idx = $2"
+    " ON CONFLICT (session_id, idx) DO UPDATE SET status = excluded.status"
+)
+TURNS = (
+    f"{rows.lineage('$1::text', least='least')} SELECT {rows.TURN_COLUMNS} FROM lineage l"
+    f" JOIN turns t ON {rows.IN_LINEAGE}"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " WHERE t.idx >= $2 AND t.idx < coalesce($3::int, t.idx + 1) ORDER BY t.idx"
+)
+REPLAYED = (
+    "SELECT d.idx FROM deliveries d JOIN sessions s ON s.session_id = d.session_id"
+    " WHERE d.session_id = $1 AND d.idx < s.origin_turn AND d.arrived = 1"
+)
+# A session cannot be removed while it becomes the origin of a branch. What is read in the same
+# transaction after the lock includes what others have written before.
+LOCKED = "SELECT 1 FROM sessions WHERE session_id = $1 FOR UPDATE"
+ORIGIN = (
+    "SELECT (SELECT session_id FROM sessions WHERE origin_session = s.session_id"
+    " AND origin_salvages = 1) FROM sessions s WHERE session_id = $1"
+)
+BRANCHES = "SELECT count(*) FROM sessions WHERE origin_session = $1"
+HELD_ELSEWHERE = (
+    "SELECT o.number, o.address FROM turns t JOIN owners o ON o.number = t.owner"
+    " LEFT JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = $1 AND t.owner <> $2 AND o.address IS NOT NULL"
+    " AND (a.idx IS NULL OR (a.status = 'done' AND d.idx IS NULL))"
+)
+UNDELIVERED = (
+    "SELECT t.idx, t.owner, d.arrived FROM turns t"
+    " JOIN answers a ON a.session_id = t.session_id AND a.idx = t.idx"
+    " LEFT JOIN deliveries d ON d.session_id = t.session_id AND d.idx = t.idx"
+    " WHERE t.session_id = $1 AND a.status = 'done' AND coalesce(d.arrived, 0) = 0"
+)
+MARK = (
+    "INSERT INTO deliveries (session_id, idx, arrived) SELECT $1::text, $2::int, $3::int"
+    " FROM sessions WHERE session_id = $1"
+    " ON CONFLICT (session_id, idx) DO UPDATE SET arrived = excluded.arrived"
+)
+CUT = (
+    "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
+    " answer) SELECT $1::text, $2::int, 'cut', '', '', '', '', '' FROM turns"
+    " WHERE session_id = $1 AND idx = $2 AND owner = $3 ON CONFLICT DO NOTHING"
+)
+MARKS = (
+    f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks WHERE session_id = ANY($1::text[])"
+    " ORDER BY at"
+)
+TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events", "marks")
+UNREFERRED = "NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"
+# SKIP LOCKED: proxies that remove sessions at the same time remove different ones.
+ENDED = (
+    "SELECT session_id FROM sessions s WHERE coalesce(completed_at, expires_at) < $1"
+    f" AND {UNREFERRED}"
+    " ORDER BY coalesce(completed_at, expires_at) LIMIT $2 FOR UPDATE SKIP LOCKED"
+)
+# Again after the lock, because a branch may have begun between the two.
+STILL_UNREFERRED = (
+    f"SELECT session_id FROM sessions s WHERE session_id = ANY($1::text[]) AND {UNREFERRED}"
+)
+HELD = (
+    "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = $1 AND granted"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)

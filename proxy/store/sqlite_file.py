@@ -1,0 +1,53 @@
+"""Connections to the file of a SQLite store: opened, made, migrated and limited."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import ExitStack
+from pathlib import Path
+
+from proxy.store import migrations
+from proxy.store.protocol import Durability
+
+CACHE_KIB = 16 * 1024  # per connection, so that the store's memory does not grow with the file
+
+
+def connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
+    )
+    synchronous = "FULL" if durability == "power" else "NORMAL"
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    return connection
+
+
+def make_file(connection: sqlite3.Connection) -> None:
+    """Sets what the file itself keeps. Waits for other processes' writes: so only where it may."""
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only in a new file
+    connection.execute("PRAGMA journal_mode = WAL")
+
+
+def never_wait(connection: sqlite3.Connection) -> None:
+    """Readies a connection for the event loop: it waits neither for a lock nor for a checkpoint."""
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    connection.execute("PRAGMA busy_timeout = 0")
+
+
+def migrate(connection: sqlite3.Connection, path: Path) -> None:
+    with ExitStack() as on_error:
+        on_error.callback(connection.close)
+        connection.execute("BEGIN IMMEDIATE")  # two processes may open the file at the same time
+        (layout,) = connection.execute("PRAGMA user_version").fetchone()
+        for step in migrations.steps("sqlite", layout, store=str(path)):
+            for statement in step.statements:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {step.layout}")
+        connection.execute("COMMIT")
+        on_error.pop_all()
+
+
+def limit_size(connection: sqlite3.Connection, max_file_bytes: int | None) -> None:
+    if max_file_bytes is not None:
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {max(1, max_file_bytes // page_bytes)}")

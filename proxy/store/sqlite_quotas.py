@@ -1,0 +1,52 @@
+"""Quotas in a SQLite store, in the transactions of the turns that they count."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from proxy.errors import QuotaReached
+from proxy.records import Quota, Turn
+from proxy.store import quota_rows, rows
+from proxy.store import sqlite_statements as statements
+
+_ALLOWS = f"SELECT 1 FROM quotas WHERE name = ? AND {quota_rows.ALLOWS}"
+_BEGUN = "UPDATE quotas SET turns = turns + 1 WHERE name = ?"
+_RECORDED = "SELECT length(sampled_ids) FROM answers WHERE session_id = ? AND idx = ?"
+_ENDED = "UPDATE quotas SET turns = turns - ?, tokens = tokens + ? WHERE name = ?"
+
+
+def check(c: sqlite3.Connection, quota: str) -> None:
+    """Raises QuotaReached."""
+    if quota and c.execute(_ALLOWS, (quota,)).fetchone() is None:
+        raise QuotaReached(quota)
+
+
+def begun(c: sqlite3.Connection, quota: str) -> None:
+    """Counts a turn that was begun."""
+    if quota:
+        c.execute(_BEGUN, (quota,))
+
+
+def commit(c: sqlite3.Connection, turn: Turn, quota: str) -> bool:
+    """Records the answer and counts its tokens. Returns whether the turn exists."""
+    which = (turn.session_id, turn.index)
+    before = c.execute(_RECORDED, which).fetchone() if quota else None
+    if c.execute(statements.COMMIT, (*rows.answer_row(turn), *which)).rowcount == 0:
+        return False
+    if quota:
+        tokens = len(turn.sampled_ids)
+        counted = 0 if before is None else before[0] // quota_rows.TOKEN_BYTES
+        uncounted = before is None and quota_rows.is_uncounted(turn)
+        c.execute(_ENDED, (int(uncounted), tokens - counted, quota))
+    return True
+
+
+def set_quota(c: sqlite3.Connection, values: Sequence[Any]) -> Quota:
+    """`values` are those of `quota_rows.SET`."""
+    return Quota(*c.execute(quota_rows.set_statement("?1", "?2", "?3", "?4"), values).fetchone())
+
+
+def get_quotas(c: sqlite3.Connection) -> list[Quota]:
+    return [Quota(*row) for row in c.execute(quota_rows.ALL).fetchall()]

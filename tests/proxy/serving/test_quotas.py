@@ -1,0 +1,75 @@
+"""A quota that sessions share, at two proxies on one store."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proxy.client import ProxyClientError
+from proxy.engines.scripted import Fault
+from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.serving.test_retries import NO_PATIENCE
+from tests.proxy.serving.test_two_proxies import CHAT, at, chat, two_proxies
+
+__all__ = ["two_proxies"]
+
+
+async def test_calls_of_all_sessions_at_all_proxies_count(two_proxies: list[RunningProxy]) -> None:
+    control = two_proxies[0].control
+    await control.set_quota("team/a", max_turns=5)
+    sessions = [await proxy.session(limits={"quota": "team/a"}) for proxy in two_proxies * 4]
+    free = await two_proxies[0].session()
+
+    async def call(number: int) -> tuple[int, str]:
+        proxy = two_proxies[number % 2]
+        session = at(sessions[number], proxy)
+        status, reply = await proxy.post(session, CHAT, chat(f"Question {number}"))
+        return status, reply.get("error", {}).get("code", "")
+
+    outcomes = await asyncio.gather(*map(call, range(8)))
+    assert sorted(outcomes) == [(200, "")] * 5 + [(403, "quota")] * 3
+    (quota,) = await two_proxies[1].control.quotas()
+    sampled = sum(len(each.answer_ids) for each in two_proxies[0].engine.calls)
+    assert (quota.name, quota.turns, quota.tokens) == ("team/a", 5, sampled)
+    assert (await two_proxies[0].post(free, CHAT, chat("Hi.")))[0] == 200
+
+    refused = outcomes.index((403, "quota"))
+    await two_proxies[1].control.set_quota("team/a", max_turns=6)
+    assert await call(refused) == (200, "")  # the refused call has left nothing behind
+    other = next(n for n, each in enumerate(outcomes) if each[0] == 403 and n != refused)
+    assert await call(other) == (403, "quota")
+    _, turns = await control.get_turns(sessions[other].trial_id)
+    assert turns == []
+
+
+async def test_tokens_of_all_sessions_count(two_proxies: list[RunningProxy]) -> None:
+    one, two = two_proxies
+    await one.control.set_quota("q", max_tokens=1)
+    session = await one.session(limits={"quota": "q"})
+    assert (await one.post(session, CHAT, chat("Hi.")))[0] == 200
+    later = await two.session(limits={"quota": "q"})
+    status, reply = await two.post(later, CHAT, chat("Hi."))
+    assert (status, reply["error"]["code"]) == (403, "quota")
+    assert "the quota 'q' is used up" in reply["error"]["message"]
+
+
+async def test_call_that_ends_before_its_first_token_does_not_count(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(limits=NO_PATIENCE)
+    await proxy.control.set_quota("q", max_turns=1)
+    session = await proxy.session(limits={"quota": "q"})
+    proxy.engine.faults = [Fault("error") for _ in range(3)]
+    refused = [(await proxy.post(session, CHAT, chat(f"Hi {n}.")))[0] for n in range(3)]
+    assert refused == [503] * 3
+    assert (await proxy.post(session, CHAT, chat("One.")))[0] == 200
+    assert (await proxy.post(session, CHAT, chat("Two.")))[0] == 403
+
+
+async def test_unknown_quota_is_refused_when_a_session_is_created(
+    two_proxies: list[RunningProxy],
+) -> None:
+    with pytest.raises(ProxyClientError, match="there is no quota 'nobody'") as refused:
+        await two_proxies[0].session(limits={"quota": "nobody"})
+    assert refused.value.status == 400
