@@ -9,6 +9,11 @@ import socket
 
 from proxy.errors import ConfigurationError
 
+BACKLOG = 4096
+"""Connections that may wait until a busy server accepts them: thousands of agents connect at once.
+Others' requests are sent again by TCP after seconds, or reset. The kernel has a limit of its own
+(`net.core.somaxconn`)."""
+
 
 def usable_port(setting: str, host: str, port: int) -> int:
     """Returns `port`, or a free port if it is 0. `setting` is the name of the port's setting.

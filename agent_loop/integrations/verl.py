@@ -51,6 +51,7 @@ from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
+from proxy.port import BACKLOG
 from proxy.records import SessionKind
 from proxy.search.rules import Rules
 
@@ -142,7 +143,7 @@ class Recorder:
             build_app(config, engines=[self._engine]), handler_cancellation=True
         )
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         return ProxyClient(url, key)
 
 

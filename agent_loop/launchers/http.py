@@ -36,6 +36,7 @@ from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
 from proxy.errors import RequestError
 from proxy.http_request import app_runner, read_body
+from proxy.port import BACKLOG
 from proxy.section import Section
 
 BODY_BYTES = 16 << 20
@@ -223,7 +224,7 @@ class HttpLauncher:
                 app.router.add_post("/{secret}", self._called_back)
                 runner = app_runner(app)
                 await runner.setup()
-                await web.TCPSite(runner, settings.host, settings.port).start()
+                await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
                 self._runner = runner
         if settings.public_url is not None:
             return settings.public_url.rstrip("/")

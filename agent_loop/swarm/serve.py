@@ -23,6 +23,7 @@ from agent_loop.swarm.token import server_token
 from agent_loop.swarm.trainer_process import TrainerProcess
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
+from proxy.port import BACKLOG
 from proxy.web_guard import EVERYWHERE, Hosts
 
 HOSTS_VARIABLE = "AGENTIC_SWARM_ALLOWED_HOSTS"
@@ -70,7 +71,7 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
         runner = app_runner(server.build_app(), shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
             port = runner.addresses[0][1]
             engine.url = _url("127.0.0.1" if host in EVERYWHERE else host, port)
             engine.key = server.trainer_key

@@ -22,7 +22,7 @@ from proxy.config import EngineConfig, ProxyConfig
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError, StoreError
 from proxy.http_request import app_runner
-from proxy.port import unusable_port
+from proxy.port import BACKLOG, unusable_port
 from proxy.processes.workers import serve_workers
 from proxy.serving.forwarding import own_address
 from proxy.siblings import Siblings
@@ -76,7 +76,9 @@ async def listen(
         if own_socket is not None:
             own_socket.unlink(missing_ok=True)  # left by a process that crashed
             await web.UnixSite(runner, str(own_socket)).start()
-        site = web.TCPSite(runner, config.host, config.port, reuse_port=own_socket is not None)
+        site = web.TCPSite(
+            runner, config.host, config.port, backlog=BACKLOG, reuse_port=own_socket is not None
+        )
         try:
             await site.start()
         except OSError as error:
