@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import fsspec
 import pytest
 import shortuuid
 
+from proxy.port import free_port
 from tests.needs import needs
 from trainer.checkpoint import FORMAT, Saved
 from trainer.checkpoint_mirror import HISTORY, CheckpointMirror, CheckpointUploads
@@ -22,7 +24,9 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.run.folder import RunFolder
 
 S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto"))
-MISSING = None if S3 else "s3fs and moto are not installed: pip install s3fs 'moto[server]'"
+NO_S3 = None if S3 else "s3fs and moto are not installed: pip install s3fs 'moto[server]'"
+GCS = all(importlib.util.find_spec(name) for name in ("gcsfs", "gcp_storage_emulator"))
+NO_GCS = None if GCS else "not installed: pip install gcsfs gcp-storage-emulator"
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -202,11 +206,9 @@ def test_url_that_no_file_system_serves_is_one_line_of_error(
     assert "secret" not in str(at.value)
 
 
-@pytest.mark.long
-@needs(MISSING)
-def test_copy_on_s3_continues_the_run(
-    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def amazon(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket of a server of S3."""
     from moto.server import ThreadedMotoServer
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -217,18 +219,61 @@ def test_copy_on_s3_continues_the_run(
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": f"http://{host}:{port}"})
     try:
         fsspec.filesystem("s3").mkdir("bucket")
-        mirror = CheckpointMirror("s3://bucket/run-a", keep_last=1)
+        yield "s3://bucket"
+    finally:
+        server.stop()
+
+
+@contextmanager
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket of a server of Google Cloud Storage, without gRPC."""
+    from gcp_storage_emulator.server import create_server
+
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    port = free_port("127.0.0.1")
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    server.start()
+    given = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon"}
+    for scheme in ("gs", "gcs"):
+        monkeypatch.setitem(fsspec.config.conf, scheme, given)
+    try:
+        yield "gs://bucket"
+    finally:
+        server.stop()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # how gcsfs sends parts
+@pytest.mark.parametrize(
+    ("server", "none"),
+    [
+        pytest.param(amazon, r"s3://none/run cannot get .* does not exist", marks=needs(NO_S3)),
+        pytest.param(google, r"gs://none/run cannot get .*", marks=needs(NO_GCS)),
+    ],
+)
+def test_copy_on_a_cloud_continues_the_run(
+    folder: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    server: Callable[[pytest.MonkeyPatch], AbstractContextManager[str]],
+    none: str,
+) -> None:
+    with server(monkeypatch) as bucket:
+        url = f"{bucket}/run-a"
+        mirror = CheckpointMirror(url, keep_last=1)
         for step in (1, 2):
             saved = saved_at(folder, step)
             (saved.path / "state" / "large").write_bytes(os.urandom(60_000_000))  # several parts
             mirror.upload(saved, folder)
-        assert names("s3://bucket/run-a") == ["step-000002", "step-000002.json"]
-        copy = CheckpointMirror("s3://bucket/run-a", keep_last=1).newest()
+        assert names(url) == ["step-000002", "step-000002.json"]
+        copy = CheckpointMirror(url, keep_last=1).newest()
         assert copy is not None
         fetched = mirror.fetch(copy, RunFolder.create(tmp_path / "empty"))
         for name in copy.sizes.keys() - {f"run/{each}" for each in HISTORY}:
             assert (fetched.path / name).read_bytes() == (saved.path / name).read_bytes()
-        with pytest.raises(CheckpointError, match=r"s3://none/run cannot get .* does not exist"):
-            CheckpointMirror("s3://none/run", keep_last=1).upload(saved, folder)
-    finally:
-        server.stop()
+        files, root = fsspec.core.url_to_fs(url)
+        files.rm(f"{root}/step-000002/run.json")
+        files.invalidate_cache()
+        assert CheckpointMirror(url, keep_last=1).newest() is None
+        with pytest.raises(CheckpointError, match=none):
+            CheckpointMirror(f"{bucket[:5]}none/run", keep_last=1).upload(saved, folder)
