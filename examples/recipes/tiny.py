@@ -48,7 +48,7 @@ _WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 151936}
 def tiny_qwen3(folder: Path) -> None:
     """A `Qwen3ForCausalLM` of two layers."""
     settings = qwen3_8b()
-    _set(settings, _WIDTHS, num_attention_heads=4, num_key_value_heads=2, **_first(settings, 2))
+    _set(settings, _WIDTHS, num_attention_heads=2, num_key_value_heads=1, **_first(settings, 2))
     _save(AutoModelForCausalLM.from_config(settings), folder)
 
 

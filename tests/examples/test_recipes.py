@@ -12,6 +12,7 @@ from types import MappingProxyType
 import pytest
 import yaml
 
+from benchmarks.gpu.__main__ import RECIPE, Part, parts
 from examples.recipes.make_tasks import FAULTS, Fault, write_task
 from examples.recipes.published import qwen3_5_4b, qwen3_8b
 from trainer import assembly
@@ -129,6 +130,20 @@ def test_tiny_layer_leaves_agent_tasks_and_algorithm_as_they_are(
     )
     assert own == recipes
     assert plan_devices(tiny, [H100]) is None
+
+
+@pytest.mark.parametrize(
+    "part", [part for part in parts(8) if RECIPE in part.program], ids=lambda part: part.name
+)
+def test_part_of_the_gpu_benchmark_is_a_recipe(part: Part, published: Path, here: Path) -> None:
+    """The words are those of `train.sh`: files by name, then keys."""
+    _, model, agent = part.program
+    for words in (part.settings, [*part.settings, *part.rehearsed]):
+        keys = [word for word in words if "=" in word]
+        more = [word.removeprefix("--").replace("-", "_") for word in words if "=" not in word]
+        config = load(layers(model, agent, *more), [f"model.path={published / model}", *keys])
+        assert config.trainer.ranks == (4 if words == part.settings and part.gpus == 8 else 1)
+        assert not config.data.val_harbor_dir
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
