@@ -91,10 +91,10 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
     optimizer = trainer.optimizer
 
     def step() -> float:
-        trainer.policy.model.train()
+        trainer.model.train()
         for micro in micros:
-            trainer.training_step(trainer.policy.model, dict(micro), None)
-        norm = torch.nn.utils.clip_grad_norm_(trainer.policy.model.parameters(), 1.0)
+            trainer.training_step(trainer.model, dict(micro), None)
+        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(norm)
