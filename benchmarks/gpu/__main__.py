@@ -150,9 +150,10 @@ def main() -> int:
         print(f"| {part.name} | {result} | {seconds:.0f} | {' | '.join(shown)} |", flush=True)
         failed |= result.startswith("failed")
         if part.module and result == "done":
-            tables.append((part.name, (given.out / f"{_file(part)}.log").read_text()))
-    for name, text in tables:
-        print(f"\n{name}:\n\n{text}")
+            lines = (given.out / f"{_file(part)}.log").read_text().splitlines()
+            tables.append((part.name, [line for line in lines if line.startswith("|")]))
+    for name, table in tables:
+        print(f"\n{name}:\n", *table, sep="\n")
     return int(failed)
 
 

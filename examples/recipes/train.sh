@@ -16,13 +16,15 @@ model=$1 agent=$2
 shift 2
 words=(--config $folder/swe.yaml --config "$folder/models/$model.yaml"
   --config "$folder/agents/$agent.yaml")
-own=("trainer.run_dir=runs/recipes/$model-$agent")
+named=("trainer.run_dir=runs/recipes/$model-$agent")
+tiny=()
+own=()
 for word in "$@"; do
   case $word in
     --eight-gpus) words+=(--config $folder/eight_gpus.yaml) ;;
     --tiny)
-      words+=(--config $folder/tiny.yaml)
-      own=("model.path=.cache/recipes/models/$model" "trainer.run_dir=runs/recipes/tiny-$model-$agent")
+      tiny=(--config $folder/tiny.yaml)  # after all others
+      named=("model.path=.cache/recipes/models/$model" "trainer.run_dir=runs/recipes/tiny-$model-$agent")
       ;;
     *) own+=("$word") ;;
   esac
@@ -30,4 +32,5 @@ done
 
 . examples/harbor/server.sh 32
 .venv/bin/python -m examples.recipes.make_tasks --out .cache/recipes/tasks
-.venv/bin/agentic-train "${words[@]}" "remote_agent.harbor_server_url=$harbor_server_url" "${own[@]}"
+.venv/bin/agentic-train "${words[@]}" "${tiny[@]}" \
+  "remote_agent.harbor_server_url=$harbor_server_url" "${named[@]}" "${own[@]}"

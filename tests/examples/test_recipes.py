@@ -162,3 +162,33 @@ def test_hidden_test_finds_the_fault_and_nothing_else(fault: Fault, tmp_path: Pa
     solution = (task / "solution" / fault.file).read_text()
     (repository / "shelf" / fault.file).write_text(solution)
     assert (passes("hidden_test"), passes("visible_test")) == (True, True)
+
+
+def run_script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script where the programs that it starts print their arguments."""
+    for path in ("examples/harbor", ".venv/bin"):
+        (folder / path).mkdir(parents=True)
+    (folder / RECIPES).symlink_to(ROOT / RECIPES)
+    (folder / "examples/harbor/server.sh").write_text("harbor_server_url=http://here\n")
+    for name in ("python", "agentic-train"):
+        program = folder / ".venv/bin" / name
+        program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+        program.chmod(0o755)
+    command = [RECIPES / "train.sh", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_tiny_layer_is_the_last_file_and_given_keys_are_the_last_keys(tmp_path: Path) -> None:
+    words = ("qwen3-8b", "codex", "trainer.run_dir=mine", "--tiny", "--eight-gpus", "a=b")
+    lines = run_script(tmp_path, *words).stdout.splitlines()
+    files = [Path(line).stem for line in lines if line.endswith(".yaml")]
+    assert files == ["swe", "qwen3-8b", "codex", "eight_gpus", "tiny"]
+    assert lines[-2:] == ["trainer.run_dir=mine", "a=b"]
+    assert "model.path=.cache/recipes/models/qwen3-8b" in lines
+
+
+@pytest.mark.parametrize("words", [(), ("qwen3-8b",), ("qwen3-8b", "none"), ("none", "codex")])
+def test_script_names_the_file_that_is_not_there(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_script(tmp_path, *words)
+    assert done.returncode == 2
+    assert "there is no " in done.stderr
