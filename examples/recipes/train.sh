@@ -5,32 +5,36 @@
 # `make agents`; with --tiny also `make recipes`. MODEL is a file of models/, AGENT one of agents/.
 set -euo pipefail
 
-folder=examples/recipes
-for file in models/${1:-} agents/${2:-}; do
-  test -f $folder/$file.yaml || {
-    echo "usage: $0 MODEL AGENT [--eight-gpus] [--tiny] [key=value …]; there is no $file.yaml" >&2
-    exit 2
-  }
-done
-model=$1 agent=$2
-shift 2
-words=(--config $folder/swe.yaml --config "$folder/models/$model.yaml"
-  --config "$folder/agents/$agent.yaml")
-named=("trainer.run_dir=runs/recipes/$model-$agent")
-tiny=()
-own=()
-for word in "$@"; do
-  case $word in
-    --eight-gpus) words+=(--config $folder/eight_gpus.yaml) ;;
-    --tiny)
-      tiny=(--config $folder/tiny.yaml)  # after all others
-      named=("model.path=.cache/recipes/models/$model" "trainer.run_dir=runs/recipes/tiny-$model-$agent")
-      ;;
-    *) own+=("$word") ;;
-  esac
-done
+main() {  # read in full before it runs, because a run lasts longer than a checkout
+  folder=examples/recipes
+  for file in models/${1:-} agents/${2:-}; do
+    test -f $folder/$file.yaml || {
+      echo "usage: $0 MODEL AGENT [--eight-gpus] [--tiny] [key=value …]; there is no $file.yaml" >&2
+      exit 2
+    }
+  done
+  model=$1 agent=$2
+  shift 2
+  words=(--config $folder/swe.yaml --config "$folder/models/$model.yaml"
+    --config "$folder/agents/$agent.yaml")
+  named=("trainer.run_dir=runs/recipes/$model-$agent")
+  tiny=()
+  own=()
+  for word in "$@"; do
+    case $word in
+      --eight-gpus) words+=(--config $folder/eight_gpus.yaml) ;;
+      --tiny)
+        tiny=(--config $folder/tiny.yaml)  # after all others
+        named=("model.path=.cache/recipes/models/$model" "trainer.run_dir=runs/recipes/tiny-$model-$agent")
+        ;;
+      *) own+=("$word") ;;
+    esac
+  done
 
-. examples/harbor/server.sh 32
-.venv/bin/python -m examples.recipes.make_tasks --out .cache/recipes/tasks
-.venv/bin/agentic-train "${words[@]}" "${tiny[@]}" \
-  "remote_agent.harbor_server_url=$harbor_server_url" "${named[@]}" "${own[@]}"
+  . examples/harbor/server.sh 32
+  .venv/bin/python -m examples.recipes.make_tasks --out .cache/recipes/tasks
+  .venv/bin/agentic-train "${words[@]}" "${tiny[@]}" \
+    "remote_agent.harbor_server_url=$harbor_server_url" "${named[@]}" "${own[@]}"
+}
+
+main "$@"; exit
