@@ -188,7 +188,9 @@ class TrainerConfig(ProcessesConfig):
 
     def _weights_can_travel(self) -> Iterator[str]:
         cluster, transfer = self.cluster, self.engine.weight_transfer
-        if cluster.backend == "ray" and transfer == "shm" and cluster.strategy != "STRICT_PACK":
+        sent = self.engine.replicas or self.engine.urls
+        split = cluster.backend == "ray" and cluster.strategy != "STRICT_PACK"
+        if sent and split and transfer == "shm":
             yield (
                 f"cluster.strategy={cluster.strategy}: engine.weight_transfer=shm is for one node; "
                 "use STRICT_PACK, nccl or gloo"

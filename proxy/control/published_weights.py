@@ -77,6 +77,7 @@ class PublishedWeights:
             "publication": wanted and wanted.publication,
             "version": wanted and wanted.version,
             "settled": settled,
+            "held_dtypes": list({e.serves.held for e in hub.engines if e.has_wanted}),
             "workers": [_worker(engine) for engine in hub.engines],
         }
         return web.json_response(view)
@@ -99,7 +100,6 @@ def _worker(engine: RelayEngine) -> dict[str, Any]:
         "publication": serves.publication or None,
         "version": serves.version,
         "error": serves.error,
-        "held_dtypes": serves.held,
         "pulled_bytes": serves.pulled_bytes,
         "pull_s": serves.pull_s,
         "paused_s": serves.paused_s,

@@ -35,8 +35,6 @@ class WorkerWeights(Schema):
     version: int
     error: str | None
     """Why it does not have the wanted weights; it tries again."""
-    held_dtypes: list[str | None] | None
-    """The type in which it holds each tensor, in the order of the manifest."""
     pulled_bytes: int
     """Number of bytes that the worker read for these weights."""
     pull_s: float
@@ -54,4 +52,7 @@ class WeightsView(Schema):
     version: int | None
     settled: bool
     """Whether each worker has them, has failed to get them, or is late, and there is a worker."""
+    held_dtypes: list[list[str | None] | None]
+    """What the workers that have them report: the type in which the engine holds each tensor, in
+    the order of the manifest, once for all that report the same; None: one cannot report it."""
     workers: list[WorkerWeights]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from typing import Protocol
@@ -302,7 +303,8 @@ class RelayEngine:
         if wanted is None or message.publication != wanted.publication:
             return  # others are wanted meanwhile
         if message.error is None:
-            self.serves, self._info.version = message, message.version
+            self._info.version = message.version
+            self.serves = msgspec.structs.replace(message, held=_shared(message.held))
         else:
             self.serves = msgspec.structs.replace(self.serves, error=message.error)
         self._info.healthy = self._may_sample and not self._leaving
@@ -336,6 +338,11 @@ class RelayEngine:
         call.put(frame)
         if frame.versions:
             self._info.version = frame.versions[-1][0]
+
+
+def _shared(names: tuple[str | None, ...] | None) -> tuple[str | None, ...] | None:
+    """The same with one object per different name: there are as many names as tensors."""
+    return names and tuple(name and sys.intern(name) for name in names)
 
 
 class _Call:

@@ -49,9 +49,9 @@ class EngineWeights:
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._upstream = Upstream(url, api_key=api_key)
 
-    async def label(self) -> str:
+    async def label(self, timeout_s: float) -> str:
         """The engine's label of its weights: a version, or `default`. Raises EngineError."""
-        answer = await self._get("/weight_info")
+        answer = await self._get("/weight_info", timeout_s)
         return str(answer.get("weight_version") if isinstance(answer, dict) else None)
 
     async def held_dtypes(self, manifest: Manifest) -> tuple[str | None, ...] | None:
@@ -154,8 +154,8 @@ class EngineWeights:
         results: list[Any] = answer["results"]
         return results
 
-    async def _get(self, path: str) -> Any:
-        return await self._upstream.get(path, timeout_s=CONTROL_TIMEOUT_S, absent=())
+    async def _get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        return await self._upstream.get(path, timeout_s=timeout_s, absent=())
 
     async def _post(self, path: str, body: Any = None) -> Any:
         """Raises EngineError, which names the flags that the route needs if it is missing."""

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 """Seconds after a failure until the same weights are tried again."""
+CHECK_TIMEOUT_S = 30.0
+"""Long, because an engine whose machine is overloaded is slow but has its weights."""
 CLOSE_S = 60.0
 """Seconds that an update of the engine that has begun gets to finish when the worker ends."""
 
@@ -87,7 +89,7 @@ class WeightUpdates:
         if self._served is not None and not self._at_engine.locked():
             self._doubted, self._served, self._problem = self._served, None, why
 
-    async def check(self) -> str:
+    async def check(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """Asks the engine which weights it has. Returns why it must not sample, or "".
 
         Raises:
@@ -96,7 +98,7 @@ class WeightUpdates:
         expected = self._served or self._doubted
         if expected is None or self._at_engine.locked():
             return self.refusal
-        label = await self._engine.label()
+        label = await self._engine.label(timeout_s)
         if expected is not (self._served or self._doubted) or self._at_engine.locked():
             return self.refusal  # it got new weights meanwhile
         self._doubted = None
@@ -141,13 +143,19 @@ class WeightUpdates:
                 return
             except (PullError, EngineError, ValueError) as error:
                 reason = error.message if isinstance(error, EngineError) else str(error)
-                self._problem = f"it does not have the weights {weights.publication}: {reason}"
-                log.warning("relay: %s; trying again in %.0f s", self._problem, RETRY_S)
-                self._report(Serves(weights.publication, weights.version, error=reason))
+                self._fail(weights, reason)
+            except Exception as error:
+                log.exception("relay: the weights %s could not be updated", weights.publication)
+                self._fail(weights, f"{type(error).__name__}: {error}")
             try:
                 await asyncio.wait_for(superseded.wait(), RETRY_S)
             except TimeoutError:
                 continue
+
+    def _fail(self, weights: Weights, reason: str) -> None:
+        self._problem = f"it does not have the weights {weights.publication}: {reason}"
+        log.warning("relay: %s; trying again in %.0f s", self._problem, RETRY_S)
+        self._report(Serves(weights.publication, weights.version, error=reason))
 
     async def _update(self, weights: Weights, superseded: asyncio.Event) -> None:
         """Raises PullError, PullStopped, EngineError, and ValueError for a name of none."""

@@ -186,7 +186,7 @@ class RelayWorker:
     async def _hello(self) -> Hello:
         info = self._engine.info
         with contextlib.suppress(EngineError):  # its calls and checks will say so
-            await self._weights.check()
+            await self._weights.check(HANDSHAKE_S / 2)
         return Hello(
             protocol=PROTOCOL_VERSION,
             name=self._config.name,

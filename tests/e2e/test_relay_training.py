@@ -12,6 +12,7 @@ import yaml
 from proxy.run_files.files import read_jsonl
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
+from proxy.weights.publication import MANIFEST, decode_manifest
 from tests.trainer.test_eval_and_collect import agentic_train, write_config
 from trainer.run.folder import RunFolder
 
@@ -20,10 +21,13 @@ pytestmark = pytest.mark.slow
 STEPS = 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_two_steps_with_an_engine_that_pulls_its_weights(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, dtype: str
 ) -> None:
     path = Path(write_config(tmp_path, tiny_model, "http://unused"))
+    with (tmp_path / "agent.py").open("a") as agent:
+        agent.write("open('answer', 'w').write(answer)\n")
     published = tmp_path / "published"
     remote_agent = yaml.safe_load(path.read_text())["remote_agent"]
     reward = 'tr -dc a-z < answer | wc -c > "$REWARD_DIR/reward.txt"'
@@ -36,9 +40,10 @@ async def test_two_steps_with_an_engine_that_pulls_its_weights(
             "publish_full_every": 2,
         },
         "relay": {"workers": [{"command": [sys.executable, "-m", "trainer.cli", "relay-worker"]}]},
+        "model": {"path": str(tiny_model), "compute_dtype": dtype},
         "rollout": {"group_size": 2, "groups_per_step": 2, "max_tokens": 24},
         "remote_agent": remote_agent | {"verifier": {"argv": ["sh", "-c", reward]}},
-        "optimizer": {"lr": 1e-3},
+        "optimizer": {"lr": 1e-3, "schedule": "constant"},
         "trainer": {"steps": STEPS, "device": "cpu", "run_dir": str(tmp_path / "runs")},
         "eval": {"before": False, "after": False},
     }
@@ -49,12 +54,20 @@ async def test_two_steps_with_an_engine_that_pulls_its_weights(
     assert run is not None
     steps = list(read_jsonl(run.metrics))
     assert [line["step"] for line in steps if "sync/delta_bytes" in line] == [1, 2]
+    tolerance = 1e-3 if dtype == "float32" else 2e-2
     for line in steps:
-        assert line["mismatch/logp_abs_mean"] < 1e-3
-        assert line["sync/probe_abs_mean"] < 1e-3
+        assert line["mismatch/logp_abs_mean"] < tolerance
+        assert line["sync/probe_abs_mean"] < tolerance
         assert line["sync/pull_s"] > 0
     versions = sorted(each.name[:7] for each in (published / run.run_id).iterdir())
     assert versions == ["v000000", "v000001", "v000002"]
+    # The engine's types are known from the first version on.
+    (first,) = (published / run.run_id).glob("v000001-*")
+    manifest = decode_manifest((first / MANIFEST).read_bytes(), f"{run.run_id}/{first.name}")
+    assert {each.dtype for each in manifest.tensors} == {dtype}
+    assert {each.trained for each in manifest.tensors} == {"float32"}
+    assert (manifest.delta is not None) == (dtype == "float32")
+    assert steps[1]["sync/delta_bytes"] > 0
     store = await open_store(f"sqlite:///{run.sessions}")
     try:
         sampled = set()

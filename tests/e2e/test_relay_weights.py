@@ -40,20 +40,35 @@ from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.publisher import Published, Publisher, described
 
 TOKEN = "a-token-of-the-relay"
-CONFIG = VllmConfig(
-    max_context_tokens=512,
-    max_sequences=4,
-    weight_transfer="shm",
-    start_timeout_s=START_TIMEOUT_S,
-    args=("--worker-extension-cls", "tests.e2e.weight_digest.WeightDigest"),
-)
+
+
+def config_with(workers: int) -> VllmConfig:
+    """Of an engine with so many workers (tensor parallel)."""
+    extension = ("--worker-extension-cls", "tests.e2e.weight_digest.WeightDigest")
+    return VllmConfig(
+        max_context_tokens=512,
+        max_sequences=4,
+        weight_transfer="shm",
+        start_timeout_s=START_TIMEOUT_S,
+        args=("--tensor-parallel-size", str(workers), *extension),
+        env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if workers > 1 else {},
+    )
 
 
 class Site:
     """A namespace with an engine, and a worker that connects to the proxy."""
 
-    def __init__(self, name: str, model: Path, folder: Path, proxy: str, published: str) -> None:
-        self._name, self._model, self._folder = name, model, folder
+    def __init__(
+        self,
+        name: str,
+        config: VllmConfig,
+        model: Path,
+        folder: Path,
+        *,
+        proxy: str,
+        published: str,
+    ) -> None:
+        self._name, self._config, self._model, self._folder = name, config, model, folder
         self._proxy, self._published = proxy, published
         self._thread = ThreadPoolExecutor(1, initializer=enter, initargs=(name,))
         self._runner = asyncio.Runner()
@@ -64,7 +79,7 @@ class Site:
     async def start_engine(self) -> None:
         def start() -> None:
             log = self._folder / f"{self._name}.log"
-            self._server = VllmServer(CONFIG, self._model, log=log, dtype="float32")
+            self._server = VllmServer(self._config, self._model, log=log, dtype="float32")
             self._runner.run(self._server.start())
 
         await asyncio.wrap_future(self._thread.submit(start))
@@ -92,15 +107,14 @@ class Site:
         self._worker.kill()
         self._worker.wait()
 
-    def digest(self) -> str:
-        """Of every weight with which the engine computes."""
+    def digest(self) -> tuple[str, ...]:
+        """Of every weight with which the engine's workers compute."""
 
-        def ask() -> str:
+        def ask() -> tuple[str, ...]:
             assert self._server is not None
             control = EngineControl([self._server.url])
             try:
-                ((digest,),) = control.call_workers("weight_digest")
-                return str(digest)
+                return tuple(digest for (digest,) in control.call_workers("weight_digest"))
             finally:
                 control.close()
 
@@ -203,15 +217,18 @@ def check_turn(turn: Turn, policies: dict[int, Policy]) -> set[int]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
 async def test_engines_behind_the_relay_serve_every_published_version(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, workers: int
 ) -> None:
     async with AsyncExitStack() as stack:
         names = stack.enter_context(machines(2))
         host = names[0][1].rpartition(".")[0] + ".1"
         trainer, proxy = await stack.enter_async_context(home(tiny_model, tmp_path, host))
         files = await stack.enter_async_context(serving_files(tmp_path / "published", host))
-        sites = [Site(name, tiny_model, tmp_path, proxy, files.url) for name, _ in names]
+        reached = {"proxy": proxy, "published": files.url}
+        config = config_with(workers)
+        sites = [Site(name, config, tiny_model, tmp_path, **reached) for name, _ in names]
         for site in sites:
             stack.callback(site.close)
         first, late = sites
@@ -219,7 +236,7 @@ async def test_engines_behind_the_relay_serve_every_published_version(
 
         # The worker joins before anything is published, and gets a full version, then deltas.
         first.start_worker()
-        policies, digests = dict[int, Policy](), set[str]()
+        policies, digests = dict[int, Policy](), set[tuple[str, ...]]()
         sent = trainer.publish(1)
         assert sent.full_bytes > sent.size_bytes
         await trainer.announce(sent)
@@ -274,7 +291,7 @@ async def test_engines_behind_the_relay_serve_every_published_version(
         await late.start_engine()
         assert late.digest() != first.digest()
         late.start_worker()
-        workers = await trainer.served(sent, sites)
-        assert {each["version"] for each in workers} == {5}
+        serving = await trainer.served(sent, sites)
+        assert {each["version"] for each in serving} == {5}
         assert late.digest() == first.digest()
         assert first.digest() not in digests

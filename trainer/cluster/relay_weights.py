@@ -57,7 +57,8 @@ class RelayWeights:
         new = {"publication": sent.name, "version": sent.version, "run": self._run}
         publish = partial(proxy.publish_weights, **new, patience_s=self._timeout_s)
         await patiently(publish, self._patience_s)
-        workers = await self._settled(proxy, sent, needed)
+        view = await self._settled(proxy, sent, needed)
+        workers: list[Mapping[str, Any]] = view["workers"]
         serving = [each for each in workers if each["serves_wanted"]]
         for each in workers:
             if not each["serves_wanted"]:
@@ -65,15 +66,15 @@ class RelayWeights:
                     f"warning: relay worker {each['name']} gets no calls until it has version "
                     f"{sent.version}: {_why(each)}"
                 )
-        reports = [each["held_dtypes"] for each in serving]
+        reports = view["held_dtypes"]
         self._held = () if None in reports else tuple(reports)
         return _metrics(sent, serving)
 
     async def _settled(
         self, proxy: ProxyClient, sent: Published, needed: bool
-    ) -> list[Mapping[str, Any]]:
-        """The workers when all have the weights or have failed, and if they are `needed`, one has
-        them."""
+    ) -> Mapping[str, Any]:
+        """The proxy's `WeightsView` when all workers have the weights or have failed, and if they
+        are `needed`, one has them."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while True:
@@ -82,13 +83,13 @@ class RelayWeights:
             workers: list[Mapping[str, Any]] = view["workers"]
             has_some = any(each["serves_wanted"] for each in workers)
             if (view["settled"] and has_some) or (not needed and (view["settled"] or not workers)):
-                return workers
+                return view
             if loop.time() >= deadline:
                 break
             if view["settled"]:  # all have failed, and try again
                 await asyncio.sleep(1.0)
         if has_some or not needed:
-            return workers
+            return view
         found = "; ".join(f"{each['name']}: {_why(each)}" for each in workers)
         raise WeightSyncError(
             f"no relay worker serves version {sent.version} after {self._timeout_s:g} s "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from aiohttp import web
 from pydantic import SecretStr
@@ -15,10 +17,13 @@ from pydantic import SecretStr
 from proxy.client import ProxyClientError
 from proxy.engines.scripted import ScriptedEngine
 from tests.file_server import serving_files
+from tests.needs import needs
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.relay.conftest import TOKEN, StartWorker, Worker
 from tests.proxy.relay.weights_engine import Publications, WeightsEngine
 
+S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto"))
+MISSING = None if S3 else "s3fs and moto are not installed: pip install s3fs 'moto[server]'"
 CHAT = "chat/completions"
 WAIT_S = 60.0
 
@@ -258,6 +263,40 @@ async def test_engine_that_was_restarted_gets_its_weights_before_calls(
     assert engine.weights.find(b"weights") >= 0
 
 
+async def test_worker_that_is_late_samples_from_the_old_weights_until_the_deadline(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, b"first"))
+    await relay.serves()
+    name, server = relay.published.add(2, b"second"), relay.published.server
+    server.hold(relay.published.file(name))
+    await relay.announce(name)
+    await server.asked.wait()
+    assert await relay.chat() == (200, [1])
+    await relay.announce(name, patience_s=0.2)
+    worker = await relay.settled()
+    assert (worker["serves_wanted"], worker["error"], worker["version"]) == (False, None, 1)
+    assert not await relay.is_healthy()
+    server.release()
+    await relay.serves()
+    assert await relay.chat() == (200, [2])
+
+
+async def test_error_of_any_kind_is_reported_and_tried_again(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    async def nonsense(_: web.Request) -> web.Response:
+        return web.json_response([])
+
+    engine.world_size = nonsense
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, b"first"))
+    assert (await relay.settled())["error"].startswith("TypeError: ")
+    engine.world_size = None
+    await relay.serves()
+
+
 async def test_worker_without_a_url_for_weights_says_what_to_give(
     relay: Relay, engine: WeightsEngine, tmp_path: Path
 ) -> None:
@@ -291,7 +330,7 @@ async def test_rounded_weights_are_only_for_engines_that_hold_them_so(
         assert "w was published in bfloat16" in worker["error"]
         assert "holds it in float32; start it with the same --dtype" in worker["error"]
     else:
-        assert worker["held_dtypes"] == [held]
+        assert (await relay.proxy.control.weights())["held_dtypes"] == [[held]]
 
 
 async def test_newer_weights_replace_a_pull_that_runs(
@@ -306,6 +345,36 @@ async def test_newer_weights_replace_a_pull_that_runs(
     server.release()
     assert (await relay.serves())["version"] == 2
     assert engine.requests.count("/update_weights") == 1
+
+
+@pytest.mark.long
+@needs(MISSING)
+async def test_credentials_are_only_in_the_workers_environment(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights at an S3 server: the proxy's process knows neither its address nor a key."""
+    from moto.server import ThreadedMotoServer
+
+    name = relay.published.add(6, b"weights")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"key": "of-the-site", "secret": "secret", "endpoint_url": f"http://{host}:{port}"}
+    try:
+        files = fsspec.filesystem("s3", **keys)
+        files.mkdir("bucket")
+        files.put(str(relay.published.folder), "bucket/weights", recursive=True)
+        await relay.announce(name)
+        with monkeypatch.context() as site:
+            site.setenv("AWS_ACCESS_KEY_ID", keys["key"])
+            site.setenv("AWS_SECRET_ACCESS_KEY", keys["secret"])
+            site.setenv("AWS_ENDPOINT_URL", keys["endpoint_url"])
+            await relay.worker(engine, tmp_path / "weights", url="s3://bucket/weights")
+        await relay.serves()
+    finally:
+        server.stop()
+    assert engine.weights.find(b"weights") >= 0
+    assert await relay.chat() == (200, [6])
 
 
 async def test_proxy_that_is_started_again_wants_the_same_weights(

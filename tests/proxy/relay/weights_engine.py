@@ -42,6 +42,7 @@ class WeightsEngine(ScriptedEngine):
         self.requests: list[str] = []
         self.slow_update: Handler | None = None
         """Handles the next updates of weights."""
+        self.world_size: Handler | None = None
         self.fails: dict[str, str] = {}
         """Path of a request → why it fails, once."""
 
@@ -74,7 +75,9 @@ class WeightsEngine(ScriptedEngine):
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
 
-    async def _world_size(self, _: web.Request) -> web.Response:
+    async def _world_size(self, request: web.Request) -> web.StreamResponse:
+        if self.world_size is not None:
+            return await self.world_size(request)
         return web.json_response({"world_size": 2})
 
     async def _rpc(self, request: web.Request) -> web.Response:

@@ -44,7 +44,9 @@ class ScriptedControl:
     async def weights(self, wait_s: float) -> dict[str, Any]:
         workers = self.states[0] if len(self.states) == 1 else self.states.pop(0)
         settled = bool(workers) and all(w["serves_wanted"] or w["error"] for w in workers)
-        return {"settled": settled, "workers": workers}
+        serving = [worker for worker in workers if worker["serves_wanted"]]
+        held = [worker["held_dtypes"] for worker in serving]
+        return {"settled": settled, "workers": workers, "held_dtypes": held}
 
     async def release_policy(self, name: str, run: str) -> None:
         self.released.append((name, run))
