@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from trainer.cluster.services import RunServices
 from trainer.cluster.worker_process import WorkerCommand
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
-from trainer.run.control import RunControl
+from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
 
 END_S = 20.0
@@ -130,6 +131,31 @@ async def test_worker_that_never_connects_ends_the_run_with_the_end_of_its_log(
         async with running(relay_config(tiny_model, mode, **relay), folder, print):
             pass
     assert not nodes()
+
+
+async def test_run_that_is_stopped_while_workers_start_ends_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder, control = RunFolder.create(tmp_path / "run"), RunControl()
+    config = relay_config(tiny_model, "silent")
+    cluster, trainer = LocalCluster(config, folder, control), ScriptedTrainer()
+    started: list[psutil.Process] = []
+
+    def said(line: str) -> None:
+        assert line.startswith("relay: starting 1 workers")
+        asyncio.get_running_loop().create_task(stop_once_started())
+
+    async def stop_once_started() -> None:
+        await asyncio.to_thread(_wait_for_line, folder.logs / "relay-0.log")
+        started.extend(psutil.Process().children(recursive=True))
+        control.request_stop(signal.SIGINT)
+
+    services = RunServices(config, folder, control, cluster, trainer.rank_zero, said)
+    with pytest.raises(StopRequested):
+        await services.running().__aenter__()
+    assert len(started) >= 4  # the proxy, the command, and their guards
+    assert_all_end(started)
+    assert not (folder.path / "relay-token").exists()
 
 
 async def test_worker_that_keeps_ending_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
