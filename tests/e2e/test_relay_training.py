@@ -3,9 +3,12 @@ weights, and every trained token was sampled with a published one."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -21,11 +24,9 @@ pytestmark = pytest.mark.slow
 STEPS = 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_two_steps_with_an_engine_that_pulls_its_weights(
-    tiny_model: Path, tmp_path: Path, dtype: str
-) -> None:
-    path = Path(write_config(tmp_path, tiny_model, "http://unused"))
+def configured(model: Path, tmp_path: Path, dtype: str, steps: int) -> tuple[Path, Path]:
+    """The configuration's file, and the folder in which the weights are published."""
+    path = Path(write_config(tmp_path, model, "http://unused"))
     with (tmp_path / "agent.py").open("a") as agent:
         agent.write("open('answer', 'w').write(answer)\n")
     published = tmp_path / "published"
@@ -40,14 +41,22 @@ async def test_two_steps_with_an_engine_that_pulls_its_weights(
             "publish_full_every": 2,
         },
         "relay": {"workers": [{"command": [sys.executable, "-m", "trainer.cli", "relay-worker"]}]},
-        "model": {"path": str(tiny_model), "compute_dtype": dtype},
+        "model": {"path": str(model), "compute_dtype": dtype},
         "rollout": {"group_size": 2, "groups_per_step": 2, "max_tokens": 24},
         "remote_agent": remote_agent | {"verifier": {"argv": ["sh", "-c", reward]}},
         "optimizer": {"lr": 1e-3, "schedule": "constant"},
-        "trainer": {"steps": STEPS, "device": "cpu", "run_dir": str(tmp_path / "runs")},
+        "trainer": {"steps": steps, "device": "cpu", "run_dir": str(tmp_path / "runs")},
         "eval": {"before": False, "after": False},
     }
     path.write_text(yaml.safe_dump(settings))
+    return path, published
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_two_steps_with_an_engine_that_pulls_its_weights(
+    tiny_model: Path, tmp_path: Path, dtype: str
+) -> None:
+    path, published = configured(tiny_model, tmp_path, dtype, STEPS)
     code, said = await agentic_train("--config", str(path))
     assert code == 0, said
     run = RunFolder.latest(tmp_path / "runs")
@@ -78,3 +87,31 @@ async def test_two_steps_with_an_engine_that_pulls_its_weights(
     finally:
         await store.close()
     assert sampled == {0, 1}
+
+
+@pytest.mark.long
+async def test_worker_that_is_killed_in_training_is_replaced_and_serves_the_current_weights(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    path, _ = configured(tiny_model, tmp_path, "float32", 3)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trainer.cli", "--config", str(path)),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    said = ""
+    while "step 1/3" not in said:
+        line = (await process.stdout.readline()).decode()
+        assert line, said
+        said += line
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.cmdline()[1:] == ["-m", "trainer.cli", "relay-worker"]:
+            child.kill()
+    said += (await process.stdout.read()).decode()
+    assert await process.wait() == 0, said
+    assert "warning: relay-0 ended with exit code 137" in said
+    assert "relay: relay-0.2 is connected" in said
+    steps = list(read_jsonl(tmp_path / "runs" / "metrics.jsonl"))
+    assert [line["mismatch/logp_abs_mean"] < 1e-3 for line in steps] == [True] * 3
