@@ -17,6 +17,8 @@ class FileServer:
         self.url = ""
         self.asked = asyncio.Event()
         """Set when the file that is held back has been requested."""
+        self.left = asyncio.Event()
+        """Set when the client of that request has left."""
         self._folder = folder
         self._held: Path | None = None
         self._released = asyncio.Event()
@@ -25,6 +27,7 @@ class FileServer:
         """Requests of this file get no content until `release`."""
         self._held = file
         self.asked.clear()
+        self.left.clear()
         self._released.clear()
 
     def release(self) -> None:
@@ -36,7 +39,11 @@ class FileServer:
             raise web.HTTPNotFound
         if file == self._held and request.method == "GET":
             self.asked.set()
-            await self._released.wait()
+            try:
+                await self._released.wait()
+            except asyncio.CancelledError:
+                self.left.set()
+                raise
         return web.FileResponse(file)
 
 

@@ -280,6 +280,7 @@ async def test_engines_behind_the_relay_serve_every_published_version(
         await files.asked.wait()
         assert not (await trainer.control.weights())["settled"]
         first.kill_worker()
+        await files.left.wait()
         files.release()
         first.start_worker()
         await trainer.served(sent, [first])

@@ -6,6 +6,8 @@
 `gloo`  broadcast over gloo, engines on any machine, without a GPU (vLLM's client for `nccl` with
         another process group, `gloo_trainer.py`)
 
+Engines that none of these reach pull weights from files: `publisher.py`.
+
 `ipc` and `nccl` follow vLLM's documented trainer-side API. They need a GPU and are not tested.
 """
 

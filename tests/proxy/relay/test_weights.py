@@ -178,6 +178,7 @@ async def test_worker_that_is_killed_in_a_pull_leaves_the_old_weights(
     await server.asked.wait()
     worker.signal(signal.SIGKILL)
     await worker.process.wait()
+    await server.left.wait()
     server.release()
     assert (engine.label, engine.paused) == ("1", False)
     await relay.worker(engine, tmp_path / "weights")
