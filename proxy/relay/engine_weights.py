@@ -131,7 +131,7 @@ class EngineWeights:
             await self._post("/init_weight_transfer_engine", init)
             try:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                    await _reports(descriptor, written["digest"], workers)
+                    await reports(descriptor, written["digest"], workers)
             except TimeoutError as error:
                 raise EngineError(
                     f"{self._upstream.url} has not staged the weights within "
@@ -188,7 +188,7 @@ def _pipe() -> Iterator[tuple[Path, int]]:
             os.close(descriptor)
 
 
-async def _reports(descriptor: int, digest: str, workers: int) -> None:
+async def reports(descriptor: int, digest: str, workers: int) -> None:
     """Returns when so many workers have reported about the weights with this digest."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, readable.set)
@@ -197,7 +197,11 @@ async def _reports(descriptor: int, digest: str, workers: int) -> None:
         while count < workers:
             await readable.wait()
             readable.clear()
-            *lines, rest = (rest + os.read(descriptor, _PIPE_BYTES)).split(b"\n")
+            try:
+                data = os.read(descriptor, _PIPE_BYTES)
+            except BlockingIOError:
+                continue  # the loop had noted again what the last read has taken
+            *lines, rest = (rest + data).split(b"\n")
             found = [msgspec.json.decode(line, type=_Report) for line in lines]
             count += sum(each.digest == digest for each in found)
     finally:
