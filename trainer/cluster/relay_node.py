@@ -9,6 +9,7 @@ up to `drain_s`, and ends. Invariant: the engine ends with this process, in any 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import shutil
@@ -16,8 +17,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import first_to_end
 
 WORKER_PREFIX = "AGENTIC_WORKER_"
+FOLDER_PREFIX, WEIGHTS = "agentic-worker-", "weights"
 logger = logging.getLogger(__name__)
 
 
@@ -88,19 +90,40 @@ async def serve(order: WorkerOrder, server: type[VllmServer] = VllmServer) -> No
         EngineError, ConfigurationError: the engine could not be started.
         TrainerError: the engine ended, or the proxy refuses the worker.
     """
-    folder = Path(tempfile.mkdtemp(prefix="agentic-worker-"))
+    with own_folder() as folder:
+        await _serve_in(folder, order, server)
+        shutil.rmtree(folder)  # after a failure the log stays: the message names it
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A new folder for a log and for weights. The weights are removed at the end of the context;
+    those of workers that were killed, whose locks are free, are removed now."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/lock"):
+        with suppress(OSError), lock.open() as held:  # its worker is alive, or another user's
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent / WEIGHTS, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    with (folder / "lock").open("w") as own:
+        fcntl.flock(own, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
+
+
+async def _serve_in(folder: Path, order: WorkerOrder, server: type[VllmServer]) -> None:
     log = folder / "engine.log"
     make = partial(server, order.engine, order.model, log=log, dtype=order.dtype, seed=order.seed)
     replica = LocalReplica(make)
     logger.info("%s loads %s; its engine's log on this machine: %s", order.name, order.model, log)
     try:
         await replica.start()
-        await first_to_end((_failed(replica), _serve(order, replica.url, folder / "weights")))
+        await first_to_end((_failed(replica), _serve(order, replica.url, folder / WEIGHTS)))
     except WorkerRefused as error:
         raise TrainerError(str(error)) from error
     finally:
         await replica.stop()
-    shutil.rmtree(folder)  # after a failure it stays: the message names the log
 
 
 async def _failed(replica: LocalReplica) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -246,6 +247,29 @@ def test_command_ends_when_the_trainer_is_killed(tiny_model: Path, tmp_path: Pat
         assert [*SCRIPT, "silent"] in [each.cmdline() for each in below]
         trainer.kill()
     assert_all_end(below)
+
+
+def test_weights_of_killed_workers_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.cluster.relay_node import own_folder
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def weights_of(folder: Path) -> Path:
+        (folder / "weights").mkdir()
+        return folder / "weights"
+
+    killed = tmp_path / "agentic-worker-killed"
+    killed.mkdir()
+    (killed / "lock").touch()
+    left = weights_of(killed)
+    with own_folder() as alive:
+        kept = weights_of(alive)
+        assert not left.exists()
+        with own_folder():
+            assert kept.exists()
+    assert not kept.exists()
 
 
 def test_order_that_is_none_is_refused_without_showing_it() -> None:
