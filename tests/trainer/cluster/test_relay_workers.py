@@ -53,10 +53,26 @@ async def running(
         yield services.proxy, control
 
 
+_before: set[psutil.Process] = set()
+"""What this process had started before the test: servers that tests share."""
+
+
+@pytest.fixture(autouse=True)
+def before() -> None:
+    _before.clear()
+    _before.update(psutil.Process().children())
+
+
+def own_processes() -> list[psutil.Process]:
+    """Those that the test has started, and all below them."""
+    own = [each for each in psutil.Process().children() if each not in _before]
+    return own + [below for each in own for below in each.children(recursive=True)]
+
+
 def nodes() -> dict[str, psutil.Process]:
-    """The processes of workers below this one, by what `WORKER` is in their environment."""
+    """The processes of the test's workers, by what `WORKER` is in their environment."""
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in own_processes():
         if process.cmdline()[: len(SCRIPT)] == [*SCRIPT]:
             found[process.environ()["WORKER"]] = process
     return found
@@ -79,7 +95,7 @@ async def test_workers_connect_are_replaced_when_they_end_and_end_with_the_run(
         token_file = folder.path / "relay-token"
         assert token_file.stat().st_mode & 0o777 == 0o600
         token = token_file.read_text().strip()
-        seen = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+        seen = [" ".join(each.cmdline()) for each in own_processes()]
         assert not any(token in line for line in seen)
         started["w-1"].kill()
         lines = [said.get_nowait() for _ in range(3)]
@@ -88,7 +104,7 @@ async def test_workers_connect_are_replaced_when_they_end_and_end_with_the_run(
         assert (await said.get()).startswith("warning: relay-1 ended with exit code 137: ")
         assert (await said.get()).startswith("relay: relay-1.2 is connected")
         assert "relay-1.2" in {each["name"] for each in await proxy.engines()}
-        left = [*psutil.Process().children(recursive=True)]
+        left = own_processes()
     assert_all_end(left)
     assert not token_file.exists()
     assert token not in "".join(log.read_text() for log in folder.logs.iterdir())
@@ -148,7 +164,7 @@ async def test_run_that_is_stopped_while_workers_start_ends_them(
 
     async def stop_once_started() -> None:
         await asyncio.to_thread(_wait_for_line, folder.logs / "relay-0.log")
-        started.extend(psutil.Process().children(recursive=True))
+        started.extend(own_processes())
         control.request_stop(signal.SIGINT)
 
     services = RunServices(config, folder, control, cluster, trainer.rank_zero, said)

@@ -102,7 +102,8 @@ def weights(seed: int) -> list[Named]:
 def load(model: torch.nn.Module, tensors: Iterable[Named]) -> None:
     from trainer.weight_sync.vllm_reload import Reload
 
-    config = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32)
+    settings = SimpleNamespace()
+    config = SimpleNamespace(hf_config=settings, hf_text_config=settings, dtype=torch.float32)
     reload = Reload(model, config, torch.device("cpu"))
     reload.load(tensors)
     reload.finish()
