@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto fla harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -79,6 +79,13 @@ openenv: .cache/openenv/.ready ## install OpenEnv, with whose servers tests run,
 .cache/verifiers/.ready .cache/openenv/.ready .cache/phoenix/.ready: $(VENV)/.ready
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(BIN)/uv pip install -q --compile-bytecode --python $(@D)/bin/python $(PACKAGES)
+	touch $@
+
+# Not in .venv: torch and vLLM behave differently where Triton is installed.
+fla: .cache/fla/.ready ## install fla's kernels and Triton, whose interpreter runs them in a test, in .cache/fla/
+
+.cache/fla/.ready: $(VENV)/.ready
+	$(BIN)/uv pip install -q --no-deps --target $(@D) --python $(BIN)/python fla-core==0.6.0 triton==3.9.0 einops==0.8.2
 	touch $@
 
 # Perfetto v20.1 with its importer and its database; another project changed its page to open one trace.
@@ -198,7 +205,7 @@ test: setup reference $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v
 test-fast: setup ## tests that start no other programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not programs and not slow" $(ARGS)
 
-test-long: setup reference export-packages verifiers openenv phoenix sbom $(if $(shell command -v npm),perfetto agents-long) ## tests that take too long for CI (docs/tested.md)
+test-long: setup reference export-packages verifiers openenv phoenix fla sbom $(if $(shell command -v npm),perfetto agents-long) ## tests that take too long for CI (docs/tested.md)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) fuzz SECONDS=600
 	$(MAKE) test-python PYTHON=python3.12
@@ -273,9 +280,9 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 
 LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
 locks: setup ## write docker/*.lock again from pyproject.toml
-	$(LOCK) pyproject.toml --extra telemetry --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra kubernetes --extra ray $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra kubernetes --extra ray --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
+	$(LOCK) pyproject.toml --extra telemetry --extra s3 --extra gcs --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra kubernetes --extra ray --extra s3 --extra gcs $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra kubernetes --extra ray --extra s3 --extra gcs --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 
 LOCKS := proxy harbor trainer-cpu trainer-cuda

@@ -13,13 +13,12 @@ import asyncio
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from proxy.config import SchedulingConfig
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
 from proxy.generation import Generation
 from proxy.records import FinishReason, Ids
 from proxy.routing import Router
@@ -99,11 +98,12 @@ class View:
         self,
         prompt_ids: Ids,
         sampling: Sampling,
+        take: Take,
         *,
         request_id: str,
         cache_salt: str | None = None,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         replica = self._replica
         self.info.in_flight += 1
         replica.running += 1
@@ -113,7 +113,7 @@ class View:
             self.info.in_flight -= 1
             replica.running -= 1
             replica.used(request_id)
-        yield Chunk([1], [-1.0], finish_reason=FinishReason.STOP)
+        take(Chunk([1], [-1.0], finish_reason=FinishReason.STOP))
 
     async def abort(self, request_id: str) -> None: ...
 
@@ -154,8 +154,7 @@ async def agent(name: str, router: Router, model: Model, until_s: float, figures
         )
         claim = RoomClaim(session, session, prompt, model.sampled_tokens)
         await router.until_admitted(claim, trained=False, adapted=False)
-        async for _ in call.stream():
-            pass
+        await call.sample(lambda _: None, lambda _: None)
         router.left(claim, prompt + model.sampled_tokens, model.sampled_tokens)
         if began > figures.from_s:
             figures.waits_s.append(loop.time() - began)
@@ -222,8 +221,7 @@ def choosing_us(replicas: int, sessions: int = 20_000) -> float:
             call = Generation(
                 router, ids, Sampling(1), request_id=f"s{number}", session_id=f"s{number}"
             )
-            async for _ in call.stream():
-                pass
+            await call.sample(lambda _: None, lambda _: None)
 
     before = time.process_time()
     run_in_virtual_time(calls())

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -101,6 +102,10 @@ def write_model(folder: Path, *, layers: int, hidden: int) -> int:
     return layers * 2 * 2 * 64 * 4
 
 
+def _add_ids(ids: list[int], chunk: Chunk) -> None:
+    ids += chunk.ids
+
+
 async def agent(number: int, router: Router, work: Work, figures: Figures) -> None:
     rng = random.Random(number)
     session = f"agent-{number}"
@@ -116,9 +121,7 @@ async def agent(number: int, router: Router, work: Work, figures: Figures) -> No
         try:
             prompt = np.array(path, np.int32)
             call = Generation(router, prompt, sampling, request_id=call_id, session_id=session)
-            async for chunk in call.stream():
-                if isinstance(chunk, Chunk):
-                    answer += chunk.ids
+            await call.sample(partial(_add_ids, answer), lambda _: None)
         finally:
             router.left(claim, len(path) + len(answer), len(answer))
         figures.calls_s.append(time.perf_counter() - began)

@@ -12,10 +12,13 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends binutils ca-certificates python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
 COPY docker/proxy.lock /build/
+# Of the services of Amazon, only storage and its credentials are used: 25 MB less.
 RUN python3 -m venv --without-pip /opt/agentic \
     && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --require-hashes \
         --no-deps -r /build/proxy.lock \
     && find /opt/agentic -type d -name tests -prune -exec rm -rf {} + \
+    && find /opt/agentic/lib/python3.11/site-packages/botocore/data -mindepth 1 -maxdepth 1 -type d \
+        ! -name s3 ! -name sts ! -name 'sso*' ! -name signin -exec rm -rf {} + \
     && find /opt/agentic -name '*.so' ! -path '*.libs/*' ! -path '*/numpy/*' -exec strip --strip-unneeded {} +
 COPY pyproject.toml /build/
 # The package metadata that `--version` reads.

@@ -2,7 +2,7 @@
 
 Invariant: a proxy that serves has an admin key. Each line of the file is one, so that a key can be
 replaced without a restart (`proxy/key_file.py`). Precedence for servers and clients: explicit
-argument or setting > AGENTIC_PROXY_ADMIN_KEY > the file.
+argument or setting > AGENTIC_PROXY_ADMIN_KEY > the file (AGENTIC_PROXY_ADMIN_KEY_FILE or default).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from proxy.kept_key import kept_key
 from proxy.key_file import KeyFile, is_one_of, lines
 
 VARIABLE = "AGENTIC_PROXY_ADMIN_KEY"
+FILE_VARIABLE = f"{VARIABLE}_FILE"
 SUFFIX = ".admin-key"
 """Appended to the name of a SQLite file."""
 STATE_FILE = Path("agentic-proxy", "admin-key")
@@ -97,21 +98,39 @@ def key_file(config: ProxyConfig) -> Path:
 
 def kept_files() -> list[Path]:
     """The places on this machine where a proxy keeps its key and its store by default, whether they
-    exist or not: what agents must not see."""
+    exist or not, and the file that `FILE_VARIABLE` names: what agents must not see."""
     store = _default_store(None)
-    return [store, store.with_name(store.name + SUFFIX), _state_file()]
+    named = os.environ.get(FILE_VARIABLE)
+    given = [Path(named).expanduser()] if named else []
+    return [store, store.with_name(store.name + SUFFIX), _state_file(), *given]
 
 
 def client_key(
     url: str, folder: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """The admin key for the proxy at `url`: the environment variable, or else, for a proxy on this
-    machine, the file next to the default store in `folder` (default: the working folder). None if
-    there is neither."""
+    """The admin key for the proxy at `url`: the environment's, as `VARIABLE` or in the file that
+    `FILE_VARIABLE` names, or else, for a proxy on this machine, the one in the file next to the
+    default store in `folder` (default: the working folder). None if there is none of them.
+
+    Raises:
+        ConfigurationError: the file that the environment names cannot be read, or has no key.
+    """
     if given := environment.get(VARIABLE):
         return given
+    if named := environment.get(FILE_VARIABLE):
+        return _first_key(Path(named))
     path = _default_store(folder).with_name(_default_store(folder).name + SUFFIX)
     return next(iter(lines(path)), None) if _is_here(url) and path.is_file() else None
+
+
+def _first_key(path: Path) -> str:
+    try:
+        return lines(path.expanduser())[0]
+    except (OSError, UnicodeDecodeError, IndexError) as error:
+        raise ConfigurationError(
+            f"{FILE_VARIABLE}: {path} has no admin key ({error}); write the key into it, or set "
+            f"{VARIABLE}"
+        ) from error
 
 
 def _default_store(folder: Path | None) -> Path:

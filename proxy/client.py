@@ -252,6 +252,10 @@ class ProxyClient:
         """Makes every relay worker pull published weights; `new` as in `NewWeights`."""
         await self._json("PUT", "/weights", new)
 
+    async def held_types(self, tensors: list[Any]) -> dict[str, Any]:
+        """The `HeldTypes` of weights; `tensors` as in `TensorsView`."""
+        return await self._json("POST", "/weights/types", {"tensors": tensors})
+
     async def weights(self, wait_s: float = 0.0) -> dict[str, Any]:
         """A `WeightsView`, once all workers have settled or after `wait_s`."""
         return await self._json("GET", f"/weights?wait_s={wait_s:g}")
@@ -268,6 +272,10 @@ class ProxyClient:
         limit. With `reset`, counting begins again at 0."""
         body = {"max_turns": max_turns, "max_tokens": max_tokens, "reset": reset}
         return Quota(**await self._json("PUT", f"/quotas/{quote(name, safe='')}", body))
+
+    async def remove_quota(self, name: str) -> None:
+        """Removes the quota; sessions that name it can make no more calls."""
+        await self._json("DELETE", f"/quotas/{quote(name, safe='')}")
 
     async def quotas(self) -> list[Quota]:
         """All quotas, and how much of each is used."""

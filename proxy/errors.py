@@ -56,7 +56,7 @@ class QuotaReached(RequestError):
     """A quota of several sessions allows no further call (docs/deployment.md)."""
 
     def __init__(self, quota: str) -> None:
-        super().__init__(f"the quota {quota!r} is used up", status=403, code="quota")
+        super().__init__(f"the quota {quota!r} is used up or was removed", status=403, code="quota")
 
 
 class ContextOverflow(RequestError):

@@ -10,7 +10,7 @@ SAMPLING  a replica samples the rest of the answer, given the prompt and all tok
           → ENDED    the answer is complete, by its finish reason or by its last token.
           → WAITING  the replica failed, or cut the answer.
 
-Invariant: the tokens that `stream` yields are those that passed `AnswerCheck`, each once and in
+Invariant: the tokens that `sample` passes on are those that passed `AnswerCheck`, each once and in
 order. Every replica after the first is asked for exactly `prompt + tokens so far` and for the rest
 of `max_tokens`. `versions` covers the tokens without gap or overlap. A `Seam` comes before the
 first token of each further engine call.
@@ -28,19 +28,22 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
+from msgspec import structs
 
 from proxy.engines.answer_check import AnswerCheck
-from proxy.engines.protocol import Chunk, Engine, Sampling
+from proxy.engines.protocol import Chunk, Engine, Sampling, Take
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
 from proxy.policies import BASE
 from proxy.records import FinishReason, Ids, RoutedExperts, VersionSpan
 from proxy.replicas import Replicas
+from proxy.seams import Cause, Seam
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
@@ -59,32 +62,6 @@ class GenerationState(Enum):
     ENDED = auto()
 
 
-class Cause(Enum):
-    """Why a replica did not end an answer."""
-
-    LOST = "lost"
-    """The replica failed, or its connection broke."""
-    UPDATED = "updated"
-    """The call was cut because the policy has a new version, which samples the rest."""
-    CUT = "cut"
-    """The replica ended the answer early and reported it, as after an abort."""
-    UNUSABLE = "unusable"
-    """Its answer was invalid. The replica is not called again for this answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """The point in an answer from which another engine call samples it.
-
-    Example: Seam(at_token=12, from_engine="gpu-0", to_engine="gpu-1", cause=Cause.LOST)
-    """
-
-    at_token: int
-    from_engine: str
-    to_engine: str
-    cause: Cause
-
-
 @dataclass(frozen=True, slots=True)
 class _Break:
     """A replica's end before the answer's end."""
@@ -94,12 +71,24 @@ class _Break:
     status: int
 
 
+@dataclass(frozen=True, slots=True)
+class _EngineCall:
+    """One replica's call, and who receives what it samples."""
+
+    engine: Engine
+    begun: int
+    """Number of tokens that earlier calls sampled."""
+    check: AnswerCheck
+    take: Take
+    resumed: Callable[[Seam], None]
+
+
 class _CutShort(EngineError):
     """The replica ended the answer early, as after an abort, and has not failed."""
 
 
 class Generation:
-    """One answer. Call `stream` only once."""
+    """One answer. Call `sample` only once."""
 
     def __init__(
         self,
@@ -122,7 +111,8 @@ class Generation:
         self._streamed = stream
         self._patience_s = replicas.patience_s
         self._ids: list[int] = []
-        self._spans: list[VersionSpan] = []
+        self._starts: list[tuple[int, int]] = []
+        """Of each version span: its version and first token."""
         self.routed_experts: RoutedExperts | None = None
         """The rows that the last call reported, which also are of the tokens that earlier calls
         sampled: it computed them again. None if the call broke."""
@@ -143,15 +133,20 @@ class Generation:
     def versions(self) -> tuple[VersionSpan, ...]:
         """The versions of all tokens so far. For a call that ended, they are the engine's own; for
         one that broke, those that the proxy assumed while it ran (`Replicas.version_of`)."""
-        return tuple(self._spans)
+        ends = [*(start for _, start in self._starts[1:]), len(self._ids)]
+        return tuple(
+            VersionSpan(version, start, end)
+            for (version, start), end in zip(self._starts, ends, strict=False)
+        )
 
     @property
     def engine(self) -> str:
         """The name of the engine that sampled the last token; empty before the first one."""
         return self._sampler
 
-    async def stream(self) -> AsyncGenerator[Chunk | Seam, None]:
-        """The chunks, the one with the finish reason last, and the seams between them.
+    async def sample(self, take: Take, resumed: Callable[[Seam], None]) -> None:
+        """Passes the chunks to `take`, the one with the finish reason last, and the seams between
+        them to `resumed`. Raises what these raise, after it has aborted the engine's call.
 
         Raises:
             EngineError: 502 if no engine gives a valid answer; 503 if no replica continues it
@@ -162,21 +157,10 @@ class Generation:
         while self.state is not GenerationState.ENDED:
             engine = await self._next()
             self.state = GenerationState.SAMPLING
-            begun, check = len(self._ids), self._check_of(engine)
+            call = _EngineCall(engine, len(self._ids), self._check_of(engine), take, resumed)
             try:
                 with self._movable(engine):
-                    async with aclosing(self._asked(engine)) as chunks:
-                        async for chunk in chunks:
-                            for seam in self._take(engine, check.take(chunk)):
-                                yield seam
-                            if chunk.finish_reason is FinishReason.CUT:
-                                if chunk.ids:
-                                    yield replace(chunk, finish_reason=None)
-                                raise _CutShort("the engine cut this generation short")
-                            if chunk.finish_reason is not None:
-                                self._end(chunk.versions, begun)
-                                self.routed_experts = chunk.routed_experts
-                            yield chunk
+                    await self._ask(engine, partial(self._take, call))
                 if self.state is GenerationState.SAMPLING:
                     raise EngineError(NO_FINISH, status=502)
             except (EngineError, EngineRefusal) as error:
@@ -189,7 +173,7 @@ class Generation:
                 end = self._end_in_tokens()
                 if end is not None:
                     self.state = GenerationState.ENDED
-                    yield Chunk([], [], finish_reason=end)
+                    take(Chunk([], [], finish_reason=end))
 
     async def _next(self) -> Engine:
         """The replica to call next. Raises the error that ends the generation if there is none."""
@@ -261,11 +245,13 @@ class Generation:
         self._tried.clear()
         self._rounds += 1
 
-    def _asked(self, engine: Engine) -> AsyncGenerator[Chunk, None]:
+    async def _ask(self, engine: Engine, take: Take) -> None:
         prompt = self._prompt
         if self._ids:
             prompt = np.concatenate([prompt, np.array(self._ids, np.int32)])
-        return engine.generate(prompt, self._left, request_id=self._call_id, stream=self._streamed)
+        await engine.generate(
+            prompt, self._left, take, request_id=self._call_id, stream=self._streamed
+        )
 
     @property
     def _call_id(self) -> str:
@@ -298,21 +284,40 @@ class Generation:
             prompt_tokens=len(self._prompt) + len(self._ids),
         )
 
-    def _take(self, engine: Engine, chunk: Chunk) -> list[Seam]:
-        """Adds the chunk's tokens. Returns the seam before them, if there is one."""
-        if not chunk.ids:
-            return []
-        done, name, seams = len(self._ids), engine.info.name, []
-        if self._breaks:
-            if done:
-                seams = [Seam(done, self._sampler, name, self._breaks[0].cause)]
-            self._breaks.clear()
-        self._tried, self._rounds, self._deadline, self._sampler = {engine}, 0, None, name
-        self._ids += chunk.ids
+    def _take(self, call: _EngineCall, chunk: Chunk) -> None:
+        """Passes a chunk of `call` on, after the seam before it if there is one."""
+        call.check.take(chunk)
+        if chunk.ids:
+            self._add_tokens(call, chunk.ids)
+        if chunk.finish_reason is None:
+            call.take(chunk)
+            return
+        if chunk.finish_reason is FinishReason.CUT:
+            if chunk.ids:
+                call.take(structs.replace(chunk, finish_reason=None))
+            raise _CutShort("the engine cut this generation short")
+        self._end(chunk.versions, call.begun)
+        self.routed_experts = chunk.routed_experts
+        call.take(chunk)
+
+    def _add_tokens(self, call: _EngineCall, ids: list[int]) -> None:
+        done, engine = len(self._ids), call.engine
+        if done == call.begun:
+            self._continues(call)
+        self._ids += ids
         adapted = self._served is not BASE
         version = self._served.version if adapted else self._replicas.version_of(engine)
-        self._add_span(VersionSpan(version, done, len(self._ids)))
-        return seams
+        if not self._starts or self._starts[-1][0] != version:
+            self._starts.append((version, done))
+
+    def _continues(self, call: _EngineCall) -> None:
+        """Notes that `call` gives its first tokens, and reports the seam before them."""
+        name = call.engine.info.name
+        if self._breaks and call.begun:
+            call.resumed(Seam(call.begun, self._sampler, name, self._breaks[0].cause))
+        self._breaks.clear()
+        self._tried, self._rounds, self._deadline = {call.engine}, 0, None
+        self._sampler = name
 
     def _end(self, spans: tuple[VersionSpan, ...], begun: int) -> None:
         """`spans` are the engine's own for its call, which began after `begun` tokens. They are of
@@ -320,16 +325,10 @@ class Generation:
         self.state = GenerationState.ENDED
         if not spans or self._served is not BASE:
             return
-        known = [s for s in self._spans if s.start < begun]
-        self._spans = [replace(s, end=min(s.end, begun)) for s in known]
+        self._starts = [known for known in self._starts if known[1] < begun]
         for span in spans:
-            self._add_span(replace(span, start=span.start + begun, end=span.end + begun))
-
-    def _add_span(self, span: VersionSpan) -> None:
-        if self._spans and self._spans[-1].version == span.version:
-            self._spans[-1] = replace(self._spans[-1], end=span.end)
-        else:
-            self._spans.append(span)
+            if not self._starts or self._starts[-1][0] != span.version:
+                self._starts.append((span.version, begun + span.start))
 
     def _end_in_tokens(self) -> FinishReason | None:
         """The finish reason if the tokens of a broken call are a complete answer, else None.

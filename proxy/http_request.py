@@ -143,7 +143,7 @@ def read_in_time(
     block sends `sent_bytes`, and the connection's buffer has room for them: it does not wait then.
     """
     transport = request.transport
-    if sent_bytes is None or transport is None:
+    if sent_bytes is None or transport is None or request.protocol.writing_paused:
         return _read_in_time(request, limit_s)
     buffered = transport.get_write_buffer_size() + sent_bytes + HEAD_BYTES
     if buffered <= transport.get_write_buffer_limits()[1]:

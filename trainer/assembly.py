@@ -36,7 +36,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_mirror import CheckpointMirror, CheckpointUploads
 from trainer.cluster import open_cluster
 from trainer.cluster.cluster import Cluster
-from trainer.cluster.device_plan import gpus_here, plan_devices
+from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
 from trainer.cluster.services import RunServices
@@ -201,7 +201,7 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         )
     if config.cluster.backend == "local":
         device_of(config.trainer.device)
-        plan_devices(config, gpus_here())
+        config = fitted(config, gpus_here())
     in_swarm = config.swarm is not None
     agents = build_agents(config.agent_sections, config.data, in_swarm=in_swarm)
     if config.agents:

@@ -21,7 +21,9 @@ from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.swarm.config import SwarmConfig
 from agent_loop.tasks import DataConfig
 from proxy.engines.address import EngineAddress
+from proxy.web_guard import EVERYWHERE
 from trainer.cluster.cluster import ProcessesConfig
+from trainer.engine import GPUS_OF_AN_ENGINE
 from trainer.run.log import LoggingConfig
 from trainer.sft.config import SftConfig
 
@@ -65,6 +67,8 @@ class TrainerConfig(ProcessesConfig):
             self._weights_can_travel(),
             self._sleepers_are_idle(),
             self._pairs_share(),
+            self._engines_use_their_gpus(),
+            self._pods_reach_the_proxy(),
             self._one_distribution(),
             self._groups_have_a_baseline(),
             self._teacher_teaches(),
@@ -118,10 +122,10 @@ class TrainerConfig(ProcessesConfig):
                 "its own engines; list them in engine.urls, so that they receive the weights, or "
                 "set engine.replicas=0 and engine.publish, from which its relay workers pull them"
             )
-        if engine.publish and self.model.policy:
+        if engine.publish and self.trainer.policies:
             yield (
-                "engine.publish: relay workers pull whole weights and no adapters; set "
-                "model.lora.update=merged"
+                "trainer.policies: relay workers pull one policy (engine.publish); remove "
+                "trainer.policies, or engine.publish"
             )
 
     def _engines_have_addresses(self) -> Iterator[str]:
@@ -133,7 +137,8 @@ class TrainerConfig(ProcessesConfig):
 
     def _some_engine(self) -> Iterator[str]:
         running = self.proxy_server.url is not None  # whose engines may be relay workers
-        if not (self.engine.replicas or self.engine.urls or self.relay.workers or running):
+        sampled = self.engine.replicas or self.engine.urls or self.relay.workers or running
+        if self.sft is None and not sampled:
             yield "engine.replicas=0: no engine; set it to 1 or more, or set relay.workers"
 
     def _one_device_each(self) -> Iterator[str]:
@@ -154,6 +159,17 @@ class TrainerConfig(ProcessesConfig):
                 f"{named} does not divide trainer.ranks={ranks}; use {smaller}"
                 f"{-(-ranks // needed) * needed} ranks"
             )
+        if ranks % (copies := self.trainer.weight_copies):
+            yield (
+                f"trainer.weight_copies={copies} does not divide trainer.ranks={ranks}; each copy "
+                "is sharded over the same number of ranks"
+            )
+
+    def _optimizer_has_the_weights_type(self) -> Iterator[str]:
+        optimizer, weights = self.optimizer, self.model.weights_dtype
+        if optimizer.name == "adamw_8bit" and (optimizer.offload or weights != "float32"):
+            key = "optimizer.offload" if optimizer.offload else f"model.weights_dtype={weights}"
+            yield f"{key}: not supported with optimizer.name=adamw_8bit; use adamw"
 
     def _divided_models_are_supported(self) -> Iterator[str]:
         if not self.trainer.parallelism.divides_model:
@@ -162,10 +178,14 @@ class TrainerConfig(ProcessesConfig):
         context = keys.pop("trainer.context_parallel", 1)
         unsupported = {
             f"trainer.context_parallel={context}": context > 1,
+            f"trainer.weight_copies={self.trainer.weight_copies}": self.trainer.weight_copies > 1,
             "model.lora": model.lora is not None,
             f"model.router_replay={model.router_replay}": model.router_replay != "off",
             f"model.router_aux_loss={model.router_aux_loss}": model.router_aux_loss > 0,
             "algorithm.critic": self.algorithm.critic is not None,
+            f"model.weights_dtype={model.weights_dtype}": model.weights_dtype != "float32",
+            "model.activation_offload": model.activation_offload,
+            "optimizer.offload": self.optimizer.offload,
         }
         for key in (key for key, is_set in unsupported.items() if is_set):
             yield f"{key}: not supported with {', '.join(keys)}; remove one of them"
@@ -205,11 +225,49 @@ class TrainerConfig(ProcessesConfig):
 
     def _pairs_share(self) -> Iterator[str]:
         ranks, replicas, gpus = self.trainer.ranks, self.engine.replicas, self.cluster.engine_gpus
-        if self.cluster.share_gpus and (ranks != replicas or gpus not in (None, 1)):
+        if self.sft is not None or not self.cluster.share_gpus:
+            return
+        if self.engine.gpu_memory_share is None:
+            yield (
+                "cluster.share_gpus: vLLM takes 0.92 of a GPU, which leaves no memory for the rank "
+                "there; set engine.gpu_memory_share to the engine's part, such as 0.4"
+            )
+        if ranks != replicas or gpus not in (None, 1):
             yield (
                 f"cluster.share_gpus: trainer.ranks={ranks} and engine.replicas={replicas} must be "
                 f"equal, and cluster.engine_gpus={gpus} must be unset or 1"
             )
+
+    def _engines_use_their_gpus(self) -> Iterator[str]:
+        cluster, size = self.cluster, self.engine.tensor_parallel
+        if cluster.backend == "ray":
+            if (cluster.engine_gpus or size) != size:
+                yield (
+                    f"cluster.engine_gpus={cluster.engine_gpus}: an engine uses {size} "
+                    f"({GPUS_OF_AN_ENGINE} in engine.args); leave cluster.engine_gpus out, or make "
+                    "them equal"
+                )
+            if cluster.share_gpus and size > 1:
+                yield f"cluster.share_gpus: an engine uses {size} GPUs, and a rank 1; remove it"
+        elif cluster.address is not None:
+            yield (
+                f"cluster.address={cluster.address}: the run would not use that Ray cluster; set "
+                "cluster.backend=ray, or remote_agent.ray.address for the agents alone"
+            )
+
+    def _pods_reach_the_proxy(self) -> Iterator[str]:
+        server = self.proxy_server
+        listens_here = server.host == "localhost" or server.host.startswith(("127.", "::1"))
+        if server.url or server.llm_proxy_ip or not (listens_here or server.host in EVERYWHERE):
+            return
+        for name, agent in self.agent_sections.items():
+            if agent.kubernetes is not None:
+                key = f"agents.{name}" if name else "remote_agent"
+                yield (
+                    f"{key}.kubernetes: pods cannot reach the proxy at proxy_server.host="
+                    f"{server.host}; set proxy_server.host=0.0.0.0 and proxy_server.llm_proxy_ip "
+                    "to an address or a Service by which they reach it (docs/placement.md)"
+                )
 
     def _one_distribution(self) -> Iterator[str]:
         if self.rollout.top_p != 1 or self.rollout.top_k != -1:

@@ -25,6 +25,8 @@ SUCCESSORS: Mapping[str, str] = {
     "gconfig.temperature": "rollout.temperature",
     "remote_agent.harbor_dataset_dirs": "data.harbor_dataset_dirs",
     "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",
+    "remote_agent.placement": "remote_agent.command, remote_agent.kubernetes, remote_agent.ray or "
+    "remote_agent.harbor_server_urls",
     "remote_agent.proxy_server_url": "proxy_server.url",
     "rollout.n": "rollout.group_size",
     "train_dataset.batch_size": "rollout.groups_per_step",

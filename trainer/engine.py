@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from proxy.engines.vllm_server import VllmConfig
 from trainer.policy.model import ModelConfig
 from trainer.weight_sync.transports import Backend
+
+GPUS_OF_AN_ENGINE = "--tensor-parallel-size"
+SHORT = MappingProxyType(
+    {
+        "-tp": GPUS_OF_AN_ENGINE,
+        "-pp": "--pipeline-parallel-size",
+        "-dp": "--data-parallel-size",
+        "-pcp": "--prefill-context-parallel-size",
+        "-n": "--nnodes",
+    }
+)
+"""vLLM's short names of arguments."""
+NOT_DIVIDED = ("pipeline-parallel", "data-parallel", "prefill-context-parallel", "nnodes")
+"""Beginnings of the arguments that divide a server in ways in which it gets no weights."""
+OWN_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "--device-ids": "engine.env.CUDA_VISIBLE_DEVICES",
+        "--dtype": "engine.dtype",
+        "--gpu-memory-utilization": "engine.gpu_memory_share",
+        "--max-model-len": "engine.max_context_tokens",
+        "--max-num-seqs": "engine.max_sequences",
+        "--model": "model.path",
+        "--weight-transfer-config": "engine.weight_transfer",
+    }
+)
+"""Arguments that a run gives to vLLM itself → their keys. The plan of GPUs counts with the keys."""
 
 
 class EnginesConfig(VllmConfig):
@@ -43,6 +71,30 @@ class EnginesConfig(VllmConfig):
     sampled tokens and 0.1 on the probe, whose tokens are improbable (vLLM itself differs from
     float32 by 0.035 on the quickstart's probe)."""
 
+    @field_validator("args")
+    @classmethod
+    def _leave_the_runs_own(cls, args: tuple[str, ...]) -> tuple[str, ...]:
+        for name, value in _named(args):
+            if " " in name:
+                raise ValueError(f"{name!r} is one argument; write the name and the value as two")
+            if key := OWN_KEYS.get(name):
+                raise ValueError(f"{name} is set by the run; use {key}")
+            if name.removeprefix("--").startswith(NOT_DIVIDED) and value != "1":
+                raise ValueError(
+                    f"{name} {value}: an engine gets weights only if it is one server on one "
+                    f"machine that is divided by {GPUS_OF_AN_ENGINE}; use that, or more "
+                    "engine.replicas"
+                )
+            if name == GPUS_OF_AN_ENGINE and (not value.isdigit() or int(value) < 1):
+                raise ValueError(f"{name} {value!r} is not a number of GPUs")
+        return args
+
+    @property
+    def tensor_parallel(self) -> int:
+        """The number of GPUs of each engine."""
+        sizes = [int(value) for name, value in _named(self.args) if name == GPUS_OF_AN_ENGINE]
+        return sizes[-1] if sizes else 1
+
     def served_dtype(self, model: ModelConfig) -> str:
         """The type in which the engine serves this model."""
         return model.compute_dtype if self.dtype == "auto" else self.dtype
@@ -57,3 +109,15 @@ class EnginesConfig(VllmConfig):
 
     def _is_exact(self, model: ModelConfig) -> bool:
         return model.compute_dtype == self.served_dtype(model) == "float32"
+
+
+def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The arguments of vLLM's server by their whole names, with their values; as vLLM itself, it
+    accepts `_` for `-`, `NAME=VALUE`, short names, and the beginning of a name."""
+    for at, argument in enumerate(args):
+        given, _, value = argument.partition("=")
+        if given.startswith("-"):
+            name = SHORT.get(given, given.replace("_", "-"))
+            if GPUS_OF_AN_ENGINE.startswith(name) and name.startswith("--te"):
+                name = GPUS_OF_AN_ENGINE
+            yield name, value or (args[at + 1] if at + 1 < len(args) else "")

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from proxy.records import ServedPolicy
-from proxy.weights.publication import ProbeScores
 from trainer import steps
 from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
@@ -38,14 +37,15 @@ from trainer.errors import TrainingError, WeightSyncError
 from trainer.models import Models, RestoreAdapter, UseRandomAdapter
 from trainer.policy.adapter import adapter_config
 from trainer.policy.flops import training_flops, utilisation
+from trainer.publishing import Publishing
 from trainer.ranks_config import RanksConfig
 from trainer.routing_mismatch import routing_metrics
 from trainer.run.rollout_metrics import mismatch_metrics
 from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.dtypes import Report, agreed, rounded
+from trainer.weight_sync.dtypes import Report
 from trainer.weight_sync.probe import probe_batch
-from trainer.weight_sync.publisher import Published, Publisher, described
+from trainer.weight_sync.publisher import Published
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync
 
@@ -85,7 +85,7 @@ class Learner:
         self._generator = torch.Generator().manual_seed(config.trainer.seed)
         """Random generator that draws mini-batches."""
         self._engines: WeightSync | AdapterSync | None = None
-        self._publisher: Publisher | None = None
+        self._publishing: Publishing | None = None
 
     def connect(self, engine_urls: Sequence[str], adapters: Path | None = None) -> None:
         """Sets the engines that receive the weights from now on, and disconnects the former
@@ -202,30 +202,17 @@ class Learner:
         return metrics
 
     def publish_weights(self, run: str, held: Sequence[Report]) -> Published:
-        """Publishes the policy's weights at `engine.publish`, for relay workers. `run` names the
-        run's folder there. `held` is what engines report of the types in which they hold weights;
-        empty: they are published as they are trained.
+        """Publishes the policy's weights, or its adapter, at `engine.publish`, for relay workers.
+        `run` names the run's folder there. `held` is what engines report of the types in which they
+        hold weights; empty: they are published as they are trained.
 
         Raises:
             ConfigError: no installed file system serves the URL.
             WeightSyncError: the weights could not be written.
         """
-        engine = self.config.engine
-        assert engine.publish is not None
-        if self._publisher is None:
-            folder, every = self.config.trainer.run_dir, engine.publish_full_every
-            self._publisher = Publisher(engine.publish, run, folder, full_every=every)
-        trained = self.models.policy.hf_shapes()
-        dtypes = agreed(trained, held) if held else {}
-        tensors = described(trained, list(rounded(trained, dtypes)))
-        probe = None
-        if engine.verify and len(self.probe) > 1:
-            scores = tuple(self.score(self.probe))
-            tolerance = engine.probe_tolerance(self.config.model)
-            probe = ProbeScores(tuple(self.probe), scores, tolerance)
-        with closing(self.weights()) as weights:
-            sent = rounded(weights, dtypes)
-            return self._publisher.publish(sent, tensors, self.version, probe)
+        if self._publishing is None:
+            self._publishing = Publishing(self.config, self.models, self.probe, run)
+        return self._publishing.publish(self.version, held)
 
     @property
     def served(self) -> ServedPolicy | None:
@@ -315,9 +302,9 @@ class Learner:
     def close(self) -> None:
         """Disconnects from the engines, and ends publishing."""
         self._disconnect()
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        if self._publishing is not None:
+            self._publishing.close()
+            self._publishing = None
 
     def _disconnect(self) -> None:
         if self._engines is not None:

@@ -11,6 +11,7 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_mirror import CheckpointMirror, CheckpointUploads
 from trainer.cluster import open_cluster
+from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
 from trainer.config import TrainerConfig
@@ -24,14 +25,17 @@ from trainer.sft.demonstrations import Demonstration, read_demonstrations
 from trainer.sft.fit import SftFit
 from trainer.sft.schedule import Schedule, split
 
+NO_ENGINE = {"replicas": 0, "sleep": False, "weight_transfer": "shm"}
+"""Keys of the section `engine` of a run that samples nothing, so that no GPU is kept for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SftParts:
     """The parts of a run of fine-tuning that exist before any process is started."""
 
     config: TrainerConfig
-    """With the number of steps that the sessions make, and without the parts of the algorithm,
-    which imitation does not use."""
+    """With the number of steps that the sessions make, and without engines and the parts of the
+    algorithm, which imitation does not use."""
     sft: SftConfig
     schedule: Schedule
     held_out: Sequence[Demonstration]
@@ -49,8 +53,6 @@ def assemble_sft(config: TrainerConfig) -> SftParts:
     sft, server = config.sft, config.proxy_server
     if sft is None:
         raise ConfigError("sft.sessions: missing; give the folder or store of recorded sessions")
-    if config.cluster.backend == "local":
-        device_of(config.trainer.device)
     context_tokens = context_limit(load_settings(config.model.path))
     rendering = RenderingConfig(renderer=server.renderer, template_kwargs=server.template_kwargs)
     demonstrations = asyncio.run(
@@ -62,10 +64,14 @@ def assemble_sft(config: TrainerConfig) -> SftParts:
     updates = {
         "trainer": config.trainer.model_copy(update={"steps": schedule.steps}),
         "algorithm": AlgorithmConfig(prox="reuse"),
+        "engine": config.engine.model_copy(update=NO_ENGINE),
         "logging": config.logging.model_copy(update={"metrics": ()}),
     }
     note = f"{demonstrations.describe()}; {len(held_out)} sessions are held out"
     derived = config.model_copy(update=updates)
+    if derived.cluster.backend == "local":
+        device_of(derived.trainer.device)
+        derived = fitted(derived, gpus_here())
     return SftParts(derived, sft, schedule, held_out, demonstrations.digest, note)
 
 

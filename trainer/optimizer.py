@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainer.adamw import OneByOneAdamW
 from trainer.errors import ConfigError, TrainingError
 
 
@@ -47,6 +48,9 @@ class OptimizerConfig(BaseModel):
     """Number of steps over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate divided by the peak, for `linear` and `cosine`."""
+    offload: bool = False
+    """Keep the moments in the machine's memory. Those of one weight after another move to the GPU
+    for the step and back, which takes about 16 bytes of traffic per weight and step."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global norm of the gradient; a larger gradient is scaled down to it."""
 
@@ -141,6 +145,11 @@ def _build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     if config.name == "adamw_8bit":
         return _adamw_8bit(groups, config)
+    rounds = any(weight.dtype == torch.bfloat16 for each in by_kind.values() for weight in each)
+    if rounds or config.offload:
+        return OneByOneAdamW(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, on_host=config.offload
+        )
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

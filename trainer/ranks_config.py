@@ -60,6 +60,10 @@ class TrainerSection(Section):
     expert_parallel: int = Field(1, ge=1)
     """Number of ranks that hold each a part of the experts of a mixture of experts. Each trains
     micro-batches of its own; they exchange tokens."""
+    weight_copies: int = Field(1, ge=1)
+    """Number of copies of weights, moments and gradients, each sharded over as many consecutive
+    ranks (HSDP). With one copy per machine, only gradients travel between machines. It divides
+    `ranks`."""
     save_every: int = Field(10, ge=0)
     """Number of steps between checkpoints; 0: no checkpoints by steps. A checkpoint is always
     written at the end, when the run is stopped, and after the best evaluation so far."""
@@ -94,6 +98,7 @@ class TrainerSection(Section):
             self.tensor_parallel,
             self.pipeline_parallel,
             self.expert_parallel,
+            self.weight_copies,
         )
 
 

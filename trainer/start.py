@@ -11,22 +11,25 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import ValidationError
 from transformers.utils.logging import disable_progress_bar
 
 from proxy import logs
 from proxy.run_files.files import replace_file, truncate_jsonl
 from proxy.secrecy import hide_memory
+from proxy.section import Section
 from proxy.shown_config import without_credentials
 from trainer import main_colocated, main_separate, main_sft, main_swarm
 from trainer.assembly import SwarmParts, TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Saved
 from trainer.checkpoint_mirror import CheckpointMirror, MirroredCheckpoint
-from trainer.cluster.device_plan import gpus_here, plan_devices
+from trainer.cluster.cluster import ProcessesConfig
+from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
 from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
@@ -48,11 +51,15 @@ def check_only(
     paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
 ) -> str:
     """Checks everything that can be checked without starting a process; returns the resolved
-    configuration."""
+    configuration as YAML, in whose comments is what the run prints of its processes at its start.
+    """
     config = load(paths, overrides, environment)
     CheckpointMirror.of(config.trainer)
-    _leads(config, environment={})
-    return dump(config)
+    parts = _leads(config, environment={})
+    if parts is None:
+        return dump(config)
+    shown = config if config.sft else parts.config
+    return dump(shown) + "".join(f"# {line}\n" for line in _placement(parts.config))
 
 
 def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -96,9 +103,7 @@ def _begin_or_continue(parts: Parts) -> int:
         return _begin_new(parts)
     if folder.is_running:
         return _begin_new(parts, f"{folder.path} is running in another process: this is a new run")
-    changed = list(
-        _changed(yaml.safe_load(folder.config.read_text()), yaml.safe_load(dump(config)))
-    )
+    changed = _changed_keys(folder.config.read_text(), config)
     if not changed:
         return _continue(parts, folder)
     return _begin_new(
@@ -119,6 +124,15 @@ def _begin_new(parts: Parts, *notes: str) -> int:
     folder = RunFolder.create(parts.config.trainer.run_dir)
     replace_file(folder.config, dump(parts.config))
     return _run(parts, folder, None, *notes)
+
+
+def _changed_keys(written: str, config: Section) -> list[str]:
+    """The keys whose values differ from those that a run has written. A key that an earlier release
+    did not have has its default there, so that an upgrade does not begin another run."""
+    before = yaml.safe_load(written)
+    with suppress(ValidationError):  # of a run that has a key which is gone
+        before = yaml.safe_load(dump(type(config).model_validate(before)))
+    return list(_changed(before, yaml.safe_load(dump(config))))
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -144,8 +158,7 @@ def _continue_on_empty_disk(
     parts: Parts, mirror: CheckpointMirror, copy: MirroredCheckpoint
 ) -> int:
     """Continues a run of the same configuration, of which only the mirror is left."""
-    theirs = yaml.safe_load(mirror.history(copy, "config.yaml"))
-    if changed := list(_changed(theirs, yaml.safe_load(dump(parts.config)))):
+    if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config):
         raise ConfigError(
             f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of a "
             f"run with another configuration ({', '.join(changed[:8])}); set it as it was to "
@@ -184,13 +197,15 @@ def _mirrored(config: RanksConfig) -> tuple[CheckpointMirror, MirroredCheckpoint
     return None if mirror is None or copy is None else (mirror, copy)
 
 
-def _follows(config: RanksConfig, environment: Mapping[str, str]) -> bool:
+def _follows(config: ProcessesConfig, environment: Mapping[str, str]) -> bool:
     """If torchrun started this process as another rank than 0, trains with rank 0 until it has
     finished and returns True."""
     seat = torchrun_seat(environment)
     if seat is None or seat.rank == 0:
         return False
     check_seat(config, seat)
+    if config.cluster.backend == "local":
+        config = fitted(config, gpus_here(), environment)
     for number in (signal.SIGINT, signal.SIGTERM):  # torchrun forwards them; rank 0 handles them
         signal.signal(number, signal.SIG_IGN)
     follow_rank_0(config, seat)
@@ -216,10 +231,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"
     )
-    plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
-    for line in () if plan is None else plan.describe():
-        log.progress.say(line)
-    for line in config.relay.describe(config.cluster.backend):
+    for line in _placement(config):
         log.progress.say(line)
     for note in notes:
         log.progress.say(note)
@@ -235,6 +247,14 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
             log.finish(status, **_failure(status, sys.exception()))
             _report(log, status)
     return 0 if control.signal_number is None else 128 + control.signal_number
+
+
+def _placement(config: ProcessesConfig) -> Iterator[str]:
+    """A line for each GPU of this machine that the run uses, and for each of its relay workers."""
+    plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
+    if plan is not None:
+        yield from plan.describe()
+    yield from config.relay.describe(config.cluster.backend)
 
 
 def _report(log: RunLog, status: str) -> None:

@@ -21,15 +21,15 @@ from trainer.algorithms.imitation import imitation_loss, imitation_weights
 from trainer.algorithms.token_loss import Metrics, StepWeights
 from trainer.algorithms.value_losses import explained_variance
 from trainer.batch import Batch
-from trainer.models import FrozenModel, Models
+from trainer.models import AdaptersOff, FrozenModel, Models
 from trainer.parts import joined
 from trainer.policy.critic import Critic
 from trainer.policy.scores import Scores
 from trainer.policy.trainable import Trainable, summed
 from trainer.policy.update import train_part
 
-Scorer = Literal["policy", "reference", "teacher"]
-"""Name of a model in `Models`."""
+Scorer = Literal["policy", "base", "reference", "teacher"]
+"""Name of a model in `Models`; `base` is the policy without its adapter."""
 
 
 def compute_logprobs(models: Models, batch: Batch, *, temperature: float) -> Scores:
@@ -37,6 +37,11 @@ def compute_logprobs(models: Models, batch: Batch, *, temperature: float) -> Sco
     scores = _scores(models, models.policy, "policy", batch, temperature)
     batch.prox_logprobs, batch.entropies = scores.logprobs, scores.entropy
     return scores
+
+
+def base_logprobs(models: Models, batch: Batch, *, temperature: float) -> Scores:
+    """Scores the batch with the weights that the policy's LoRA adapter adapts, without it."""
+    return _scores(models, AdaptersOff(models.policy), "base", batch, temperature)
 
 
 def compute_ref_logprobs(models: Models, batch: Batch, *, temperature: float) -> None:
@@ -228,6 +233,8 @@ def _scorer(models: Models, name: Scorer) -> FrozenModel:
     match name:
         case "policy":
             model = models.policy
+        case "base":
+            model = AdaptersOff(models.policy)
         case "reference":
             model = models.reference
         case "teacher":

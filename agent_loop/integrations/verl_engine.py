@@ -7,10 +7,10 @@ therefore read from its ids: an answer that does not end with a stop is `length`
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import Collection
 from typing import Any, Protocol
 
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
 from proxy.errors import EngineError
 from proxy.records import FinishReason, Ids, VersionSpan
 
@@ -56,11 +56,12 @@ class VerlEngine:
         self,
         prompt_ids: Ids,
         sampling: Sampling,
+        take: Take,
         *,
         request_id: str,
         cache_salt: str | None = None,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         session = request_id.rpartition("#")[0] or request_id
         self._info.in_flight += 1
         try:
@@ -69,7 +70,7 @@ class VerlEngine:
             )
         finally:
             self._info.in_flight -= 1
-        yield self._chunk(output, sampling)
+        take(self._chunk(output, sampling))
 
     async def abort(self, request_id: str) -> None:
         """Does nothing: verl's client cannot abort, so the answer is sampled to its end."""

@@ -178,6 +178,7 @@ async def run(folder: Path, given: argparse.Namespace) -> bool:
                 "--tokens": str(given.tokens),
                 "--folder": str(folder / f"part-{number}"),
                 "--log": str(folder / f"part-{number}.jsonl"),
+                "--result": str(folder / f"part-{number}.json"),
             }
             argv = (
                 "benchmarks.agents.part",
@@ -197,7 +198,8 @@ async def run(folder: Path, given: argparse.Namespace) -> bool:
         if given.kill:
             await _begun(running.postgres.url, given.agents * given.calls // 2)
             await running.kill_one()
-        done = [json.loads(line) for line in await asyncio.gather(*(p.line() for p in parts))]
+        await asyncio.gather(*(part.line() for part in parts))
+        done = [json.loads(path.read_bytes()) for path in sorted(folder.glob("part-*.json"))]
         ended = time.monotonic()
         watching.cancel()
         for program in (*running.proxies, *running.engines):

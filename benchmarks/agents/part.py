@@ -2,16 +2,15 @@
 
 Every agent is a trial of `RemoteAgentLoop`: session, agent, recording, reward, rollout. Only the
 launcher is scripted; its agent makes streaming calls over HTTP and repeats a failed call as an SDK
-does. Prints `open` when all of its sessions are open, begins when it reads a line, and prints a
-JSON line when all trials have ended. `--log` gets a line for each trial: its id, and the marks of
-the calls whose answers the agent got completely.
+does. Prints `open` when all of its sessions are open, begins when it reads a line, and prints
+`done` when all trials have ended. `--log` gets a line for each trial: its id, and the marks of
+the calls whose answers the agent got completely. `--result` gets what was measured, as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import resource
 import sys
 import time
@@ -182,7 +181,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--log", type=Path, required=True)
-    print(json.dumps(uvloop.run(_run(parser.parse_args()))), flush=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    # To a file: a write of more than a pipe holds may be cut short after uvloop has used io_uring,
+    # and an unbuffered stdout then drops the rest.
+    given.result.write_bytes(orjson.dumps(uvloop.run(_run(given))))
+    print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -113,21 +113,29 @@ def _turns(_: argparse.Namespace) -> None:
 
 
 def _streams(arguments: argparse.Namespace) -> None:
-    print("| streams | through | gap p50 ms | gap p99 ms | cores |\n|---|---|---|---|---|")
+    print("| streams | through | gap p50 ms | gap p99 ms | cores | CPU µs/token |")
+    print("|---|---|---|---|---|---|")
+    generate, chat = streams.generate_body(), streams.chat_body()
     for count in arguments.streams:
         with (
             tempfile.TemporaryDirectory() as scratch,
-            targets.fake_vllm("--tokens-per-s", "30") as upstream,
+            targets.fake_vllm("--tokens-per-s", str(streams.TOKENS_PER_S)) as upstream,
+            targets.pass_through(upstream) as plain,
             targets.ours(upstream, Path(scratch)) as target,
         ):
-            url = f"{upstream}/inference/v1/generate"
-            direct = uvloop.run(streams.measure(url, streams.generate_body(), count, None))
-            ours = uvloop.run(streams.measure(target.url, streams.chat_body(), count, target))
-        for name, gaps in (("direct", direct), ("ours", ours)):
-            print(
-                f"| {count} | {name} | {gaps.p50_ms:.1f} | {gaps.p99_ms:.1f} "
-                f"| {gaps.cpu_share:.2f} |"
-            )
+            url, through = f"{upstream}{streams.GENERATE}", f"{plain.origin}{streams.GENERATE}"
+            rows = {
+                "direct": streams.measure(url, generate, count, None),
+                plain.name: streams.measure(through, generate, count, plain),
+                "ours": streams.measure(target.url, chat, count, target),
+            }
+            for name, row in rows.items():
+                gaps = uvloop.run(row)
+                print(
+                    f"| {count} | {name} | {gaps.p50_ms:.1f} | {gaps.p99_ms:.1f} "
+                    f"| {gaps.cpu_share:.2f} | {gaps.cpu_us_per_token:.1f} |",
+                    flush=True,
+                )
 
 
 def _memory(arguments: argparse.Namespace) -> None:

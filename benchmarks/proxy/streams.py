@@ -12,6 +12,9 @@ import orjson
 
 from benchmarks.proxy.targets import Target
 
+GENERATE = "/inference/v1/generate"
+TOKENS_PER_S = 30.0
+"""The speed of each stream."""
 OPENED_OVER_S = 3.0
 """Streams start at different times within this period, as agents do."""
 
@@ -24,6 +27,8 @@ class Gaps:
     """Percentiles of the time between two reads of one stream."""
     cpu_share: float
     """CPU time of the target per wall time while all streams were open; 1.0 is one core."""
+    cpu_us_per_token: float
+    """CPU time of the target in this time, per token that the engine sent."""
 
 
 async def measure(url: str, body: bytes, streams: int, target: Target | None) -> Gaps:
@@ -38,7 +43,8 @@ async def measure(url: str, body: bytes, streams: int, target: Target | None) ->
     await asyncio.gather(*tasks)
     gaps.sort()
     middle, high = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)]
-    return Gaps(streams, middle * 1e3, high * 1e3, cpu_s / wall_s)
+    per_token_us = cpu_s / (wall_s * streams * TOKENS_PER_S) * 1e6
+    return Gaps(streams, middle * 1e3, high * 1e3, cpu_s / wall_s, per_token_us)
 
 
 def chat_body() -> bytes:

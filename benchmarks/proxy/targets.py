@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
 from proxy.port import free_port
@@ -40,6 +41,12 @@ class Target:
     kept: Callable[[], Awaitable[set[str]]] | None = None
     """Reads from the store, when the process has ended, which sessions have a complete answer. None
     if the target has no store that outlives it."""
+
+    @property
+    def origin(self) -> str:
+        """The URL without its path."""
+        address = urlsplit(self.url)
+        return f"{address.scheme}://{address.netloc}"
 
     def cpu_s(self) -> float:
         """CPU time of its whole process tree so far."""

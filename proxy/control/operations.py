@@ -80,6 +80,12 @@ OPERATIONS = {
         weights_schema.NewWeights,
         refusals=(400, 409),
     ),
+    "held_types": Operation(
+        "In which types the engines of relay workers hold the weights of a trainer",
+        weights_schema.HeldTypes,
+        weights_schema.TensorsView,
+        refusals=(400, 409),
+    ),
     "show_weights": Operation(
         "Which weights each relay worker serves; with `wait_s`, once all have settled",
         weights_schema.WeightsView,
@@ -96,6 +102,11 @@ OPERATIONS = {
         refusals=(400,),
     ),
     "quotas": Operation("Lists the quotas, and how much of each is used", quotas_schema.Quotas),
+    "remove_quota": Operation(
+        "Removes a quota; sessions that name it can make no more calls",
+        Nothing,
+        refusals=(400, 404),
+    ),
     "release_policy": Operation(
         "Lets other runs publish a policy, if it belongs to this run",
         Nothing,

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
@@ -86,7 +85,7 @@ class ControlPlane:
         self._deliveries = deliveries
         self._marked, self._document = marked, document
         self._weights, self._quotas = PublishedWeights(store, relay), SharedQuotas(store)
-        self.policies = PublishedPolicies(store, router, self._weights.restore)
+        self.policies = PublishedPolicies(store, router, self._weights)
         self._withdrawn = False
         self._handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "health": self._health,
@@ -109,9 +108,9 @@ class ControlPlane:
             "set_version": self._set_version,
             "publish_policy": self._publish_policy,
             "release_policy": self._release_policy,
-            "set_quota": self._quotas.set,
-            "quotas": self._quotas.show,
+            **self._quotas.handlers,
             "publish_weights": self._weights.publish,
+            "held_types": self._weights.held_types,
             "show_weights": self._weights.show,
             "release_weights": self._weights.release,
         }
@@ -149,7 +148,7 @@ class ControlPlane:
         new = await with_origin(self._store, parsed(NewSession, await read_body(request)))
         await self._quotas.check(new.limits.quota)
         session, key = await self._sessions.create(
-            unquote(trial_id) if trial_id is not None else new.trial_id,
+            new.trial_id if trial_id is None else trial_id,
             kind=new.kind,
             sampling=check_pinned(new.sampling)
             | ({"policies": new.policies} if new.policies else {}),
@@ -274,7 +273,7 @@ class ControlPlane:
         return _json({"name": engine.info.name}, status=201)
 
     async def _remove_engine(self, request: web.Request) -> web.Response:
-        await self._router.remove(unquote(request.match_info["name"]))
+        await self._router.remove(request.match_info["name"])
         return _json({})
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -354,7 +353,9 @@ ROUTES = (
     ("DELETE", "/policies/{name}/runs/{run}", "release_policy"),
     ("PUT", "/quotas/{name}", "set_quota"),
     ("GET", "/quotas", "quotas"),
+    ("DELETE", "/quotas/{name}", "remove_quota"),
     ("PUT", "/weights", "publish_weights"),
+    ("POST", "/weights/types", "held_types"),
     ("GET", "/weights", "show_weights"),
     ("DELETE", "/weights/runs/{run}", "release_weights"),
 )
@@ -365,7 +366,7 @@ _REPEATED_AT_SIBLINGS = frozenset(
 
 
 def _trial_id(request: web.Request) -> str:
-    return unquote(request.match_info["trial_id"])
+    return request.match_info["trial_id"]
 
 
 def _choice(value: str | None, kind: Any, name: str) -> Any:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from aiohttp import web
 
+from proxy.control.published_weights import PublishedWeights
 from proxy.control.schema import PolicyVersion, check_policy, parsed
 from proxy.errors import RequestError, SessionError, StoreError
 from proxy.http_request import read_body
@@ -40,21 +41,21 @@ class PublishedPolicies:
         self,
         store: Store,
         router: Router,
-        on_weights: Callable[[ServedPolicy], None] = lambda _: None,
+        weights: PublishedWeights,
     ) -> None:
-        """`on_weights` gets the recorded version of the policy without a name: the engines' own
-        weights, which relay workers pull."""
+        """`weights` gets the recorded version of the policy without a name: what relay workers
+        pull."""
         self._store = store
         self._router = router
-        self._on_weights = on_weights
+        self._weights = weights
 
     async def restore(self) -> None:
         """Publishes the recorded version of each policy, except of those that are published while
         they are read."""
-        before = self._router.policies.published
+        before, weights = self._router.policies.published, self._weights.wanted
         for served in await self._store.get_policies():
             if served.name == BASE.name:
-                self._on_weights(served)
+                self._weights.restore(served, weights)
                 continue
             current = self._router.policies.current(served.name)
             if current is None or current in before:
@@ -108,7 +109,7 @@ class PublishedPolicies:
 
     async def release(self, request: web.Request) -> None:
         """Lets other runs publish the policy, if it belongs to this run."""
-        run = unquote(request.match_info["run"])
+        run = request.match_info["run"]
         await self._store.release_policy(_name(request), run)
 
     async def _owner(self, name: str) -> str:
@@ -118,6 +119,6 @@ class PublishedPolicies:
 
 def _name(request: web.Request) -> str:
     try:
-        return check_policy(unquote(request.match_info["name"]))
+        return check_policy(request.match_info["name"])
     except ValueError as error:
         raise RequestError(f"name: {error}", param="name") from error

@@ -7,13 +7,16 @@ weights are replaced by another run only after it has released them.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from aiohttp import web
 
+from proxy.control.other_proxies import ask_others
 from proxy.control.schema import parsed
-from proxy.control.weights_schema import NewWeights
+from proxy.control.weights_schema import PATIENCE_S, NewWeights, TensorsView
 from proxy.errors import RequestError, SessionError
 from proxy.http_request import bounded_number, read_body
 from proxy.policies import BASE
@@ -23,6 +26,10 @@ from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import Weights
 from proxy.store.protocol import Store
 
+OWN = "own"
+"""In a query, the publication for which another proxy asks: the answer is of own workers only."""
+TYPES_S = 60.0
+"""Seconds that an engine may take to report its types: its loader runs once, without contents."""
 MAX_WAIT_S = 300.0
 """Longest wait of a request for workers to settle; the client asks again."""
 
@@ -35,11 +42,18 @@ class PublishedWeights:
         self._store = store
         self._hub = hub
 
-    def restore(self, served: ServedPolicy) -> None:
-        """Makes the workers serve what another proxy, or this one before, has recorded."""
+    @property
+    def wanted(self) -> Weights | None:
+        """The weights that the workers of this proxy are to serve."""
+        return None if self._hub is None else self._hub.weights
+
+    def restore(self, served: ServedPolicy, before: Weights | None) -> None:
+        """Makes the workers serve what another proxy, or this one before, has recorded. `before`
+        is what was wanted when the record was read: newer weights stay. The patience of a request
+        to another proxy is not recorded."""
         weights = Weights(served.adapter, served.version)
-        if self._hub is not None and self._hub.weights != weights:
-            self._hub.want(weights, 0.0)
+        if self._hub is not None and self._hub.weights == before != weights:
+            self._hub.want(weights, PATIENCE_S)
 
     async def publish(self, request: web.Request) -> web.Response:
         """Makes every worker pull and serve the weights.
@@ -64,23 +78,40 @@ class PublishedWeights:
 
     async def release(self, request: web.Request) -> web.Response:
         """Lets other runs publish weights, if these belong to this run."""
-        await self._store.release_policy(BASE.name, unquote(request.match_info["run"]))
+        await self._store.release_policy(BASE.name, request.match_info["run"])
         return web.json_response({})
 
+    async def held_types(self, request: web.Request) -> web.Response:
+        """In which types the engines of workers hold weights, also those of other proxies on the
+        store."""
+        hub, body = self._relay(), await read_body(request)
+        asked = parsed(TensorsView, body).tensors
+        tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in asked)
+        held: set[tuple[str | None, ...] | None] = await hub.held_dtypes(tensors, TYPES_S)
+        if OWN not in request.query:
+            for other in await ask_others(self._store, request, {OWN: ""}, TYPES_S, body):
+                held |= {each and tuple(each) for each in other["held_dtypes"]}
+        return web.json_response({"held_dtypes": list(held)})
+
     async def show(self, request: web.Request) -> web.Response:
-        """What each worker serves, once each has the weights or has failed, or after `wait_s`."""
+        """What each worker serves, also those of other proxies on the store, once each has the
+        weights or has failed, or after `wait_s`."""
         hub = self._relay()
         wait_s = bounded_number(request.query.get("wait_s", "0"), "wait_s", 0, 1e9)
-        settled = await hub.until_settled(min(wait_s, MAX_WAIT_S))
-        wanted = hub.weights
-        view = {
-            "publication": wanted and wanted.publication,
-            "version": wanted and wanted.version,
-            "settled": settled,
-            "held_dtypes": list({e.serves.held for e in hub.engines if e.has_wanted}),
-            "workers": [_worker(engine) for engine in hub.engines],
-        }
-        return web.json_response(view)
+        until = asyncio.get_running_loop().time() + min(wait_s, MAX_WAIT_S)
+        if OWN in request.query:
+            await hub.until_settled(until, request.query[OWN])
+            return web.json_response(_view(hub))
+        asked = {"wait_s": f"{wait_s:g}", OWN: hub.weights.publication if hub.weights else ""}
+        others, _ = await asyncio.gather(
+            ask_others(self._store, request, asked, min(wait_s, MAX_WAIT_S)),
+            hub.until_settled(until),
+        )
+        views = [_view(hub), *others]
+        if not any(view["workers"] for view in views):
+            await hub.until_settled(until, needs_worker=True)
+            views[0] = _view(hub)
+        return web.json_response(_merged(views))
 
     def _relay(self) -> RelayHub:
         if self._hub is None:
@@ -91,6 +122,31 @@ class PublishedWeights:
         return self._hub
 
 
+def _view(hub: RelayHub) -> dict[str, Any]:
+    """The `WeightsView` of this proxy's own workers."""
+    wanted = hub.weights
+    return {
+        "publication": wanted and wanted.publication,
+        "version": wanted and wanted.version,
+        "settled": hub.settled,
+        "held_dtypes": list({e.serves.held for e in hub.engines if e.has_wanted}),
+        "workers": [_worker(engine) for engine in hub.engines],
+    }
+
+
+def _merged(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first view with the workers of all."""
+    first, with_workers = views[0], [view for view in views if view["workers"]]
+    wanted = first["publication"]
+    held = {each and tuple(each) for view in with_workers for each in view["held_dtypes"]}
+    return first | {
+        "settled": bool(with_workers)
+        and all(view["settled"] and view["publication"] == wanted for view in with_workers),
+        "held_dtypes": list(held),
+        "workers": [worker for view in with_workers for worker in view["workers"]],
+    }
+
+
 def _worker(engine: RelayEngine) -> dict[str, Any]:
     serves = engine.serves
     return {
@@ -99,6 +155,7 @@ def _worker(engine: RelayEngine) -> dict[str, Any]:
         "serves_wanted": engine.has_wanted,
         "publication": serves.publication or None,
         "version": serves.version,
+        "adapter": serves.adapter or None,
         "error": serves.error,
         "pulled_bytes": serves.pulled_bytes,
         "pull_s": serves.pull_s,

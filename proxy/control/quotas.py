@@ -7,7 +7,6 @@ all proxies on the store, and survives the sessions that used it.
 from __future__ import annotations
 
 from dataclasses import asdict
-from urllib.parse import unquote
 
 from aiohttp import web
 
@@ -19,26 +18,29 @@ from proxy.store.protocol import Store
 
 
 class SharedQuotas:
-    """Example: SharedQuotas(store).set is the handler of `PUT /quotas/{name}`."""
+    """Example: SharedQuotas(store).handlers["set_quota"] handles `PUT /quotas/{name}`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.handlers = {"set_quota": self._set, "quotas": self._show, "remove_quota": self._remove}
 
-    async def set(self, request: web.Request) -> web.Response:
-        name = unquote(request.match_info["name"])
-        if len(name) > MAX_QUOTA_CHARS:
-            raise RequestError(
-                f"name: {len(name)} characters, at most {MAX_QUOTA_CHARS} are allowed", param="name"
-            )
+    async def _set(self, request: web.Request) -> web.Response:
+        name = _name(request)
         new = parsed(NewQuota, await read_body(request))
         quota = await self._store.set_quota(
             name, max_turns=new.max_turns, max_tokens=new.max_tokens, reset=new.reset
         )
         return web.json_response(asdict(quota))
 
-    async def show(self, request: web.Request) -> web.Response:
+    async def _show(self, request: web.Request) -> web.Response:
         found = await self._store.get_quotas()
         return web.json_response({"quotas": [asdict(quota) for quota in found]})
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        name = _name(request)
+        if not await self._store.remove_quota(name):
+            raise RequestError(f"there is no quota {name!r}", status=404, param="name")
+        return web.json_response({})
 
     async def check(self, name: str | None) -> None:
         """Raises RequestError: a new session names a quota that does not exist."""
@@ -47,3 +49,14 @@ class SharedQuotas:
                 f"limits.quota: there is no quota {name[:40]!r}; create it by PUT /quotas/NAME",
                 param="limits.quota",
             )
+
+
+def _name(request: web.Request) -> str:
+    name = request.match_info["name"]
+    if len(name) > MAX_QUOTA_CHARS or not name.isprintable():
+        raise RequestError(
+            f"name: {name[:40]!r} has {len(name)} characters; use at most {MAX_QUOTA_CHARS}, none "
+            "of them a control character",
+            param="name",
+        )
+    return name

@@ -40,8 +40,8 @@ MAX_BODY_BYTES = 2**20
 """A control call's body; validating it takes some milliseconds."""
 MAX_MODEL_CHARS = 256
 MAX_POLICIES = 64
-MAX_QUOTA_CHARS = 128
 """Number of model names that a session maps to policies."""
+MAX_QUOTA_CHARS = 128
 _SHOWN_CHARS = 80
 
 

@@ -10,6 +10,8 @@ from proxy.openapi import Schema
 from proxy.policies import MAX_ADAPTER_CHARS
 from proxy.weights.publication import check_name
 
+PATIENCE_S = 600.0
+
 
 class NewWeights(Schema):
     """The published weights that relay workers are to serve: body of `PUT /weights`."""
@@ -19,8 +21,22 @@ class NewWeights(Schema):
     version: int = Field(ge=0, le=2**31 - 1)
     run: str = Field("", max_length=MAX_ADAPTER_CHARS)
     """The run that publishes them, to which they then belong; empty: they belong to none."""
-    patience_s: float = Field(600.0, ge=0, le=86400)
+    patience_s: float = Field(PATIENCE_S, ge=0, le=86400)
     """Seconds for which workers that still serve the weights before them get calls."""
+
+
+class TensorsView(Schema):
+    """The weights that a trainer is going to publish: body of `POST /weights/types`."""
+
+    tensors: list[tuple[str, str, list[int]]]
+    """Name, trained type and shape of each."""
+
+
+class HeldTypes(Schema):
+    """Answer of `POST /weights/types`."""
+
+    held_dtypes: list[list[str | None] | None]
+    """As in `WeightsView`, of all workers that are connected."""
 
 
 class WorkerWeights(Schema):
@@ -33,13 +49,15 @@ class WorkerWeights(Schema):
     publication: str | None
     """The published weights that it has; None: none, or it is not known."""
     version: int
+    adapter: str | None
+    """The engine's name of the adapter that they are; None: they are no adapter."""
     error: str | None
     """Why it does not have the wanted weights; it tries again."""
     pulled_bytes: int
     """Number of bytes that the worker read for these weights."""
     pull_s: float
     paused_s: float
-    """Seconds during which the engine did not sample."""
+    """Seconds during which the engine did not sample; 0 for an adapter."""
     difference: float | None
     """Mean |Δ log p| of engine and trainer on the probe."""
 

@@ -69,8 +69,9 @@ class AnswerCheck:
         ids, logprobs, tops = chunk.ids, chunk.logprobs, chunk.top_logprobs
         if len(ids) != len(logprobs):
             raise _nonsense(f"sent {len(ids)} tokens and {len(logprobs)} log-probabilities")
-        self._check_ids(ids)
-        self._check_logprobs(logprobs)
+        if len(ids) != 1 or not self._is_valid(ids[0], logprobs[0]):
+            self._check_ids(ids)
+            self._check_logprobs(logprobs)
         if chunk.alternatives is not None:
             self._check_alternatives(chunk.alternatives, len(ids))
         if tops is None:
@@ -81,6 +82,11 @@ class AnswerCheck:
         for value in (value for top in tops for _, value in top):
             if not value <= MAX_LOGPROB:
                 raise _nonsense(f"sent the log-probability {value} of an alternative, which is > 0")
+
+    def _is_valid(self, token: int, logprob: float) -> bool:
+        """The check of the usual chunk of a stream, which has one token."""
+        bounded = MIN_LOGPROB <= logprob <= MAX_LOGPROB  # not for NaN
+        return bounded and 0 <= token < self._vocab_size and not self._text_only
 
     def _check_alternatives(self, rows: Alternatives, tokens: int) -> None:
         if rows.shape != (tokens, self._alternatives):

@@ -11,7 +11,7 @@ is recorded with a log-probability of NaN, which trajectories refuse.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -19,7 +19,7 @@ import orjson
 
 from proxy.config import EngineConfig
 from proxy.conversation.messages import Conversation, Message, ToolCall
-from proxy.engines.http_engine import Answer, Choice, HttpEngine
+from proxy.engines.http_engine import Answer, Choice, HttpEngine, Received
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.text_only import check_sampling
 from proxy.errors import EngineError, RequestError
@@ -126,9 +126,8 @@ class ChatEngine(HttpEngine[_Answer]):
             )
         return asked
 
-    async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        async for chunk in self._whole(body, sampling):
-            yield chunk
+    async def _stream(self, body: bytes, received: Received) -> None:
+        await self._whole(body, received)
 
     def _chunks(
         self, answers: Sequence[_Answer], sampling: Sampling, given: int

@@ -2,13 +2,15 @@
 
 Every token of every stream passes through this module, so it avoids the layers of a client library:
 llhttp (`httptools`) parses the bytes and passes them to the reader. Invariant: a connection is
-reused only after the whole response was read; otherwise it is closed.
+reused only after the whole response was read; otherwise it is closed. After an error of its reader,
+or after its reader has left, a response passes nothing on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -33,6 +35,7 @@ class Response(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._reader: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
+        self._take: Callable[[bytes], None] | None = None
         self._failure: Exception | None = None
         self._stall_s = self._heard_at = 0.0
         self._bytes = 0
@@ -74,13 +77,16 @@ class Response(asyncio.Protocol):
             await self._news()
         return b"".join(self._parts)
 
-    async def part(self) -> bytes:
-        """The bytes received since the last part; empty at the end."""
-        while not self._parts and not self.ended:
-            await self._news()
-        part = b"".join(self._parts)
-        self._parts = []
-        return part
+    async def pass_to(self, take: Callable[[bytes], None]) -> None:
+        """Passes the rest of the body to `take` while it arrives, without waking the caller's task.
+        Returns at its end. Also raises what `take` raises."""
+        self._take = take
+        try:
+            self._pass_on()
+            while not self.ended:
+                await self._news()
+        finally:
+            self._take = None
 
     def close(self) -> None:
         self._rest()
@@ -102,7 +108,10 @@ class Response(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(ResponseError(f"did not answer in HTTP: {error}"))
-        self._wake()
+        if self._take is not None:
+            self._pass_on()
+        if self._take is None or self.ended:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -147,6 +156,18 @@ class Response(asyncio.Protocol):
             raise self._failure
         self._reader = self._loop.create_future()
         await self._reader
+
+    def _pass_on(self) -> None:
+        if self._take is None or not self._parts:
+            return
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts = []
+        try:
+            self._take(part)
+        except Exception as error:  # noqa: BLE001 - raised again in the reader's task
+            self.ended = False  # even if these were the last bytes
+            self._take = None
+            self._fail(error)
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -2,10 +2,10 @@
 
 Each kind adds its wire format: the body of a request, and the chunks in decoded answers.
 
-Invariant: a generation whose reader leaves before the last chunk is aborted at the engine, and one
-that has ended is not; `info` describes the replica, and `info.in_flight` counts its running
-generations; and an error, or a response that the wire format cannot decode, is raised as an
-EngineError (or an EngineRefusal) with the replica's URL.
+Invariant: a generation that is cancelled, or whose taker raises an error, before the last chunk is
+aborted at the engine, and one that has ended is not; `info` describes the replica, and
+`info.in_flight` counts its running generations; and an error, or a response that the wire format
+cannot decode, is raised as an EngineError (or an EngineRefusal) with the replica's URL.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
-from typing import Generic, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +22,7 @@ import msgspec
 from proxy.alternatives import Reported, table
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
 from proxy.engines.upstream import MAX_EVENT_BYTES, NOT_OFFERED, NotFound, Upstream
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, ProxyError
 from proxy.records import Alternatives, FinishReason, Ids
@@ -122,26 +121,18 @@ class HttpEngine(ABC, Generic[A]):
         self,
         prompt_ids: Ids,
         sampling: Sampling,
+        take: Take,
         *,
         request_id: str,
         cache_salt: str | None = None,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         body = self._body(prompt_ids, sampling, request_id, cache_salt, stream)
-        chunks = self._stream(body, sampling) if stream else self._whole(body, sampling)
-        last: Chunk | None = None
+        received = Received(self, sampling, take)
         self._info.in_flight += 1
         try:
-            async for chunk in chunks:
-                if last is not None:
-                    self._refuse_more(chunk)
-                elif chunk.finish_reason is not None:
-                    last = chunk
-                else:
-                    yield chunk
-            if last is None:
-                raise self._upstream.fault("ended its stream without a finish reason")
-            yield last
+            await (self._stream(body, received) if stream else self._whole(body, received))
+            last = received.end()
         except NotFound as error:
             if sampling.adapter:
                 raise MissingAdapter(error.message) from error
@@ -150,14 +141,21 @@ class HttpEngine(ABC, Generic[A]):
             if sampling.alternatives > sampling.top_logprobs and "logprobs" in error.message:
                 raise EngineRefusal(f"{error.message}; {TOO_MANY_ALTERNATIVES}") from error
             raise
-        except (GeneratorExit, asyncio.CancelledError):
-            if last is None:
-                with contextlib.suppress(EngineError):
-                    await self.abort(request_id)
+        except asyncio.CancelledError:
+            await self._abandon(request_id, received)
+            raise
+        except Exception:
+            if received.is_unwanted:
+                await self._abandon(request_id, received)
             raise
         finally:
             self._info.in_flight -= 1
-            await chunks.aclose()
+        take(last)
+
+    async def _abandon(self, request_id: str, received: Received) -> None:
+        if received.last is None:
+            with contextlib.suppress(EngineError):
+                await self.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
         """Does nothing by default: closing the connection ends the call."""
@@ -194,8 +192,9 @@ class HttpEngine(ABC, Generic[A]):
         """The chunks in events that arrived together (or in a whole body). `given` is the number of
         tokens before them."""
 
-    def _read(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
-        """The chunks in `payloads`. An error in one is raised after the chunks before it."""
+    def read(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
+        """The chunks in `payloads`. An error in one is raised after the chunks before it. `given`
+        is the number of tokens before them."""
         answers: list[A] = []
         failure: ProxyError | None = None
         try:
@@ -206,6 +205,10 @@ class HttpEngine(ABC, Generic[A]):
         yield from self._chunks(answers, sampling, given)
         if failure is not None:
             raise failure
+
+    def fault(self, words: str) -> EngineError:
+        """The error for an unusable answer of the engine."""
+        return self._upstream.fault(words)
 
     def _decode(self, payload: bytes) -> A:
         """Raises EngineError and EngineRefusal."""
@@ -251,31 +254,17 @@ class HttpEngine(ABC, Generic[A]):
             )
         return int(text)
 
-    async def _stream(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        given, finished = 0, False
-        limit = MAX_EVENT_BYTES if sampling.experts_from is None else MAX_EXPERTS_BYTES
-        stream = self._upstream.events(self.route, body, event_bytes=limit)
-        async with aclosing(stream) as events:
-            async for payloads in events:
-                for chunk in self._read(_said(payloads), sampling, given):
-                    given += len(chunk.ids)
-                    finished = finished or chunk.finish_reason is not None
-                    yield chunk
-                if finished:
-                    break
-            for chunk in self._read(_said(await _rest(events)), sampling, given):
-                yield chunk
+    async def _stream(self, body: bytes, received: Received) -> None:
+        limit = MAX_EVENT_BYTES if received.sampling.experts_from is None else MAX_EXPERTS_BYTES
+        try:
+            async with asyncio.timeout(None) as received.time_left:
+                await self._upstream.events(self.route, body, received.payloads, event_bytes=limit)
+        except (EngineError, TimeoutError):
+            if not received.is_complete:
+                raise
 
-    async def _whole(self, body: bytes, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        for chunk in self._read([await self._upstream.post(self.route, body)], sampling, 0):
-            yield chunk
-
-    def _refuse_more(self, chunk: Chunk) -> None:
-        """Raises EngineError if a chunk after the last one has tokens or a finish reason."""
-        if chunk.ids or chunk.finish_reason is not None:
-            raise self._upstream.fault(
-                "sent tokens or a second finish reason after its finish reason"
-            )
+    async def _whole(self, body: bytes, received: Received) -> None:
+        received.payloads([await self._upstream.post(self.route, body)])
 
     async def _weight_label(self, path: str) -> object:
         """The engine's label of its weights; None if it does not report one."""
@@ -298,17 +287,63 @@ class HttpEngine(ABC, Generic[A]):
             info.max_context_tokens = model.max_model_len
 
 
-def _said(payloads: list[bytes]) -> list[bytes]:
-    return [payload for payload in payloads if payload != b"[DONE]"]
+class Received:
+    """What an engine has sent for one call. The last chunk is kept until the response has ended."""
 
+    def __init__(self, engine: HttpEngine[Any], sampling: Sampling, take: Take) -> None:
+        self.sampling = sampling
+        self.last: Chunk | None = None
+        """The chunk with the finish reason, once it was received."""
+        self.is_unwanted = False
+        """Whether `take` has raised an error."""
+        self.is_complete = False
+        """Whether everything up to the finish reason was valid. What follows is read until the
+        response ends, for at most END_WAIT_S and MAX_REST events."""
+        self.time_left: asyncio.Timeout | None = None
+        self._engine = engine
+        self._take = take
+        self._tokens = 0
+        self._rest: list[bytes] = []
 
-async def _rest(events: AsyncGenerator[list[bytes], None]) -> list[bytes]:
-    """The events until the stream ends, for at most `END_WAIT_S` and `MAX_REST` events."""
-    rest: list[bytes] = []
-    with contextlib.suppress(EngineError, TimeoutError):
-        async with asyncio.timeout(END_WAIT_S):
-            async for payloads in events:
-                rest += payloads
-                if len(rest) > MAX_REST:
-                    break
-    return rest
+    def payloads(self, payloads: list[bytes]) -> None:
+        """Takes events that arrived together, or a whole body. Raises EngineError."""
+        said = [payload for payload in payloads if payload != b"[DONE]"]
+        if self.is_complete:
+            self._rest += said
+            if len(self._rest) > MAX_REST:
+                raise self._engine.fault(
+                    f"sent more than {MAX_REST} events after its finish reason"
+                )
+            return
+        for chunk in self._engine.read(said, self.sampling, self._tokens):
+            self._chunk(chunk)
+        if self.last is not None:
+            self.is_complete = True
+            if self.time_left is not None:
+                self.time_left.reschedule(asyncio.get_running_loop().time() + END_WAIT_S)
+
+    def end(self) -> Chunk:
+        """The last chunk, for after the response has ended. Raises EngineError if there is none, or
+        if there was more after it."""
+        for chunk in self._engine.read(self._rest, self.sampling, self._tokens):
+            self._chunk(chunk)
+        if self.last is None:
+            raise self._engine.fault("ended its stream without a finish reason")
+        return self.last
+
+    def _chunk(self, chunk: Chunk) -> None:
+        if self.last is not None:
+            if chunk.ids or chunk.finish_reason is not None:
+                raise self._engine.fault(
+                    "sent tokens or a second finish reason after its finish reason"
+                )
+            return
+        self._tokens += len(chunk.ids)
+        if chunk.finish_reason is not None:
+            self.last = chunk
+            return
+        try:
+            self._take(chunk)
+        except Exception:
+            self.is_unwanted = True
+            raise

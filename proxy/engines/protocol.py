@@ -6,9 +6,11 @@ the stop token if it sampled one, each with its log-probability.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from proxy.conversation.messages import Conversation
 from proxy.records import Alternatives, FinishReason, Ids, RoutedExperts, VersionSpan
@@ -55,8 +57,7 @@ class Sampling:
     """What the prompt says, for engines that take messages instead of ids (`chat`)."""
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(msgspec.Struct):
     """A group of sampled tokens; the last chunk of a call has `finish_reason` set."""
 
     ids: list[int]
@@ -96,28 +97,33 @@ class EngineInfo:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+Take = Callable[[Chunk], None]
+"""Takes the chunks of a call in order. An error that it raises ends the call."""
+
+
 class Engine(Protocol):
     """One replica. Implementations: `vllm`, `completions`, `sglang`, `scripted`, …"""
 
     @property
     def info(self) -> EngineInfo: ...
 
-    def generate(
+    async def generate(
         self,
         prompt_ids: Ids,
         sampling: Sampling,
+        take: Take,
         *,
         request_id: str,
         cache_salt: str | None = None,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         """`request_id` is `SESSION#TURN`, or `SESSION#TURN.CALL` where another call sampled the
-        first tokens of the answer. Yields chunks as they are sampled, or one chunk with all
-        where `stream` is False, which costs less. Closing the generator (`aclose`, or cancelling
-        its reader) aborts the call.
+        first tokens of the answer. Passes chunks to `take` as they are sampled, from the code that
+        receives them, or one chunk with all where `stream` is False, which costs less. If the task
+        is cancelled, or `take` raises an error before the last chunk, the call is aborted.
 
         Raises:
-            EngineError: the replica failed. The tokens that it yielded before stay valid.
+            EngineError: the replica failed. The tokens that `take` got before stay valid.
             EngineRefusal: the engine refuses these parameters, as another replica would.
         """
         ...

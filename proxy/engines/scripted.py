@@ -196,7 +196,7 @@ class ScriptedEngine:
         if call.fault is not None and call.fault.kind == "error" and not call.fault.after_tokens:
             return web.json_response({"error": {"message": "scripted fault"}}, status=500)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        with suppress(ConnectionResetError):  # the client has disconnected
+        try:
             await response.prepare(request)
             sent = 0
             async for at in self._sample(call):
@@ -207,6 +207,8 @@ class ScriptedEngine:
                 await response.write(b"data: [DONE]\n\n")
             elif call.fault is not None:
                 await self._break(request, call, wire, call.fault, response)
+        except ConnectionResetError:  # the client has disconnected, which is an abort for vLLM, too
+            call.finish_reason = call.finish_reason or "abort"
         return response
 
     async def _sample(self, call: ScriptedCall) -> Any:

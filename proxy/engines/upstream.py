@@ -7,7 +7,7 @@ EngineRefusal (the request is at fault, no replica will answer), with the replic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Container
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
@@ -72,11 +72,14 @@ class Upstream:
         """The body at `path`. Raises EngineError, also if the path does not exist or the body has
         more than MAX_TEXT_BYTES."""
         body = bytearray()
+
+        def take(part: bytes) -> None:
+            body.extend(part)
+            if len(body) > MAX_TEXT_BYTES:
+                raise self.fault(f"sent more than {MAX_TEXT_BYTES} bytes at {path}")
+
         async with self._request("GET", path, b"", timeout_s) as response:
-            while part := await response.part():
-                body += part
-                if len(body) > MAX_TEXT_BYTES:
-                    raise self.fault(f"sent more than {MAX_TEXT_BYTES} bytes at {path}")
+            await response.pass_to(take)
         return body.decode(errors="replace")
 
     async def post(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
@@ -85,23 +88,33 @@ class Upstream:
             return await response.read()
 
     async def events(
-        self, path: str, body: bytes, *, event_bytes: int = MAX_EVENT_BYTES
-    ) -> AsyncGenerator[list[bytes], None]:
-        """Yields the `data:` payloads of a stream; those that arrived together are in one list.
-        Raises EngineError for an event of more than `event_bytes`."""
+        self,
+        path: str,
+        body: bytes,
+        take: Callable[[list[bytes]], None],
+        *,
+        event_bytes: int = MAX_EVENT_BYTES,
+    ) -> None:
+        """Passes the `data:` payloads of a stream to `take` as they arrive; those that arrived
+        together are in one list. Returns at its end. Raises EngineError, also for an event of more
+        than `event_bytes`, and what `take` raises."""
+        parts: list[bytes] = []
+
+        def split(part: bytes) -> None:
+            nonlocal parts
+            parts.append(part)
+            whole: list[bytes] = []
+            if b"\n" in part:  # joined only here, because a large event has many parts
+                *whole, rest = b"".join(parts).replace(b"\r\n", b"\n").split(b"\n\n")
+                parts = [rest] if rest else []
+            if parts and sum(map(len, parts)) > event_bytes:
+                raise self.fault(f"sent an event of more than {event_bytes} bytes")
+            payloads = [e[5:].strip() for e in whole if e.startswith(b"data:")]
+            if payloads:
+                take(payloads)
+
         async with self._request("POST", path, body) as response:
-            parts: list[bytes] = []
-            while read := await response.part():
-                parts.append(read)
-                whole: list[bytes] = []
-                if b"\n" in read:  # joined only here, because a large event has many parts
-                    *whole, rest = b"".join(parts).replace(b"\r\n", b"\n").split(b"\n\n")
-                    parts = [rest]
-                if sum(map(len, parts)) > event_bytes:
-                    raise self.fault(f"sent an event of more than {event_bytes} bytes")
-                payloads = [e[5:].strip() for e in whole if e.startswith(b"data:")]
-                if payloads:
-                    yield payloads
+            await response.pass_to(split)
 
     def parse(self, body: bytes) -> Any:
         try:

@@ -12,17 +12,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import Protocol
 
 import msgspec
 
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
-from proxy.errors import EngineError, EngineRefusal, ProxyError
+from proxy.engines.protocol import EngineInfo, Sampling, Take
+from proxy.errors import EngineError, ProxyError
 from proxy.records import Ids
+from proxy.relay.engine_call import RelayCall
 from proxy.relay.protocol import (
+    AbortCall,
     Check,
+    Describe,
+    Described,
     End,
     Frame,
     Generate,
@@ -36,10 +41,12 @@ from proxy.relay.protocol import (
     ToWorker,
     Weights,
     Welcome,
-    chunk_of,
     pack_ids,
     sampling_fields,
 )
+
+Tensors = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, trained type and shape of each."""
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +79,15 @@ class RelayEngine:
         self._on_weights = on_weights
         self._wanted: Weights | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self.serves = Serves(hello.publication, hello.version)
+        self.serves = _shared(hello.serves or Serves())
         """What the worker last said about its weights."""
         self._incarnation = hello.incarnation
         self._window = window
         self._grace_s = grace_s
         self._max_calls = hello.max_calls
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, RelayCall] = {}
         self._numbers = count()
-        self._checks: dict[int, asyncio.Future[Health]] = {}
+        self._checks: dict[int, asyncio.Future[Health | Described]] = {}
         self._connection: Connection | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._leaving = False
@@ -92,6 +99,7 @@ class RelayEngine:
             version=hello.version,
             model=hello.model,
             max_context_tokens=hello.max_context_tokens,
+            adapters=True,
         )
 
     @property
@@ -136,11 +144,12 @@ class RelayEngine:
         self,
         prompt_ids: Ids,
         sampling: Sampling,
+        take: Take,
         *,
         request_id: str,
         cache_salt: str | None = None,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         number = next(self._numbers)
         call = self._open(
             Generate(
@@ -158,7 +167,7 @@ class RelayEngine:
                 item = await call.items.get()
                 if isinstance(item, ProxyError):
                     raise item
-                yield item
+                take(item)
                 if item.finish_reason is not None:
                     return
                 taken += 1
@@ -169,10 +178,11 @@ class RelayEngine:
             self._post(End(number))
 
     async def abort(self, request_id: str) -> None:
-        for call in list(self._calls.values()):
+        if self._connection is None:
+            raise EngineError(f"worker {self._info.name!r} is not connected")
+        for number, call in self._calls.items():
             if call.request.request_id == request_id:
-                call.cut(f"call {request_id} was aborted")
-                self._post(End(call.request.call))
+                self._post(AbortCall(number))
 
     def forget(self, session_id: str) -> None:
         """Does nothing: the worker is not told that a session ends, and bounds what it keeps."""
@@ -187,20 +197,27 @@ class RelayEngine:
 
     async def probe(self, timeout_s: float = 5.0) -> Health:
         """Asks the worker for its engine's health. Raises EngineError if it does not answer."""
-        if self._connection is None:
-            raise EngineError(f"worker {self._info.name!r} is not connected")
-        number = next(self._numbers)
-        answer = self._checks[number] = asyncio.get_running_loop().create_future()
-        self._post(Check(number))
         try:
-            return await asyncio.wait_for(answer, timeout_s)
+            health = await self._ask(Check(next(self._numbers)), timeout_s)
         except TimeoutError as error:
             self._info.healthy = False
             raise EngineError(
                 f"worker {self._info.name!r} did not answer within {timeout_s:g} s"
             ) from error
-        finally:
-            self._checks.pop(number, None)
+        if not isinstance(health, Health):
+            raise EngineError(f"worker {self._info.name!r} answered another question")
+        return health
+
+    async def held_dtypes(
+        self, tensors: Tensors, timeout_s: float
+    ) -> tuple[str | None, ...] | None:
+        """In which type the worker's engine holds each tensor; None: it cannot report that, or
+        does not answer."""
+        with suppress(EngineError, TimeoutError):
+            answer = await self._ask(Describe(next(self._numbers), tensors), timeout_s)
+            if isinstance(answer, Described) and len(answer.held or ()) == len(tensors):
+                return answer.held
+        return None
 
     async def close(self) -> None:
         self.lose("the proxy closed it")
@@ -215,8 +232,9 @@ class RelayEngine:
         resumed = {n: call.received for n, call in open_calls.items() if n in hello.calls}
         unheard = [call for n, call in open_calls.items() if n not in resumed]
         self._connection = connection
-        if hello.publication != self.serves.publication:
-            self.serves = Serves(hello.publication, hello.version, self.serves.error)
+        served = hello.serves or Serves()
+        if served.publication != self.serves.publication:
+            self.serves = msgspec.structs.replace(_shared(served), error=self.serves.error)
         self._info.version = hello.version
         self._info.healthy = not self._leaving and self._may_sample
         self._post(Welcome(self._window, self._grace_s, resumed))
@@ -247,7 +265,7 @@ class RelayEngine:
         match message:
             case Frame():
                 self._take(message)
-            case Health():
+            case Health() | Described():
                 waiting = self._checks.pop(message.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
@@ -285,7 +303,7 @@ class RelayEngine:
         """Why it gets no calls because of its weights."""
         if self._wanted is None or self._may_sample:
             return None
-        error = self.serves.error or "it is late"
+        error = self.serves.error or ("it is late" if self._deadline is None else "not yet")
         return f"it does not serve {self._wanted.publication} ({error})"
 
     @property
@@ -303,20 +321,32 @@ class RelayEngine:
         if wanted is None or message.publication != wanted.publication:
             return  # others are wanted meanwhile
         if message.error is None:
-            self._info.version = message.version
-            self.serves = msgspec.structs.replace(message, held=_shared(message.held))
+            if not message.adapter:
+                self._info.version = message.version
+            self.serves = _shared(message)
         else:
             self.serves = msgspec.structs.replace(self.serves, error=message.error)
         self._info.healthy = self._may_sample and not self._leaving
         self._on_weights()
 
-    def _open(self, request: Generate) -> _Call:
+    async def _ask(self, question: Check | Describe, timeout_s: float) -> Health | Described:
+        """Raises EngineError: the worker is not connected. TimeoutError: it does not answer."""
+        if self._connection is None:
+            raise EngineError(f"worker {self._info.name!r} is not connected")
+        answer = self._checks[question.number] = asyncio.get_running_loop().create_future()
+        self._post(question)
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        finally:
+            self._checks.pop(question.number, None)
+
+    def _open(self, request: Generate) -> RelayCall:
         name = self._info.name
         if self._lost or self._leaving:
             raise EngineError(f"worker {name!r} is gone")
         if len(self._calls) >= self._max_calls:
             raise EngineError(f"worker {name!r} is full: {self._max_calls} calls are in flight")
-        call = self._calls[request.call] = _Call(request)
+        call = self._calls[request.call] = RelayCall(request)
         self._info.in_flight += 1
         self._post(request)
         return call
@@ -340,30 +370,7 @@ class RelayEngine:
             self._info.version = frame.versions[-1][0]
 
 
-def _shared(names: tuple[str | None, ...] | None) -> tuple[str | None, ...] | None:
-    """The same with one object per different name: there are as many names as tensors."""
-    return names and tuple(name and sys.intern(name) for name in names)
-
-
-class _Call:
-    """A call in flight, with the frames that its reader has not taken yet."""
-
-    def __init__(self, request: Generate) -> None:
-        self.request = request
-        self.items: asyncio.Queue[Chunk | ProxyError] = asyncio.Queue()
-        self.received = 0
-        self.complete = False
-
-    def put(self, frame: Frame) -> None:
-        if frame.error is None:
-            self.items.put_nowait(chunk_of(frame))
-        else:
-            self.items.put_nowait((EngineRefusal if frame.refused else EngineError)(frame.error))
-        self.received = frame.number + 1
-        self.complete = frame.last
-        self.request.prompt = b""
-
-    def cut(self, reason: str, status: int = 503) -> None:
-        if not self.complete:
-            self.complete = True
-            self.items.put_nowait(EngineError(reason, status=status))
+def _shared(serves: Serves) -> Serves:
+    """The same with one object per different type: there are as many as tensors."""
+    held = serves.held and tuple(each and sys.intern(each) for each in serves.held)
+    return msgspec.structs.replace(serves, held=held)

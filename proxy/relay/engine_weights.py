@@ -2,7 +2,8 @@
 
 vLLM serves them with `VLLM_SERVER_DEV_MODE=1`, and takes weights from a file with our plug-in (the
 package `agentic-rl` in its environment) and `--weight-transfer-config '{"backend": "shm"}'`: its
-workers map the file, check the digest of every byte and load it (`trainer.weight_sync`).
+workers map the file, check the digest of every byte and load it (`trainer.weight_sync`). Adapters
+need no plug-in.
 
 Invariant: the engine reports a version only if it has all of that version's weights. From the first
 weight that may have changed until then it samples nothing, also if this process ends in between.
@@ -14,7 +15,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,23 @@ import orjson
 
 from proxy.engines.upstream import Upstream
 from proxy.errors import EngineError, ProxyError
-from proxy.weights.publication import Manifest, ProbeScores
+from proxy.weights.publication import ProbeScores
 from proxy.weights.pull import LocalWeights
 
+FIRST_LABEL = "default"
+"""vLLM's label of the weights with which it was started."""
 CONTROL_TIMEOUT_S = 600.0
 """Seconds that a step of an update may take: loading hundreds of GiB from disk is slow."""
 _HELD = "held_dtypes"
 _PIPE_BYTES = 1 << 16
+_FOR_WEIGHTS = (
+    "to take weights, this vLLM needs VLLM_SERVER_DEV_MODE=1, the package agentic-rl, and "
+    '--weight-transfer-config \'{"backend": "shm"}\''
+)
+_FOR_ADAPTERS = (
+    "to take adapters, this vLLM needs VLLM_SERVER_DEV_MODE=1, "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank"
+)
 
 
 class _Report(msgspec.Struct):
@@ -49,14 +60,17 @@ class EngineWeights:
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._upstream = Upstream(url, api_key=api_key)
 
-    async def label(self, timeout_s: float) -> str:
-        """The engine's label of its weights: a version, or `default`. Raises EngineError."""
+    async def label(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
+        """The engine's label of its weights: a version, or FIRST_LABEL. Raises EngineError."""
         answer = await self._get("/weight_info", timeout_s)
         return str(answer.get("weight_version") if isinstance(answer, dict) else None)
 
-    async def held_dtypes(self, manifest: Manifest) -> tuple[str | None, ...] | None:
+    async def held_dtypes(
+        self, weights: Sequence[tuple[str, str, tuple[int, ...]]]
+    ) -> tuple[str | None, ...] | None:
         """The type in which the engine holds each weight, if its workers can report it: None for a
-        weight that it does not load, and the trained type where workers differ.
+        weight that it does not load, and the trained type where workers differ. A weight is its
+        name, trained type and shape.
 
         Raises:
             EngineError: it does not answer.
@@ -64,7 +78,6 @@ class EngineWeights:
         able = await self._workers("__dir__")
         if not all(_HELD in attributes for attributes in able):
             return None
-        weights = [(each.name, each.trained, each.shape) for each in manifest.tensors]
         reports = await self._workers(_HELD, orjson.dumps(weights).decode())
         if not all(isinstance(each, list) and len(each) == len(weights) for each in reports):
             return None
@@ -102,9 +115,35 @@ class EngineWeights:
         await self._post("/wake_up?tags=scheduling")
         return time.perf_counter() - paused
 
-    async def difference(self, probe: ProbeScores) -> float:
-        """Mean |Δ log p| of the engine and the trainer. Raises EngineError."""
+    async def adapters(self, timeout_s: float = CONTROL_TIMEOUT_S) -> set[str]:
+        """The names of the adapters for which the engine accepts calls. Raises EngineError."""
+        answer = await self._get("/v1/models", timeout_s)
+        try:
+            return {each["id"] for each in answer["data"] if each.get("parent") is not None}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._upstream.fault(f"sent unreadable models: {error!r}") from error
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Makes the engine serve the adapter, also while it samples; one of this name stays.
+
+        Raises:
+            EngineError: the engine refused it.
+        """
+        if name not in await self.adapters():
+            body = {"lora_name": name, "lora_path": str(folder)}
+            await self._post("/v1/load_lora_adapter", body, needs=_FOR_ADAPTERS)
+
+    async def unload_adapters(self, chosen: Callable[[str], bool]) -> None:
+        """Makes the engine refuse new calls of the adapters whose names are `chosen`. Running calls
+        continue. Raises EngineError."""
+        for name in filter(chosen, await self.adapters()):
+            await self._post("/v1/unload_lora_adapter", {"lora_name": name}, needs=_FOR_ADAPTERS)
+
+    async def difference(self, probe: ProbeScores, adapter: str = "") -> float:
+        """Mean |Δ log p| of the engine and the trainer; without an adapter, of the engine's own
+        weights. Raises EngineError."""
         body = {
+            **({"model": adapter} if adapter else {}),
             "token_ids": probe.ids,
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
         }
@@ -126,7 +165,7 @@ class EngineWeights:
         """Returns when every worker of the engine has staged the weights, or says that it loads
         them during the pause."""
         workers = int((await self._get("/get_world_size"))["world_size"])
-        with _pipe() as (path, descriptor):
+        with _pipe(Path(written["path"]).parent) as (path, descriptor):
             init = {"init_info": written | {"report": str(path)}}
             await self._post("/init_weight_transfer_engine", init)
             try:
@@ -157,17 +196,14 @@ class EngineWeights:
     async def _get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         return await self._upstream.get(path, timeout_s=timeout_s, absent=())
 
-    async def _post(self, path: str, body: Any = None) -> Any:
-        """Raises EngineError, which names the flags that the route needs if it is missing."""
+    async def _post(self, path: str, body: Any = None, *, needs: str = "") -> Any:
+        """Raises EngineError, which names the flags that the route `needs` if it is missing."""
         data = b"" if body is None else orjson.dumps(body)
         try:
             answer = await self._upstream.post(path, data, timeout_s=CONTROL_TIMEOUT_S)
         except ProxyError as error:
             if " answered 404" in error.message or "weight transfer" in error.message.lower():
-                raise EngineError(
-                    f"{error.message}; to take weights, this vLLM needs VLLM_SERVER_DEV_MODE=1, the"
-                    ' package agentic-rl, and --weight-transfer-config \'{"backend": "shm"}\''
-                ) from error
+                raise EngineError(f"{error.message}; {needs or _FOR_WEIGHTS}") from error
             raise EngineError(error.message) from error
         try:
             return orjson.loads(answer) if answer else {}
@@ -176,9 +212,10 @@ class EngineWeights:
 
 
 @contextmanager
-def _pipe() -> Iterator[tuple[Path, int]]:
-    """A pipe with a path, to which the engine's workers write their reports."""
-    with tempfile.TemporaryDirectory(prefix="agentic-worker-") as folder:
+def _pipe(shared: Path) -> Iterator[tuple[Path, int]]:
+    """A pipe to which the engine's workers write their reports. It is in a folder that they see
+    under the same path; the engine may be in a container with other temporary files."""
+    with tempfile.TemporaryDirectory(prefix="reports-", dir=shared) as folder:
         path = Path(folder, "reports")
         os.mkfifo(path)
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # never at its end

@@ -18,7 +18,7 @@ from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from proxy.config import RelayConfig
 from proxy.errors import ConfigurationError, EngineError, RequestError
-from proxy.relay.engine import RelayEngine
+from proxy.relay.engine import RelayEngine, Tensors
 from proxy.relay.protocol import (
     FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -91,14 +91,34 @@ class RelayHub:
             engine.want(weights, patience_s)
         self._tell()
 
-    async def until_settled(self, timeout_s: float) -> bool:
-        """Waits until each worker serves the wanted weights or has failed to, and there is one.
-        Returns whether that is so."""
+    async def held_dtypes(
+        self, tensors: Tensors, timeout_s: float
+    ) -> set[tuple[str | None, ...] | None]:
+        """What the workers report of the types in which their engines hold these tensors."""
+        asked = (engine.held_dtypes(tensors, timeout_s) for engine in self.engines)
+        return set(await asyncio.gather(*asked))
+
+    @property
+    def settled(self) -> bool:
+        """Whether each worker serves the wanted weights or has failed to, and there is one."""
+        return bool(self._engines) and all(engine.settled for engine in self.engines)
+
+    async def until_settled(
+        self, until: float, publication: str | None = None, *, needs_worker: bool = False
+    ) -> None:
+        """Returns when each worker serves the wanted weights or has failed to, or at `until` by
+        the event loop's clock. `publication`: when these are the wanted ones. With `needs_worker`,
+        when there also is a worker."""
+
+        def reached() -> bool:
+            wanted = self._weights.publication if self._weights else ""
+            none = not self._engines and not needs_worker
+            return none or (self.settled and publication in (None, wanted))
+
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not self._settled:
+            async with asyncio.timeout_at(until):
+                while not reached():
                     await self._news.wait()
-        return self._settled
 
     async def close(self) -> None:
         for engine in list(self._engines.values()):
@@ -200,10 +220,6 @@ class RelayHub:
             farewell = asyncio.ensure_future(self._part(engine.info.name))
             self._farewells.add(farewell)
             farewell.add_done_callback(self._farewells.discard)
-
-    @property
-    def _settled(self) -> bool:
-        return bool(self._engines) and all(engine.settled for engine in self.engines)
 
     def _tell(self) -> None:
         self._news.set()

@@ -58,8 +58,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     max_calls: int
     calls: tuple[int, ...]
     """Calls of which the worker still keeps frames."""
-    publication: str = ""
-    """The published weights that the engine serves; empty: this process has loaded none."""
+    serves: Serves | None = None
+    """The published weights that the engine serves; None: this process has loaded none."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
@@ -104,6 +104,8 @@ class Frame(msgspec.Struct, tag="frame", array_like=True):
     error: str | None = None
     refused: bool = False
     """With `error`: the engine refuses the request itself, and another replica would too."""
+    lacks_adapter: bool = False
+    """With `error`: the engine only lacks the adapter that the call names."""
     routed_experts: bytes | None = None
     alternatives: bytes | None = None
 
@@ -125,10 +127,31 @@ class End(msgspec.Struct, tag="end", array_like=True):
     call: int
 
 
+class AbortCall(msgspec.Struct, tag="abort", array_like=True):
+    """The engine is to end the call early: its last frame then says so, with the tokens so far."""
+
+    call: int
+
+
 class Check(msgspec.Struct, tag="check", array_like=True):
     """Asks for the health of the worker's engine and the version of its weights."""
 
     number: int
+
+
+class Describe(msgspec.Struct, tag="describe", array_like=True):
+    """Asks in which types the worker's engine holds weights."""
+
+    number: int
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """Name, trained type and shape of each."""
+
+
+class Described(msgspec.Struct, tag="described", array_like=True):
+    """The answer to the `Describe` of the same number, as `Serves.held`."""
+
+    number: int
+    held: tuple[str | None, ...] | None
 
 
 class Health(msgspec.Struct, tag="health", array_like=True):
@@ -151,12 +174,14 @@ class Serves(msgspec.Struct, tag="serves", array_like=True, frozen=True):
     """The engine serves these weights, or cannot because of `error`; the worker then tries again
     until others are wanted."""
 
-    publication: str
-    version: Version
+    publication: str = ""
+    version: Version = 0
     error: str | None = None
+    adapter: str = ""
+    """The engine's name of the adapter that these weights are; empty: they are no adapter."""
     held: tuple[str | None, ...] | None = None
     """The type in which the engine holds each tensor of the manifest; None: not at all, or, for all
-    of them, unknown."""
+    of them, unknown or an adapter's."""
     pulled_bytes: int = 0
     pull_s: float = 0.0
     paused_s: float = 0.0
@@ -169,8 +194,8 @@ class Leave(msgspec.Struct, tag="leave", array_like=True):
     """The worker finishes its calls, accepts no more, and then closes with code 1000."""
 
 
-ToWorker = Welcome | Refuse | Generate | Taken | End | Check | Weights
-ToProxy = Hello | Frame | Health | Leave | Serves
+ToWorker = Welcome | Refuse | Generate | Taken | End | AbortCall | Check | Describe | Weights
+ToProxy = Hello | Frame | Health | Described | Leave | Serves
 
 
 class ProtocolError(Exception):

@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from proxy.errors import EngineError
-from proxy.relay.engine_weights import EngineWeights
+from proxy.relay.adapter_updates import AdapterUpdates
+from proxy.relay.engine_weights import FIRST_LABEL, EngineWeights
 from proxy.relay.protocol import Serves, Weights
 from proxy.weights.publication import Manifest, check_name
-from proxy.weights.pull import LocalWeights, PullError, PullStopped, WeightStore
+from proxy.weights.published_files import PullError, PullStopped
+from proxy.weights.pull import LocalWeights, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class WeightUpdates:
         sends a message to the proxy."""
         self._engine = engine
         self._store = store
+        self._adapters = None if store is None else AdapterUpdates(engine, store)
         self._report = report
         self._wanted: Weights | None = None
         self._served: Serves | None = None
@@ -63,9 +66,9 @@ class WeightUpdates:
         """Digest of the tensors' names, types and shapes → what `held_dtypes` has returned."""
 
     @property
-    def publication(self) -> str:
-        """What the engine serves; empty: unknown."""
-        return "" if self._served is None else self._served.publication
+    def served(self) -> Serves | None:
+        """What the engine serves; None: unknown."""
+        return self._served
 
     @property
     def refusal(self) -> str:
@@ -84,10 +87,25 @@ class WeightUpdates:
         else:
             self._start(weights)
 
+    async def held_dtypes(
+        self, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+    ) -> tuple[str | None, ...] | None:
+        """As `EngineWeights.held_dtypes`; None also if the engine does not answer."""
+        try:
+            return await self._engine.held_dtypes(tensors)
+        except EngineError as error:
+            log.warning("relay: the engine's types are not known: %s", error.message)
+            return None
+
     def doubt(self, why: str) -> None:
         """The engine has failed, and may come back with other weights: `check` asks it."""
         if self._served is not None and not self._at_engine.locked():
             self._doubted, self._served, self._problem = self._served, None, why
+
+    def doubt_adapter(self, name: object, why: str) -> None:
+        """The engine lacks an adapter: it was restarted, if it is the one that it is to serve."""
+        if self._served is not None and self._served.adapter == name:
+            self.doubt(why)
 
     async def check(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """Asks the engine which weights it has. Returns why it must not sample, or "".
@@ -98,22 +116,29 @@ class WeightUpdates:
         expected = self._served or self._doubted
         if expected is None or self._at_engine.locked():
             return self.refusal
-        label = await self._engine.label(timeout_s)
+        found = await self._found(expected, timeout_s)
         if expected is not (self._served or self._doubted) or self._at_engine.locked():
             return self.refusal  # it got new weights meanwhile
         self._doubted = None
-        if label == str(expected.version):
+        if not found:
             self._served, self._problem = expected, ""
         else:
             self._served = None
-            self._problem = (
-                f"the engine has weights {label!r} instead of version {expected.version}: it was "
-                "restarted, and gets its weights again"
-            )
+            self._problem = f"{found}: it was restarted, and gets its weights again"
             log.warning("relay: %s", self._problem)
             if self._wanted is not None and (self._task is None or self._task.done()):
                 self._start(self._wanted)
         return self.refusal
+
+    async def _found(self, expected: Serves, timeout_s: float) -> str:
+        """What the engine has instead of what is expected; empty: that. Raises EngineError."""
+        label = await self._engine.label(timeout_s)
+        wanted = FIRST_LABEL if expected.adapter else str(expected.version)
+        if label != wanted:
+            return f"the engine has weights {label!r} instead of {wanted!r}"
+        if expected.adapter and expected.adapter not in await self._engine.adapters(timeout_s):
+            return f"the engine does not have the adapter {expected.adapter}"
+        return ""
 
     async def close(self) -> None:
         """Ends a pull that runs. An update of the engine that has begun finishes."""
@@ -160,7 +185,7 @@ class WeightUpdates:
     async def _update(self, weights: Weights, superseded: asyncio.Event) -> None:
         """Raises PullError, PullStopped, EngineError, and ValueError for a name of none."""
         name = check_name(weights.publication)
-        if self._store is None:
+        if self._store is None or self._adapters is None:
             raise PullError(
                 "the trainer publishes its weights, and this worker does not know where: give it "
                 "as --weights-url the URL at which this machine reaches the trainer's "
@@ -169,14 +194,22 @@ class WeightUpdates:
         began = time.perf_counter()
         local = await asyncio.to_thread(self._store.pull, name, superseded.is_set)
         pull_s = time.perf_counter() - began
-        held = await self._held_dtypes(local.manifest)
+        adapter, held, paused_s = local.manifest.adapter, None, 0.0
+        if adapter is None:
+            if self._served is None or await self._found(self._served, CHECK_TIMEOUT_S):
+                self._held = {}  # it may have been restarted with another --dtype
+            held = await self._held_dtypes(local.manifest)
         if superseded.is_set():
             return
         async with self._at_engine:
-            paused_s, difference = await self._load(local)
+            if adapter is None:
+                paused_s, difference = await self._load(local)
+            else:
+                difference = await self._adapters.load(local, adapter, superseded.is_set)
             self._served = Serves(
                 weights.publication,
                 weights.version,
+                adapter="" if adapter is None else adapter.name,
                 held=held,
                 pulled_bytes=local.pulled_bytes,
                 pull_s=pull_s,
@@ -219,7 +252,7 @@ class WeightUpdates:
         about = [(each.name, each.trained, each.shape) for each in manifest.tensors]
         key = msgspec.msgpack.encode(about)
         if key not in self._held:
-            self._held = {key: await self._engine.held_dtypes(manifest)}
+            self._held = {key: await self._engine.held_dtypes(about)}
         held = self._held[key]
         for tensor, dtype in zip(manifest.tensors, held or (), strict=held is not None):
             if tensor.dtype != tensor.trained and dtype not in (None, tensor.dtype):

@@ -17,14 +17,17 @@ from collections import deque
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from proxy.engines.protocol import Engine
-from proxy.errors import EngineError, RequestError
+from proxy.engines.protocol import Chunk, Engine
+from proxy.errors import EngineError, MissingAdapter, RequestError
 from proxy.relay.engine_weights import EngineWeights
 from proxy.relay.protocol import (
     FRAME_BYTES,
     PATH,
     PROTOCOL_VERSION,
+    AbortCall,
     Check,
+    Describe,
+    Described,
     End,
     Fingerprint,
     Frame,
@@ -75,7 +78,9 @@ class RelayWorker:
         url, key = config.weights_url, config.engine_api_key
         self._weights = WeightUpdates(
             EngineWeights(config.engine, api_key=key.get_secret_value() if key else None),
-            None if url is None else WeightStore(url, config.weights_folder),
+            None
+            if url is None
+            else WeightStore(url, config.weights_folder, fingerprint.architecture),
             self._report,
         )
         self._fingerprint = fingerprint
@@ -197,7 +202,7 @@ class RelayWorker:
             max_context_tokens=info.max_context_tokens,
             max_calls=self._config.max_calls,
             calls=tuple(self._calls),
-            publication=self._weights.publication,
+            serves=self._weights.served,
         )
 
     def _resume(self, welcome: Welcome) -> asyncio.Queue[ToProxy]:
@@ -223,10 +228,16 @@ class RelayWorker:
             case Taken():
                 if call := self._calls.get(message.call):
                     call.taken(message.number)
+                    self._post_waiting(call)
             case End():
                 self._end(message.call)
+            case AbortCall():
+                if call := self._calls.get(message.call):
+                    self._tasks.create_task(self._abort(call))
             case Check():
                 self._tasks.create_task(self._check(message.number))
+            case Describe():
+                self._tasks.create_task(self._describe(message))
             case Weights():
                 self._weights.want(message)
             case _:
@@ -235,7 +246,7 @@ class RelayWorker:
     def _begin(self, request: Generate) -> None:
         if request.call in self._calls:
             raise ProtocolError(f"call {request.call} was begun twice")
-        call = self._calls[request.call] = _Call(request.call)
+        call = self._calls[request.call] = _Call(request.call, request.request_id)
         self._idle.clear()
         if len(self._calls) > self._config.max_calls:
             self._post(
@@ -253,34 +264,46 @@ class RelayWorker:
 
     async def _sample(self, call: _Call, request: Generate) -> None:
         """Forwards the engine's chunks to the proxy, no faster than the proxy reads them."""
-        number = 0
+        finished = False
+
+        def forward(chunk: Chunk) -> None:
+            nonlocal finished
+            finished = chunk.finish_reason is not None
+            self._post(call, frame_of(call.number, call.frames, chunk))
+
         try:
-            chunks = self._engine.generate(
+            await self._engine.generate(
                 unpack_ids(request.prompt),
                 sampling_of(request.sampling),
+                forward,
                 request_id=request.request_id,
                 cache_salt=request.cache_salt,
                 stream=request.stream,
             )
-            async with contextlib.aclosing(chunks):
-                async for chunk in chunks:
-                    await call.room(self._window)
-                    self._post(call, frame_of(call.number, number, chunk))
-                    number += 1
-                    if chunk.finish_reason is not None:
-                        return
-            raise EngineError("the engine ended its stream without a finish_reason")
+            if not finished:
+                raise EngineError("the engine ended its stream without a finish_reason")
         except (EngineError, RequestError) as error:
-            refused = isinstance(error, RequestError)
-            if not refused:
+            refused, lacks = isinstance(error, RequestError), isinstance(error, MissingAdapter)
+            if lacks:
+                self._weights.doubt_adapter(request.sampling.get("adapter"), error.message)
+            elif not refused:
                 self._weights.doubt(error.message)
-            await call.room(self._window)
-            self._post(call, Frame(call.number, number, error=error.message, refused=refused))
+            failed = Frame(call.number, call.frames, error=error.message, refused=refused)
+            failed.lacks_adapter = lacks
+            self._post(call, failed)
 
     def _post(self, call: _Call, frame: Frame) -> None:
-        call.kept.append(frame)
-        if self._outbox is not None:
-            self._outbox.put_nowait(frame)
+        call.frames += 1
+        call.waiting.append(frame)
+        self._post_waiting(call)
+
+    def _post_waiting(self, call: _Call) -> None:
+        """Posts the frames that wait, as far as the proxy has room for them."""
+        while call.waiting and len(call.kept) < self._window:
+            frame = call.waiting.popleft()
+            call.kept.append(frame)
+            if self._outbox is not None:
+                self._outbox.put_nowait(frame)
 
     def _end(self, number: int) -> None:
         call = self._calls.pop(number, None)
@@ -288,6 +311,12 @@ class RelayWorker:
             call.task.cancel()
         if not self._calls:
             self._idle.set()
+
+    async def _abort(self, call: _Call) -> None:
+        try:
+            await self._engine.abort(call.request_id)
+        except EngineError as error:
+            log.warning("relay: a call could not be aborted: %s", error.message)
 
     async def _check(self, number: int) -> None:
         try:
@@ -298,6 +327,11 @@ class RelayWorker:
             self._weights.doubt(error)
         if self._outbox is not None:
             self._outbox.put_nowait(Health(number, self._engine.info.version, error))
+
+    async def _describe(self, question: Describe) -> None:
+        held = await self._weights.held_dtypes(question.tensors)
+        if self._outbox is not None:
+            self._outbox.put_nowait(Described(question.number, held))
 
     def _report(self, message: Serves) -> None:
         if self._outbox is not None:
@@ -321,21 +355,20 @@ class RelayWorker:
 class _Call:
     """A call that the worker serves: its task, and the frames that are not acknowledged yet."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, request_id: str) -> None:
         self.number = number
+        self.request_id = request_id
         self.task: asyncio.Task[None] | None = None
+        self.frames = 0
+        """Number of frames so far."""
         self.kept: deque[Frame] = deque()
-        self._room = asyncio.Event()
-
-    async def room(self, window: int) -> None:
-        while len(self.kept) >= window:
-            self._room.clear()
-            await self._room.wait()
+        """Frames that were posted and are not acknowledged."""
+        self.waiting: deque[Frame] = deque()
+        """Frames that the proxy has no room for yet."""
 
     def taken(self, number: int) -> None:
         while self.kept and self.kept[0].number < number:
             self.kept.popleft()
-        self._room.set()
 
 
 async def _send(socket: ClientConnection, outbox: asyncio.Queue[ToProxy]) -> None:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from proxy.conversation.messages import ToolCall, own_call_id
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, gc=False):
     """More of the answer's text."""
 
     text: str
 
 
-@dataclass(slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, gc=False):
     """More of the answer's reasoning."""
 
     text: str
 
 
-@dataclass(slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, gc=False):
     """A tool call begins. `index` counts the answer's calls from 0."""
 
     index: int
@@ -31,8 +29,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(slots=True)
-class ArgumentsDelta:
+class ArgumentsDelta(msgspec.Struct, gc=False):
     """More of the JSON text of a tool call's arguments."""
 
     index: int

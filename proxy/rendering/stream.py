@@ -101,7 +101,7 @@ class AnswerParser:
     @property
     def ended(self) -> bool:
         """Whether sampling can stop."""
-        return self.stop_string is not None or self._second_call
+        return self._second_call or self._text.stop_string is not None
 
     def feed(self, ids: list[int]) -> list[Delta]:
         out, self._early = self._early, []
@@ -110,7 +110,9 @@ class AnswerParser:
             return out
         for token in ids:
             self._ids.append(token)
-            if self._plain:
+            if self._channel is _Channel.TEXT and token not in self._marks:
+                _send(self._text, TextDelta, self._stream.step(token), out)
+            elif self._plain:
                 self._step_plain(token, out)
             elif self._markers is not None:
                 self._step(token, self._markers, out)
@@ -153,9 +155,6 @@ class AnswerParser:
 
     def _step(self, token: int, markers: Markers, out: list[Delta]) -> None:
         channel = self._channel
-        if channel is _Channel.TEXT and token not in self._marks:
-            _send(self._text, TextDelta, self._stream.step(token), out)
-            return
         if channel is _Channel.STOPPED:
             return
         if token in self._rendering.stop_token_ids:
@@ -181,6 +180,8 @@ class AnswerParser:
                 _send(self._reasoning, ReasoningDelta, self._stream.step(token), out)
         elif channel in (_Channel.START, _Channel.TEXT):
             _send(self._text, TextDelta, self._stream.step(token), out)
+            if self._text.has_begun:
+                self._channel = _Channel.TEXT
 
     def _step_plain(self, token: int, out: list[Delta]) -> None:
         if token in self._rendering.stop_token_ids:
@@ -190,7 +191,7 @@ class AnswerParser:
 
     def _is_blank(self) -> bool:
         """Whether only white space precedes the current token."""
-        if self._text.sent:
+        if self._text.has_begun:
             return False
         return not self._rendering.tokenizer.decode(self._ids[:-1]).strip()
 
@@ -247,29 +248,40 @@ class _Trimmed:
         self._stop = stop
         self._trim = trim
         self._waiting = ""
-        self.sent = ""
+        self._sent: list[str] = []
         self.stop_string: str | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any text was sent."""
+        return bool(self._sent)
+
+    @property
+    def sent(self) -> str:
+        """The text that was sent."""
+        return "".join(self._sent)
 
     def push(self, text: str) -> str:
         """Adds `text` and returns the part that can be sent now."""
         if self.stop_string is not None:
             return ""
         waiting = self._waiting + text
-        if self._trim and not self.sent:
+        if self._trim and not self._sent:
             waiting = waiting.lstrip()
-        ready = self._trimmed(waiting)
-        found = first_stop(waiting, self._stop) if self._stop else None
-        if found is not None:
-            end, self.stop_string = found
-            ready = self._trimmed(waiting[:end])
-        elif self._stop:
-            ready = self._trimmed(waiting[: len(waiting) - begun(waiting, self._stop)])
+        ready = waiting
+        if self._stop:
+            found = first_stop(waiting, self._stop)
+            if found is not None:
+                end, self.stop_string = found
+            else:
+                end = len(waiting) - begun(waiting, self._stop)
+            ready = waiting[:end]
+        if self._trim:
+            ready = ready.rstrip()
         self._waiting = waiting[len(ready) :]
-        self.sent += ready
+        if ready:
+            self._sent.append(ready)
         return ready
-
-    def _trimmed(self, text: str) -> str:
-        return text.rstrip() if self._trim else text
 
 
 class _Decoder:

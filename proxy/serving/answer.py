@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,14 @@ from proxy.alternatives import CollectedAlternatives
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.generation import Generation, Seam
+from proxy.generation import Generation
 from proxy.records import FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.rendering.stream import AnswerParser
 from proxy.scheduling.admission import RoomClaim
+from proxy.seams import Seam
 from proxy.serving.asked import Asked
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 WAIT_SHARE = 0.1
 """The share of the time that a session has left for which one of its calls may be paused."""
+
+
+class _TextEnded(Exception):
+    """The text has ended, at a stop string or a second call, and the engine does not know it."""
 
 
 class LiveAnswer:
@@ -99,25 +104,21 @@ class LiveAnswer:
         policy = self._sampling.policy
         await router.until_admitted(claim, trained=self._sampling.trained, adapted=bool(policy))
         try:
-            await self._sample()
+            with suppress(_TextEnded):
+                await self._generation.sample(self._receive, self._resumed)
         finally:
             router.left(claim, len(self._prompt) + len(self._ids), len(self._ids))
 
-    async def _sample(self) -> None:
-        async with aclosing(self._generation.stream()) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Seam):
-                    self._resumed(piece)
-                    continue
-                if self._first_token_s is None:
-                    self._first_token_s = time.perf_counter() - self._begun
-                self._take(piece)
-                if piece.finish_reason is not None:
-                    self._finish = piece.finish_reason
-                    return
-                if self._parser.ended:
-                    self._finish = FinishReason.STOP
-                    return
+    def _receive(self, chunk: Chunk) -> None:
+        """Raises _TextEnded if the rest of the answer is not wanted."""
+        if self._first_token_s is None:
+            self._first_token_s = time.perf_counter() - self._begun
+        self._take(chunk)
+        if chunk.finish_reason is not None:
+            self._finish = chunk.finish_reason
+        elif self._parser.ended:
+            self._finish = FinishReason.STOP
+            raise _TextEnded
 
     def _take_given(self, text: str) -> None:
         rendering = self._call.backend.rendering
@@ -164,7 +165,7 @@ class LiveAnswer:
         )
         visible = [] if cut else self._visible(rest)
         if visible:
-            self._call.stream.push(Piece(self._choice, visible, turn=self._intent.index))
+            self._call.stream.push(Piece(self._choice, tuple(visible), turn=self._intent.index))
         return turn
 
     @property
@@ -207,11 +208,14 @@ class LiveAnswer:
         self._logprobs += chunk.logprobs
         if self._alternatives is not None:
             self._alternatives.add(len(chunk.ids), chunk.alternatives)
-        tokens = _shown(self._call, chunk)
+        tokens = _shown(self._call, chunk) if self._asked.request.options.logprobs else []
         self._tokens += tokens
-        deltas = self._visible(self._parser.feed(chunk.ids))
+        deltas = self._parser.feed(chunk.ids)
+        if self._hidden_chars or self._continued is not None:
+            deltas = self._visible(deltas)
         if deltas or tokens:
-            self._call.stream.push(Piece(self._choice, deltas, tokens, self._intent.index))
+            piece = Piece(self._choice, tuple(deltas), tuple(tokens), self._intent.index)
+            self._call.stream.push(piece)
 
     def _make_parser(self) -> AnswerParser | PrefixParser:
         """A whole answer is parsed at its end, a stream in the way its model family allows."""
@@ -298,7 +302,7 @@ def replayed_outcome(
         deltas.append(TextDelta(message.text))
     send_calls([], message.tool_calls, deltas)
     tokens = _shown(call, Chunk(turn.sampled_ids.tolist(), turn.logprobs.tolist()))
-    call.stream.push(Piece(choice, deltas, tokens, turn.index))
+    call.stream.push(Piece(choice, tuple(deltas), tuple(tokens), turn.index))
     return Outcome(
         message=message,
         finish_reason=turn.finish_reason or FinishReason.STOP,

@@ -30,11 +30,11 @@ from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
 from proxy.serving.call import LiveCall
 from proxy.serving.calls import Calls
+from proxy.serving.events import EventSender
 from proxy.serving.forwarding import Arrivals, Forwarding
 from proxy.serving.sessions import LiveSession, Sessions
-from proxy.serving.stream import Watcher
 from proxy.wire.body import Body, parse_call
-from proxy.wire.dialect import KEEP_ALIVE, Call, Dialect
+from proxy.wire.dialect import Call, Dialect
 
 _PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
 
@@ -156,7 +156,9 @@ class AgentEndpoints:
             self._arrivals.expected(exchange.request) as arrival,
         ):
             if request.stream:
-                response = await self._stream(exchange, watcher, request)
+                writer = exchange.dialect.writer(request, self._answer_id())
+                sender = EventSender(exchange.request, watcher, writer, self._limits)
+                response = await sender.send()
             else:
                 outcomes = await watcher.outcomes()
                 body = exchange.dialect.whole(request, self._answer_id(), outcomes)
@@ -166,36 +168,6 @@ class AgentEndpoints:
                     await response.write_eof()
             await arrival.wait()
             watcher.arrived = True
-        return response
-
-    async def _stream(
-        self, exchange: Exchange, watcher: Watcher, request: Call
-    ) -> web.StreamResponse:
-        writer, call = exchange.dialect.writer(request, self._answer_id()), watcher.call
-        response = _event_stream()
-
-        async def send(data: bytes) -> None:
-            if not response.prepared:
-                await response.prepare(exchange.request)
-                data = writer.start(call.prompt_tokens, call.turns[0]) + data
-            async with read_in_time(exchange.request, self._limits.unread_s, len(data)):
-                await response.write(data)
-
-        async for piece in watcher.pieces(self._limits.keep_alive_s):
-            if piece is not None:
-                await send(writer.piece(piece))
-            elif call.turns:
-                await send(KEEP_ALIVE)
-        try:
-            outcomes = await watcher.outcomes()
-        except ProxyError as error:
-            if not response.prepared:
-                raise
-            await send(writer.error(error))
-        else:
-            await send(writer.end(outcomes))
-        async with read_in_time(exchange.request, self._limits.unread_s, 0):
-            await response.write_eof()
         return response
 
     async def _parse(self, exchange: Exchange, live: LiveSession) -> Call:
@@ -293,16 +265,6 @@ def split_path(path: str) -> tuple[str | None, str]:
     """`/{trial_id}/v1/chat/completions` → (trial_id, "chat/completions"); `/v1/v1` is `/v1`."""
     found = _PATH.fullmatch(path)
     return (found["trial"], found["route"]) if found else (None, "")
-
-
-def _event_stream() -> web.StreamResponse:
-    return web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-        }
-    )
 
 
 def _no_websocket(request: web.Request) -> web.Response:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from proxy.errors import HeldElsewhere, StoreError
-from proxy.records import TurnStatus
+from proxy.records import Session, TurnStatus
 from proxy.serving.sessions import LiveSession
 from proxy.store.protocol import DeliveryMark, Store
 
@@ -123,15 +123,16 @@ class Ownership:
         if closing.attempts:
             await asyncio.sleep(CLOSE_DELAYS_S[min(closing.attempts, len(CLOSE_DELAYS_S)) - 1])
         while closing.left:
-            await self._close_one(live.session.session_id, closing.left[0])
+            await self._close_one(live.session, closing.left[0])
             live.own.discard(closing.left.pop(0))
             live.stale = True
 
-    async def _close_one(self, session_id: str, index: int) -> None:
+    async def _close_one(self, session: Session, index: int) -> None:
         """Makes an open turn CUT. An answer that was recorded although its call failed did not
         arrive: no watcher of the call got it."""
-        if not await self._store.cut_own_turn(session_id, index):
-            await self._store.mark_deliveries([DeliveryMark(session_id, index, arrived=False)])
+        if not await self._store.cut_own_turn(session.session_id, index, session.quota):
+            mark = DeliveryMark(session.session_id, index, arrived=False)
+            await self._store.mark_deliveries([mark])
 
 
 @dataclass(slots=True)

@@ -174,8 +174,11 @@ class PostgresStore:
         if not await self._changed(statements.SET_STATUS, session_id, index, status.value):
             raise rows.unrecorded(session_id, index, exists=False)
 
-    async def cut_own_turn(self, session_id: str, index: int) -> bool:
-        return await self._changed(statements.CUT, session_id, index, await self._owner.number())
+    async def cut_own_turn(self, session_id: str, index: int, quota: str = "") -> bool:
+        which = (session_id, index, await self._owner.number())
+        if not quota:
+            return await self._changed(statements.CUT, *which)
+        return bool((await self._fetch(postgres_quotas.CUT, *which, quota))[0][0])
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
         values = [(mark.session_id, mark.index, int(mark.arrived)) for mark in marks]
@@ -209,6 +212,14 @@ class PostgresStore:
 
     async def announce(self, address: str | None) -> None:
         await self._owner.announce(address)
+
+    async def others(self) -> list[str]:
+        owner = await self._owner.number()
+        found = await self._fetch(
+            "SELECT number, address FROM owners WHERE number <> $1 AND address IS NOT NULL", owner
+        )
+        alive = await self._alive() if found else set()
+        return [address for number, address in found if number in alive]
 
     async def holder(self, session_id: str) -> str | None:
         owner = await self._owner.number()
@@ -257,6 +268,9 @@ class PostgresStore:
         values = (name, max_turns, max_tokens, int(reset))
         (row,) = await self._fetch(postgres_quotas.SET, *values)
         return Quota(*row)
+
+    async def remove_quota(self, name: str) -> bool:
+        return await self._changed(quota_rows.remove_statement("$1"), name)
 
     async def get_quotas(self) -> list[Quota]:
         return [Quota(*row) for row in await self._fetch(quota_rows.ALL)]

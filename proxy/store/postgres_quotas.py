@@ -17,15 +17,22 @@ BEGIN = (
     f" begun AS ({statements.begin('AND EXISTS (SELECT 1 FROM counted)')} RETURNING 1)"
     " SELECT (SELECT count(*) FROM counted), (SELECT count(*) FROM begun)"
 )
-GIVE_BACK = "UPDATE quotas SET turns = turns - 1 WHERE name = $1"
+GIVE_BACK = f"UPDATE quotas SET turns = {quota_rows.less('turns', '1')} WHERE name = $1"
+CUT = (
+    f"WITH cut AS ({statements.CUT} RETURNING 1),"
+    f" counted AS (UPDATE quotas SET turns = {quota_rows.less('turns', '1')}"
+    " WHERE name = $4 AND EXISTS (SELECT 1 FROM cut)) SELECT count(*) FROM cut"
+)
 COMMIT = (
     "WITH before AS (SELECT octet_length(sampled_ids) AS size FROM answers"
     " WHERE session_id = $1 AND idx = $2),"
     f" recorded AS ({statements.COMMIT} RETURNING octet_length(answers.sampled_ids) AS size),"
-    " counted AS (UPDATE quotas SET turns = turns"
-    " - CASE WHEN $16::boolean AND NOT EXISTS (SELECT 1 FROM before) THEN 1 ELSE 0 END,"
-    " tokens = tokens + ((SELECT size FROM recorded) - coalesce((SELECT size FROM before), 0))"
-    f" / {quota_rows.TOKEN_BYTES}"
+    " ended AS (SELECT"
+    " CASE WHEN $16::boolean AND NOT EXISTS (SELECT 1 FROM before) THEN 1 ELSE 0 END AS turns,"
+    " (coalesce((SELECT size FROM before), 0) - (SELECT size FROM recorded))"
+    f" / {quota_rows.TOKEN_BYTES} AS tokens),"
+    f" counted AS (UPDATE quotas SET turns = {quota_rows.less('quotas.turns', 'ended.turns')},"
+    f" tokens = {quota_rows.less('quotas.tokens', 'ended.tokens')} FROM ended"
     " WHERE name = $15 AND EXISTS (SELECT 1 FROM recorded))"
     " SELECT count(*) FROM recorded"
 )

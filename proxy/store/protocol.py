@@ -129,8 +129,9 @@ class Store(Protocol):
 
     async def set_turn_status(self, session_id: str, index: int, status: TurnStatus) -> None: ...
 
-    async def cut_own_turn(self, session_id: str, index: int) -> bool:
-        """Marks a turn as CUT if this process began it and its answer is not recorded.
+    async def cut_own_turn(self, session_id: str, index: int, quota: str = "") -> bool:
+        """Marks a turn as CUT if this process began it and its answer is not recorded. It does not
+        count in `quota` any more, if one is given.
 
         Returns False if there is no such turn.
         """
@@ -159,6 +160,11 @@ class Store(Protocol):
     async def announce(self, address: str | None) -> None:
         """Publishes the address at which other processes on this store can reach this one; None
         withdraws the address."""
+        ...
+
+    async def others(self) -> list[str]:
+        """The addresses of the other living processes on this store that do not share its port.
+        Those of a SQLite store do (`proxy/siblings.py`), so that it has none."""
         ...
 
     async def holder(self, session_id: str) -> str | None:
@@ -203,6 +209,10 @@ class Store(Protocol):
         self, name: str, *, max_turns: int | None, max_tokens: int | None, reset: bool
     ) -> Quota:
         """Creates the quota or changes its maxima; with `reset`, counting begins again at 0."""
+        ...
+
+    async def remove_quota(self, name: str) -> bool:
+        """Removes the quota, and returns whether it existed. No call in it begins any more."""
         ...
 
     async def get_quotas(self) -> list[Quota]:

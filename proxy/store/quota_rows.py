@@ -17,6 +17,16 @@ def is_uncounted(turn: Turn) -> bool:
     return turn.status is not TurnStatus.DONE and len(turn.sampled_ids) == 0
 
 
+def less(column: str, amount: str) -> str:
+    """`column` without `amount`, and at least 0: a reset may have forgotten what is taken back."""
+    return f"CASE WHEN {column} > {amount} THEN {column} - {amount} ELSE 0 END"
+
+
+def remove_statement(name: str) -> str:
+    """`name` is the database's placeholder."""
+    return f"DELETE FROM quotas WHERE name = {name}"
+
+
 def set_statement(name: str, max_turns: str, max_tokens: str, reset: str) -> str:
     """Sets a quota and returns it; the parameters are the database's placeholders."""
     kept = f"CASE WHEN {reset} = 1 THEN 0 ELSE quotas.{{0}} END"

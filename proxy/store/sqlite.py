@@ -22,7 +22,7 @@ import orjson
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
-from proxy.store import rows, sqlite_quotas
+from proxy.store import quota_rows, rows, sqlite_quotas
 from proxy.store import sqlite_statements as statements
 from proxy.store.folder_lock import alone_in
 from proxy.store.liveness import Liveness
@@ -190,8 +190,9 @@ class SqliteStore:
         if not await self._changed(statements.SET_STATUS, (status.value, session_id, index)):
             raise rows.unrecorded(session_id, index, exists=False)
 
-    async def cut_own_turn(self, session_id: str, index: int) -> bool:
-        return await self._changed(statements.CUT, (session_id, index, self._owner.number))
+    async def cut_own_turn(self, session_id: str, index: int, quota: str = "") -> bool:
+        which = (session_id, index, self._owner.number)
+        return await self._writer.write(lambda c: sqlite_quotas.cut(c, which, quota))
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
         values = [(int(mark.arrived), mark.index, mark.session_id) for mark in marks]
@@ -225,6 +226,9 @@ class SqliteStore:
     async def announce(self, address: str | None) -> None:
         sql = "UPDATE owners SET address = ? WHERE number = ?"
         await self._changed(sql, (address, self._owner.number))
+
+    async def others(self) -> list[str]:
+        return []
 
     async def holder(self, session_id: str) -> str | None:
         query = (session_id, self._owner.number)
@@ -272,6 +276,9 @@ class SqliteStore:
     ) -> Quota:
         values = (name, max_turns, max_tokens, int(reset))
         return await self._writer.write(lambda c: sqlite_quotas.set_quota(c, values))
+
+    async def remove_quota(self, name: str) -> bool:
+        return await self._changed(quota_rows.remove_statement("?"), (name,))
 
     async def get_quotas(self) -> list[Quota]:
         return await self._read(sqlite_quotas.get_quotas)

@@ -14,7 +14,10 @@ from proxy.store import sqlite_statements as statements
 _ALLOWS = f"SELECT 1 FROM quotas WHERE name = ? AND {quota_rows.ALLOWS}"
 _BEGUN = "UPDATE quotas SET turns = turns + 1 WHERE name = ?"
 _RECORDED = "SELECT length(sampled_ids) FROM answers WHERE session_id = ? AND idx = ?"
-_ENDED = "UPDATE quotas SET turns = turns - ?, tokens = tokens + ? WHERE name = ?"
+_ENDED = (
+    f"UPDATE quotas SET turns = {quota_rows.less('turns', '?1')},"
+    f" tokens = {quota_rows.less('tokens', '?2')} WHERE name = ?3"
+)
 
 
 def check(c: sqlite3.Connection, quota: str) -> None:
@@ -39,7 +42,17 @@ def commit(c: sqlite3.Connection, turn: Turn, quota: str) -> bool:
         tokens = len(turn.sampled_ids)
         counted = 0 if before is None else before[0] // quota_rows.TOKEN_BYTES
         uncounted = before is None and quota_rows.is_uncounted(turn)
-        c.execute(_ENDED, (int(uncounted), tokens - counted, quota))
+        c.execute(_ENDED, (int(uncounted), counted - tokens, quota))
+    return True
+
+
+def cut(c: sqlite3.Connection, which: Sequence[Any], quota: str) -> bool:
+    """Closes a turn without an answer, which then does not count. Returns whether there was one.
+    `which`: session, index and owner."""
+    if c.execute(statements.CUT, which).rowcount == 0:
+        return False
+    if quota:
+        c.execute(_ENDED, (1, 0, quota))
     return True
 
 

@@ -3,6 +3,7 @@
     URL/RUN/v000012-019e5c41aa07/full-00000.safetensors    every tensor, only in every k-th version
                             /delta-00000.bin           what changed since the version before
                             /manifest.json             all of this, written last
+    URL/RUN/v000013-019e5c41aa33/adapter_model.safetensors, manifest.json     a LoRA adapter
 
 Invariants: a publication counts only with its manifest, which is written last and never changes.
 Its digest covers the name, type, shape and bytes of every tensor, so that a reader that computes it
@@ -17,6 +18,8 @@ from typing import Any, Literal
 
 import msgspec
 import xxhash
+
+from proxy.policies import POLICY_NAME
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -36,7 +39,11 @@ DTYPES = {
 }
 """Name of a type in torch → its name in safetensors, and its size in bytes."""
 
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""PEFT's names."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}/v[0-9]{6,10}-[0-9a-f]{12}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ADAPTER = re.compile(POLICY_NAME.pattern + r"@([0-9]{1,10}|check)\.[0-9a-f]{16}")
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -109,6 +116,24 @@ class ProbeScores(msgspec.Struct, frozen=True):
     """Maximum mean |Δ log p| of an engine that serves these weights."""
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter in PEFT's format, on the weights with which the engines were started. The only
+    file of `Manifest.full` is its ADAPTER_FILE; there are no `tensors` and no deltas."""
+
+    name: str
+    """The engines' name of this version: `POLICY@VERSION.DIGEST`."""
+    config: str
+    """The content of its ADAPTER_CONFIG."""
+    base: ProbeScores | None = None
+    """The scores of the weights that it adapts, without it."""
+    check: str | None = None
+    """The publication of a random adapter on the same weights, by which an engine is tested."""
+
+    @property
+    def policy(self) -> str:
+        return self.name.rpartition("@")[0]
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What lies in a publication's folder."""
 
@@ -122,6 +147,9 @@ class Manifest(msgspec.Struct, frozen=True):
     """The publication to which `delta` applies; it has the same tensors."""
     delta: Files | None = None
     probe: ProbeScores | None = None
+    adapter: Adapter | None = None
+    model: str | None = None
+    """Digest of the architecture (`fingerprint`), so that no engine of another one loads it."""
     format: int = FORMAT
 
     @property
@@ -156,11 +184,34 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
             f"{name}/{MANIFEST} has format {manifest.format}, and this release reads {FORMAT}; run "
             "the same release for trainer and worker"
         )
-    unknown = sorted({each.dtype for each in manifest.tensors} - DTYPES.keys())
-    if manifest.name != name or unknown:
-        why = f"has tensors of the types {unknown}" if unknown else f"is of {manifest.name}"
-        raise BadPublicationError(f"{name}/{MANIFEST} {why}")
+    if problem := _problem(manifest, name):
+        raise BadPublicationError(f"{name}/{MANIFEST} {problem}")
     return manifest
+
+
+def _problem(manifest: Manifest, name: str) -> str:
+    """Why a reader must not use it; empty: it may. No name leaves the folder of the URL."""
+    if manifest.name != name:
+        return f"is of {manifest.name[:120]}"
+    if unknown := sorted({each.dtype for each in manifest.tensors} - DTYPES.keys()):
+        return f"has tensors of the types {unknown}"
+    if any(size < 0 for each in manifest.tensors for size in each.shape):
+        return "has a tensor of a negative size"
+    files = [file for part in (manifest.full, manifest.delta) if part for file in part.files]
+    for file in files:
+        if _FILE.fullmatch(file.name) is None or file.size_bytes < 0:
+            return f"has a file {file.name[:120]!r} of {file.size_bytes} bytes"
+    adapter = manifest.adapter
+    for other in (manifest.base, None if adapter is None else adapter.check):
+        if other is not None and (_NAME.fullmatch(other) is None or _run(other) != _run(name)):
+            return f"depends on {other[:120]!r}, which is not a publication of its run"
+    if adapter is not None and (_ADAPTER.fullmatch(adapter.name) is None or len(files) != 1):
+        return f"has an adapter {adapter.name[:120]!r} of {len(files)} files"
+    return ""
+
+
+def _run(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def title(name: str, dtype: str, shape: Sequence[int]) -> bytes:

@@ -2,6 +2,7 @@
 
     FOLDER/RUN.v000012-019e5c41aa07.weights     a segment with every tensor (`publication.py`)
           /.pulling                         one that is being made; deleted at the next pull
+          /adapters                         LoRA adapters (`adapter_folders.py`)
 
 Invariant: a `.weights` file has the digest of its publication. It is renamed to its name only when
 the digest was computed from its own bytes, so that a worker that is killed, or a file that is cut
@@ -10,38 +11,33 @@ or corrupted on the way, never leaves one with other bytes. The folder holds at 
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
+from proxy.weights.adapter_folders import AdapterFolders
 from proxy.weights.delta import Bits, apply
-from proxy.weights.file_system import FileSystem, file_system_errors, one_line
 from proxy.weights.publication import (
     HEAD_BYTES,
-    MANIFEST,
     BadPublicationError,
     Files,
     Manifest,
     StoredPiece,
-    decode_manifest,
     new_digest,
     offsets,
     segment_head,
     segment_index,
     title,
 )
+from proxy.weights.published_files import PublishedFiles, PullError
 
-BLOCK_BYTES = 8 << 20
-"""Size of a read; between two, a pull can be stopped."""
 SUFFIX = ".weights"
 
 
@@ -51,18 +47,11 @@ class LocalWeights:
 
     manifest: Manifest
     path: Path
+    """The file, or an adapter's folder."""
     size_bytes: int
     """Size of the file, with its index."""
     pulled_bytes: int
     """Number of bytes that were read from the URL for it."""
-
-
-class PullError(Exception):
-    """The weights could not be pulled; the message says what to do."""
-
-
-class PullStopped(Exception):
-    """`stopped` returned True: a newer version is wanted, or the worker ends."""
 
 
 class WeightStore:
@@ -71,39 +60,46 @@ class WeightStore:
     local = store.pull("run-a/v000012-019e5c41aa07", lambda: False)
     """
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, url: str, folder: Path, model: str | None = None) -> None:
         """`url` is what the trainer has as `engine.publish`, as this machine reaches it. One worker
-        alone may use `folder`.
+        alone may use `folder`. `model`: the digest of the engine's architecture; None: any.
 
         Raises:
             ConfigurationError: no installed file system serves the URL.
         """
-        self.url = url
-        self._system = FileSystem.at(url)
+        self._files = PublishedFiles(url, folder)
         self._folder = folder
-        self._stopped: Callable[[], bool] = lambda: False
-        self._pulled_bytes = 0
+        self._model = model
+        self.adapters = AdapterFolders(self._files, folder)
 
     def pull(self, name: str, stopped: Callable[[], bool]) -> LocalWeights:
         """Makes the version's file, from a version that is here and the deltas after it where that
-        is fewer bytes, else from the newest full one. Deletes others except the last one.
+        is fewer bytes, else from the newest full one. Deletes others except the last one. Of an
+        adapter, makes its folder.
 
         Raises:
             PullError: it could not be read, is corrupted, or the folder has no room.
             PullStopped: `stopped` returned True.
         """
-        self._stopped, self._pulled_bytes = stopped, 0
-        with self._errors(name):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            manifest = self._manifest(name)
-            path = self._path(name)
-            if not path.is_file():
-                self._make(manifest, path)
-            self._keep(path)
-            return LocalWeights(manifest, path, path.stat().st_size, self._pulled_bytes)
+        with self._files.pulling(name, stopped):
+            manifest = self._files.manifest(name)
+            if None not in (self._model, manifest.model) and self._model != manifest.model:
+                raise PullError(
+                    f"the weights {name} are of another model than the engine's: the architecture "
+                    f"is {str(manifest.model)[:12]}, the engine's is {str(self._model)[:12]} "
+                    "(SHA-256 of config.json); start engine and worker with the trainer's model"
+                )
+            if manifest.adapter is not None:
+                path = self.adapters.make(manifest, manifest.adapter)
+            else:
+                path = self._path(name)
+                if not path.is_file():
+                    self._make(manifest, path)
+                self._keep(path)
+            return LocalWeights(manifest, path, path.stat().st_size, self._files.pulled_bytes)
 
     def is_whole(self, local: LocalWeights) -> bool:
-        """Whether the file still has the published bytes."""
+        """Whether the file of weights still has the published bytes."""
         with local.path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             with memory, suppress(BadPublicationError):
@@ -112,7 +108,7 @@ class WeightStore:
         return False
 
     def forget(self, name: str) -> None:
-        """Deletes a version whose file has other bytes than were published."""
+        """Deletes a version of weights whose file has other bytes than were published."""
         self._path(name).unlink(missing_ok=True)
 
     def _make(self, manifest: Manifest, path: Path) -> None:
@@ -133,7 +129,7 @@ class WeightStore:
                 memory[:HEAD_BYTES] = segment_head(end, index)
                 memory[end:] = index
                 try:
-                    _check(manifest, memory, self._check_stopped)
+                    _check(manifest, memory, self._files.check_stopped)
                 except BadPublicationError:
                     self.forget(first.name)  # whose file may have changed since it was made
                     raise
@@ -143,7 +139,11 @@ class WeightStore:
         """What makes the version: one that is here or a full one, and the deltas after it."""
         deltas, costs, found = list[_Step](), 0, list[tuple[int, int, list[_Step]]]()
         here: Manifest | None = manifest
+        seen = set[str]()
         while here is not None:
+            if here.name in seen:
+                raise BadPublicationError(f"{here.name} depends on itself")
+            seen.add(here.name)
             if here.full is not None:
                 start = _Step(here.name, here.full, full_of=here)
                 found.append((here.full.size_bytes + costs, len(found), [start, *deltas]))
@@ -155,7 +155,7 @@ class WeightStore:
             if found and costs >= min(found)[0]:
                 break
             try:
-                here = self._manifest(here.base)
+                here = self._files.manifest(here.base)
             except FileNotFoundError:  # deleted as too old
                 break
         if not found:
@@ -167,39 +167,13 @@ class WeightStore:
         for number, about in enumerate(files.files):
             pieces = [each for each in files.pieces if each.file == number]
             with tempfile.TemporaryFile(dir=self._folder) as copy:
-                self._fetch(f"{name}/{about.name}", about.size_bytes, about.sha256, copy)
+                self._files.fetch(f"{name}/{about.name}", about, copy)
                 if about.size_bytes == 0:
                     continue
                 with mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ) as stored:
                     for piece in pieces:
-                        self._check_stopped()
+                        self._files.check_stopped()
                         _place(piece, manifest, places, stored, memory)
-
-    def _fetch(self, path: str, size_bytes: int, sha256: str, copy: IO[bytes]) -> None:
-        """Copies a file of the URL. Raises BadPublicationError: it has other bytes."""
-        room = shutil.disk_usage(self._folder).free
-        if size_bytes > room:
-            raise OSError(28, f"{size_bytes >> 20} MiB are needed and {room >> 20} MiB are free")
-        digest, size = hashlib.sha256(), 0
-        with self._system.files.open(
-            f"{self._system.root}/{path}", "rb", block_size=BLOCK_BYTES, cache_type="none"
-        ) as source:
-            while block := source.read(BLOCK_BYTES):
-                self._check_stopped()
-                digest.update(block)
-                copy.write(block)
-                size += len(block)
-        copy.flush()
-        self._pulled_bytes += size
-        if size != size_bytes:
-            raise BadPublicationError(f"{path} has {size} bytes, its manifest says {size_bytes}")
-        if digest.hexdigest() != sha256:
-            raise BadPublicationError(f"{path} is corrupted: its SHA-256 is not its manifest's")
-
-    def _manifest(self, name: str) -> Manifest:
-        path = f"{self._system.root}/{name}/{MANIFEST}"
-        self._system.files.invalidate_cache()
-        return decode_manifest(self._system.files.cat_file(path), name)
 
     def _keep(self, path: Path) -> None:
         """Deletes all versions but this one and the newest of the others, which the engine may
@@ -211,33 +185,6 @@ class WeightStore:
 
     def _path(self, name: str) -> Path:
         return self._folder / (name.replace("/", ".") + SUFFIX)
-
-    def _check_stopped(self) -> None:
-        if self._stopped():
-            raise PullStopped
-
-    @contextmanager
-    def _errors(self, name: str) -> Iterator[None]:
-        """Raises a PullError if a file system fails or has other bytes than were published."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise PullError(
-                f"{self.url} does not have the published weights {name} ({one_line(error)}); give "
-                "the worker as --weights-url the URL at which this machine reaches the trainer's "
-                "engine.publish"
-            ) from error
-        except BadPublicationError as error:
-            raise PullError(
-                f"{self.url}: {one_line(error)}; it is pulled again, and the next version does not "
-                "depend on it after at most engine.publish_full_every versions"
-            ) from error
-        except file_system_errors() as error:
-            raise PullError(
-                f"the weights {name} could not be pulled from {self.url} to {self._folder} "
-                f"({one_line(error)}); check the URL, the worker's credentials for it, the network "
-                f"and the free space, which must be twice the size of the weights"
-            ) from error
 
 
 @dataclass(frozen=True, slots=True)

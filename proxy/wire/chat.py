@@ -91,12 +91,13 @@ class ChatWriter:
 
     def __init__(self, call: Call, answer_id: str) -> None:
         self._call = call
-        self._head = {
+        head = {
             "id": f"chatcmpl-{answer_id}",
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": call.model,
         }
+        self._begin = b"data: " + orjson.dumps(head)[:-1]
 
     def start(self, prompt_tokens: int, turn: int) -> bytes:
         role = {"role": "assistant", "content": ""}
@@ -104,6 +105,8 @@ class ChatWriter:
 
     def piece(self, piece: Piece) -> bytes:
         deltas = [_delta(delta) for delta in piece.deltas]
+        if len(deltas) == 1 and not piece.tokens:
+            return self._chunk(piece.choice, deltas[0])
         if piece.tokens and not deltas:
             deltas.append({"content": ""})
         logprobs = _logprobs(piece.tokens) if piece.tokens else None
@@ -117,7 +120,7 @@ class ChatWriter:
             for i, outcome in enumerate(outcomes)
         ]
         if self._call.extra.get("usage"):
-            chunks.append(sse({**self._head, "choices": [], "usage": usage(outcomes)}))
+            chunks.append(self._event([], usage=usage(outcomes)))
         return b"".join([*chunks, b"data: [DONE]\n\n"])
 
     def error(self, error: ProxyError) -> bytes:
@@ -137,7 +140,11 @@ class ChatWriter:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return sse({**self._head, "choices": [entry]})
+        return self._event([entry])
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """The fields that all chunks have in common are encoded once."""
+        return b"%b,%b\n\n" % (self._begin, orjson.dumps({"choices": choices, **more})[1:])
 
 
 def parse_messages(fields: Fields) -> list[Message]:
@@ -305,7 +312,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(tokens: list[SampledToken]) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
     content = [
         {
             **_scored(token.text, token.logprob),

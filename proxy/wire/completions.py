@@ -72,6 +72,8 @@ class CompletionsWriter:
     def __init__(self, call: Call, answer_id: str) -> None:
         self._call = call
         self._head = _head(call, answer_id)
+        self._offsets = [0] * call.n
+        """Where each choice's next token begins in its text."""
 
     def start(self, prompt_tokens: int, turn: int) -> bytes:
         echo = _echoed(self._call)
@@ -81,7 +83,9 @@ class CompletionsWriter:
 
     def piece(self, piece: Piece) -> bytes:
         text = "".join(delta.text for delta in piece.deltas if isinstance(delta, TextDelta))
-        return self._chunk(_choice(piece.choice, text, piece.tokens, None))
+        at = self._offsets[piece.choice]
+        self._offsets[piece.choice] += sum(len(token.text) for token in piece.tokens)
+        return self._chunk(_choice(piece.choice, text, piece.tokens, None, at))
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         chunks = [
@@ -127,11 +131,16 @@ def _head(call: Call, answer_id: str) -> dict[str, Any]:
 
 
 def _choice(
-    index: int, text: str, tokens: list[SampledToken], finish_reason: FinishReason | None
+    index: int,
+    text: str,
+    tokens: Sequence[SampledToken],
+    finish_reason: FinishReason | None,
+    at: int = 0,
 ) -> dict[str, Any]:
+    """`at`: where the first token begins in the choice's text."""
     logprobs = None
     if tokens:
-        offsets, at = [], 0
+        offsets = []
         for token in tokens:
             offsets.append(at)
             at += len(token.text)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from proxy.conversation import Conversation, Message
 from proxy.conversation.references import ReferringConversation
 from proxy.errors import ProxyError
@@ -105,13 +107,16 @@ class Outcome:
     sampled_ids: Ids | None = None
 
 
-@dataclass(slots=True)
-class Piece:
-    """A part of an answer while it is sampled."""
+class Piece(msgspec.Struct, gc=False):
+    """A part of an answer while it is sampled.
+
+    A call keeps its pieces until it ends. With tuples, the collector of garbage does not look at
+    them again and again.
+    """
 
     choice: int
-    deltas: list[Delta]
-    tokens: list[SampledToken] = field(default_factory=list)
+    deltas: tuple[Delta, ...]
+    tokens: tuple[SampledToken, ...] = ()
     turn: int = 0
     """The turn that sampled it. A call that the agent requires may have a turn of its own."""
 

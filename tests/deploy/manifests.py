@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ NAMESPACES = {
     "train": "agentic-training",
     "train_engines": "agentic-training",
     "train_ray": "agentic-training",
+    "train_relay": "agentic-training",
     "swarm": "agentic-training",
 }
 """Overlay → its namespace."""
@@ -120,7 +121,9 @@ def compose_programs() -> list[Program]:
                 where=f"compose/{name}",
                 image=service["image"],
                 command=command,
-                variables={k: _filled(str(v)) for k, v in service.get("environment", {}).items()},
+                variables={
+                    k: filled(str(v), {}) for k, v in service.get("environment", {}).items()
+                },
                 stop_s=float(str(service.get("stop_grace_period", "10s")).removesuffix("s")),
             )
         )
@@ -142,6 +145,18 @@ def instructions(dockerfile: Path) -> list[tuple[str, str]]:
 def entrypoint(dockerfile: Path) -> list[str]:
     (words,) = [rest for name, rest in instructions(dockerfile) if name == "ENTRYPOINT"]
     return list(yaml.safe_load(words))
+
+
+def image_user(dockerfile: Path) -> int:
+    return int(dict(instructions(dockerfile))["USER"])
+
+
+def image_health_check(dockerfile: Path) -> Resource:
+    """The instruction as a compose file has it."""
+    options, _, words = dict(instructions(dockerfile))["HEALTHCHECK"].partition("CMD")
+    found = re.findall(r"--([\w-]+)=(\S+)", options)
+    test = ["CMD", *yaml.safe_load(words)]
+    return {"test": test} | {name.replace("-", "_"): value for name, value in found}
 
 
 def image_variables(dockerfile: Path) -> dict[str, str]:
@@ -171,6 +186,20 @@ def _value(variable: Resource) -> str:
     return str(source.get("secretKeyRef", {}).get("key") or source["fieldRef"]["fieldPath"])
 
 
-def _filled(value: str) -> str:
-    """Replaces Compose's `${NAME:-default}` by the default, and `${NAME:?…}` by the name."""
-    return re.sub(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}", lambda m: m[2] or m[1], value)
+def filled(text: str, given: Mapping[str, str]) -> str:
+    """Replaces Compose's variables, `${NAME}`, `${NAME:-default}` and `${NAME:?message}`.
+
+    Raises:
+        ValueError: a variable without a default is not given.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name, default, message = match.groups()
+        if not given.get(name) and default is None:
+            raise ValueError(f"{name} is not set: {message}")
+        return given.get(name) or str(default)
+
+    innermost = re.compile(r"\$\{(\w+)(?::-([^${}]*)|:\?([^${}]*))?\}")
+    while innermost.search(text):
+        text = innermost.sub(value, text)
+    return text

@@ -169,11 +169,28 @@ async def test_fields_of_a_container_replace_those_of_the_same_name(tmp_path: Pa
 
 
 @needs_helm
+@pytest.mark.parametrize("overlay", ["relay", "train_relay"])
+async def test_workers_and_run_get_the_place_of_weights_by_one_value(
+    overlay: str, tmp_path: Path
+) -> None:
+    created = await installed(tmp_path, {"overlay": overlay, "weights": "gs://other/weights"})
+    ((worker_or_run, *_),) = [
+        spec["containers"]
+        for name, spec in pod_specs(list(created.values()))
+        if name in ("Deployment/agentic-worker", "Job/agentic-train")
+    ]
+    words = [*worker_or_run["command"], *(each.get("value") for each in worker_or_run["env"])]
+    assert {"gs://other/weights", "engine.publish=gs://other/weights"} & set(words)
+    assert "s3://bucket/weights" not in repr(created)
+
+
+@needs_helm
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"overlay": "double"}, "overlay"),
         ({"replicas": 3}, "replicas"),
+        ({"overlay": "relay", "weights": "bucket/weights"}, "weights"),
         ({"resources": {"Deployment/vllm": {}}}, "overlay single has no such resource"),
         ({"images": {"digests": {"agentic-proxy": "1"}}}, "digests"),
         (

@@ -12,6 +12,7 @@ import sys
 import threading
 import tomllib
 import venv
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -22,6 +23,10 @@ from tests.deploy.manifests import ROOT, dockerfiles, instructions
 from tests.needs import needs
 from trainer.config_sources import load
 
+OBJECT_STORES = ("s3", "gcs")
+"""Extras for published weights and copies of checkpoints."""
+RUN = ("kubernetes", "ray")
+"""Extras for where a run's agents, engines and ranks are."""
 SBOM = ROOT / ".cache/sbom/bin/cyclonedx-py"
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
 
@@ -152,14 +157,18 @@ def test_lock_pins_every_package(lock: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lock", "extra"),
-    [("proxy", None), ("trainer-cpu", "train"), ("trainer-cpu", "cpu"), ("trainer-cuda", "train")],
+    ("lock", "extras"),
+    [
+        ("proxy", ("telemetry", *OBJECT_STORES)),
+        ("trainer-cpu", ("train", "cpu", *RUN, *OBJECT_STORES)),
+        ("trainer-cuda", ("train", *RUN, *OBJECT_STORES)),
+    ],
 )
-def test_lock_has_every_dependency_of_the_package(lock: str, extra: str | None) -> None:
+def test_lock_has_every_dependency_of_the_package(lock: str, extras: Sequence[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = project["dependencies"]
-    if extra is not None:
-        needed = needed + project["optional-dependencies"][extra]
+    needed = list(project["dependencies"])
+    for extra in extras:
+        needed += project["optional-dependencies"][extra]
     names = {re.split(r"[^\w-]", each)[0] for each in needed} - {"agentic-rl"}
     text = (ROOT / f"docker/{lock}.lock").read_text()
     missing = {name for name in names if not re.search(rf"^{name}==", text, re.M)}

@@ -126,15 +126,21 @@ def test_variables_of_a_worker_are_its_settings(
 ) -> None:
     for program in of_kind("python3", "-m", "proxy.relay"):
         for name, value in program.variables.items():
+            if name == "FSSPEC_CONFIG_DIR":
+                assert value.startswith(f"{SECRETS}/")
+                continue
             assert _setting(WorkerConfig, name.removeprefix("AGENTIC_WORKER_")), name
             monkeypatch.setenv(name, in_folder(value, tmp_path))
         config = WorkerConfig()  # type: ignore[call-arg]
         assert config.drain_s + 30 <= program.stop_s
 
 
+VLLM_IMAGE = "docker.io/vllm/vllm-openai"
+
+
 def test_vllm_listens_at_the_address_of_its_proxy_or_worker() -> None:
-    servers = [p for p in programs() if p.image.startswith("docker.io/vllm/")]
-    assert servers
+    servers = [p for p in programs() if p.where.endswith("/vllm") and "train" not in p.where]
+    assert {p.image.partition(":")[0] for p in servers} == {VLLM_IMAGE, "agentic-trainer"}
     for server in servers:
         assert "--enable-scale-out" in server.command
         assert "--logprobs-mode=processed_logprobs" in server.command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import yaml
 
 from agent_loop.swarm.token import TOKEN_FILE_VARIABLE
 from harbor_sdk.server.config import ServerConfig
+from proxy.admin_key import FILE_VARIABLE
 from proxy.engines.vllm_server import VllmConfig, VllmServer, server_environment
 from tests.deploy.manifests import (
     NAMESPACES,
@@ -29,9 +31,10 @@ from tests.deploy.manifests import (
 from tests.deploy.test_kubernetes import selects
 from trainer.config import TrainerConfig
 from trainer.config_sources import load
+from trainer.weight_sync.transports import Backend
 
 pytestmark = needs_tools
-RUNS = ("train", "train_engines", "train_ray", "swarm")
+RUNS = ("train", "train_engines", "train_ray", "train_relay", "swarm")
 
 
 def trainer_of(overlay: str) -> Program:
@@ -88,7 +91,7 @@ def _is_pod_of_trainer(template: dict[str, Any]) -> bool:
     return template["spec"]["containers"][0]["name"] in ("trainer", "swarm", "ray-head")
 
 
-@pytest.mark.parametrize("overlay", RUNS)
+@pytest.mark.parametrize("overlay", ["train", "train_engines", "train_ray", "swarm"])
 def test_agents_reach_the_proxy_of_the_run_by_its_service(overlay: str, tmp_path: Path) -> None:
     server = configuration(overlay, tmp_path).proxy_server
     assert server.host == "0.0.0.0"
@@ -103,7 +106,7 @@ def test_agents_reach_the_proxy_of_the_run_by_its_service(overlay: str, tmp_path
     assert selects(service["spec"]["selector"], labels[0])
 
 
-@pytest.mark.parametrize("overlay", ["train", "train_engines", "train_ray"])
+@pytest.mark.parametrize("overlay", ["train", "train_engines", "train_ray", "train_relay"])
 def test_trainer_and_harbor_server_have_one_token_and_one_address(
     overlay: str, tmp_path: Path
 ) -> None:
@@ -117,6 +120,14 @@ def test_trainer_and_harbor_server_have_one_token_and_one_address(
     )
     assert harbor.ports == [8090]
     of_trainer = trainer_of(overlay).variables["HARBOR_SERVER_TOKEN_FILE"]
+    secrets = mounted_secrets(overlay)
+    assert secrets["/data/token"] == ("agentic-harbor", "harbor-token")
+    assert of_trainer == f"{SECRETS}/harbor/harbor-token"
+    assert secrets[f"{SECRETS}/harbor"] == ("agentic-harbor", None)
+
+
+def mounted_secrets(overlay: str) -> dict[str, tuple[str, str | None]]:
+    """Path in the first container of a pod → the secret that is mounted there, and which key."""
     secrets = {}
     for _, template in pod_templates(render(overlay)):
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
@@ -124,9 +135,7 @@ def test_trainer_and_harbor_server_have_one_token_and_one_address(
             if "secret" in volumes.get(mount["name"], {}):
                 path = mount["mountPath"]
                 secrets[path] = volumes[mount["name"]]["secret"]["secretName"], mount.get("subPath")
-    assert secrets["/data/token"] == ("agentic-harbor", "harbor-token")
-    assert of_trainer == f"{SECRETS}/harbor/harbor-token"
-    assert secrets[f"{SECRETS}/harbor"] == ("agentic-harbor", None)
+    return secrets
 
 
 def test_swarm_server_reads_its_token_from_the_mounted_secret() -> None:
@@ -160,10 +169,17 @@ def test_ray_version_is_the_one_of_the_image(lock: str) -> None:
     assert tuple(map(int, version.split(".")[:2])) >= by_http
 
 
-def test_engines_accept_weights_as_those_that_a_run_starts(tmp_path: Path) -> None:
-    (engine,) = [p for p in pod_programs(render("train_engines")) if p.where.endswith("/vllm")]
-    config = configuration("train_engines", tmp_path)
-    backend = config.engine.weight_transfer
+@pytest.mark.parametrize(
+    ("engines", "run", "backend"),
+    [("train_engines", "train_engines", "nccl"), ("relay", "train_relay", "shm")],
+)
+def test_engines_accept_weights_as_those_that_a_run_starts(
+    engines: str, run: str, backend: Backend, tmp_path: Path
+) -> None:
+    (engine,) = [p for p in pod_programs(render(engines)) if p.where.endswith("/vllm")]
+    assert engine.image == trainer_of(run).image
+    config = configuration(run, tmp_path)
+    assert run == "train_relay" or config.engine.weight_transfer == backend
     ours = VllmConfig(weight_transfer=backend, args=["--shutdown-timeout", "1800"])
     (tmp_path / "config.json").write_text("{}")
     dtype = config.engine.served_dtype(config.model)
@@ -173,6 +189,10 @@ def test_engines_accept_weights_as_those_that_a_run_starts(tmp_path: Path) -> No
     wanted = [w for w in server.command(3)[begin:] if w not in of_this_machine]
     for word in ("--seed", "0", server.host, str(server.port)):
         wanted.remove(word)
+    if engines == "relay":  # only its own pod reaches it, so it has no key
+        assert "--host=127.0.0.1" in engine.command
+        at = wanted.index("--middleware")
+        del wanted[at : at + 2]
     given = [word for argument in engine.command for word in argument.split("=", 1)]
     assert [word for word in wanted if word not in given] == []
     assert given[given.index("--dtype") + 1] == dtype == "bfloat16"
@@ -212,6 +232,45 @@ def test_engine_reads_its_key_from_the_mounted_secret(tmp_path: Path) -> None:
     assert key == "engine-key"
     assert "--enable-scale-out" in argv
     assert "engine-key" not in argv
+
+
+def test_run_and_workers_use_one_proxy_and_one_place_for_weights(tmp_path: Path) -> None:
+    config = configuration("train_relay", tmp_path)
+    (worker,) = [p for p in pod_programs(render("relay")) if p.where.endswith("/worker")]
+    (proxy,) = [p for p in pod_programs(render("relay_proxy")) if p.command[-1:] == ["serve"]]
+    assert config.engine.publish == worker.variables["AGENTIC_WORKER_WEIGHTS_URL"]
+    assert config.proxy_server.url == proxy.variables["AGENTIC_PROXY_PUBLIC_URL"]
+    assert config.engine.replicas == 0
+    access = Path(worker.variables["FSSPEC_CONFIG_DIR"])
+    for overlay in ("relay", "train_relay"):
+        assert mounted_secrets(overlay)[str(access)] == ("agentic-weights", None)
+    trainer = trainer_of("train_relay")
+    assert trainer.variables["FSSPEC_CONFIG_DIR"] == str(access)
+    key = Path(trainer.variables[FILE_VARIABLE])
+    assert mounted_secrets("train_relay")[str(key.parent)] == ("agentic-proxy-key", None)
+    assert key.name == Path(proxy.variables[FILE_VARIABLE]).name
+
+
+def test_worker_and_its_engine_have_one_folder_for_pulled_weights() -> None:
+    ((_, template),) = pod_templates(render("relay"))
+    (engine,), (worker,) = template["spec"]["initContainers"], template["spec"]["containers"]
+    folder = {v["name"]: v.get("value") for v in worker["env"]}["AGENTIC_WORKER_WEIGHTS_FOLDER"]
+    shared = {"name": "weights", "mountPath": folder}
+    assert shared in engine["volumeMounts"]
+    assert shared in worker["volumeMounts"]
+    (volume,) = [each for each in template["spec"]["volumes"] if each["name"] == "weights"]
+    assert "emptyDir" in volume
+
+
+def test_nothing_connects_to_a_run_whose_engines_and_agents_are_elsewhere() -> None:
+    policies = resources("train_relay", "NetworkPolicy")
+    labels = dict(pod_templates(render("train_relay")))["Job/agentic-train"]["metadata"]["labels"]
+    assert policies["deny-ingress"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    selecting = [n for n, p in policies.items() if selects(p["spec"]["podSelector"], labels)]
+    assert selecting == ["deny-ingress"]
+    services = resources("train_relay", "Service").values()
+    assert not [s for s in services if selects(s["spec"]["selector"], labels)]
+    assert trainer_of("train_relay").ports == []
 
 
 def test_only_the_trainer_reaches_engines_that_accept_weights() -> None:
@@ -292,3 +351,15 @@ def test_vllm_of_compose_has_no_root_and_no_access_to_the_hosts_memory() -> None
     assert vllm["shm_size"] == "8g"
     assert int(vllm["user"].partition(":")[0]) > 0
     assert vllm["read_only"] is True
+
+
+def test_component_gives_access_for_copies_of_checkpoints_too(tmp_path: Path) -> None:
+    """To a run that publishes nothing."""
+    folder = tmp_path.resolve()
+    overlay = {
+        "resources": [os.path.relpath(ROOT / "k8s/overlays/train", folder)],
+        "components": [os.path.relpath(ROOT / "k8s/components/published_weights", folder)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    folder_of_access = trainer_of(str(tmp_path)).variables["FSSPEC_CONFIG_DIR"]
+    assert mounted_secrets(str(tmp_path))[folder_of_access] == ("agentic-weights", None)

@@ -17,9 +17,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from proxy.engines.protocol import Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmConfig, VllmServer
-from proxy.generation import Cause, Generation, Seam
+from proxy.generation import Generation
 from proxy.records import ServedPolicy, VersionSpan
 from proxy.routing import Router
+from proxy.seams import Cause, Seam
+from tests.proxy.pushed import chunks_of, pieces_of
 from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.adapter import adapter_arguments, adapter_config
@@ -156,7 +158,7 @@ def test_answer_in_flight_continues_with_the_new_version_exactly(
         sampling = Sampling(max_tokens=ANSWER_TOKENS, policy="policy", trained=True)
         prompt = np.array(IDS, np.int32)
         generation = Generation(router, prompt, sampling, request_id="s#0", session_id="s")
-        async with aclosing(generation.stream()) as stream:
+        async with aclosing(pieces_of(generation)) as stream:
             async for piece in stream:
                 if isinstance(piece, Seam):
                     seams.append(piece)
@@ -193,7 +195,7 @@ def test_update_is_compared_while_other_calls_run(
         engine = VllmEngine(server.url)
         sampling = Sampling(max_tokens=ANSWER_TOKENS, adapter=adapter)
         prompt = np.array(IDS, np.int32)
-        chunks = engine.generate(prompt, sampling, request_id=f"s#{adapter}", stream=True)
+        chunks = chunks_of(engine, prompt, sampling, request_id=f"s#{adapter}", stream=True)
         async with aclosing(chunks):
             async for _ in chunks:
                 begun.release()

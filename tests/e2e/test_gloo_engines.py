@@ -15,9 +15,27 @@ from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync, verify_engines
+from trainer.weight_sync.transports import VllmTransport
 
 START_TIMEOUT_S = 1800.0
 """A machine that runs other work needs more than the default."""
+
+
+def while_it_serves(policy: Policy, url: str, before: list[float]) -> Iterator[Named]:
+    """The policy's weights; before each part of them is sent, the engine still samples with the
+    ones before."""
+    control = EngineControl([url], timeout_s=60.0)  # a paused engine does not answer
+    for number, each in enumerate(policy.named_hf_parameters()):
+        if number % 5 == 0:
+            assert verify_engines(control, IDS, before, TOLERANCE) <= TOLERANCE
+        yield each
+    control.close()
+
+
+def reasons_for_not_staging(sync: WeightSync) -> tuple[str, ...]:
+    assert isinstance(sync.transport, VllmTransport)
+    unstaged: tuple[str, ...] = sync.transport.engine.unstaged
+    return unstaged
 
 
 def interrupted(policy: Policy) -> Iterator[Named]:
@@ -43,23 +61,29 @@ def test_engine_serves_exactly_the_weights_that_gloo_brought(
         runner.run(server.start())
         try:
             sync = WeightSync(EngineControl([server.url]), "gloo")
-            for version in (1, 2):
+            for version in (1, 2, 3):
+                before = score_ids(policy, IDS)
                 disturb(policy, version)
-                sync.push(policy.named_hf_parameters(), version, policy.hf_shapes)
+                weights = while_it_serves(policy, server.url, before)
+                sync.push(weights, version, policy.hf_shapes)
+                learning = "it learns how from its first update"
+                assert reasons_for_not_staging(sync) == (() if version > 1 else (learning,))
                 assert sync.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
             with pytest.raises(WeightSyncError, match="did not contain these weights"):
-                sync.push(list(policy.named_hf_parameters())[1:], 3)
+                sync.push(list(policy.named_hf_parameters())[1:], 4)
+            sync.push(policy.named_hf_parameters(), 4, policy.hf_shapes)
             before = score_ids(policy, IDS)
-            disturb(policy, 3)
+            disturb(policy, 4)
             with pytest.raises(KeyboardInterrupt):
-                sync.push(interrupted(policy), 3, policy.hf_shapes)
-            sync.close()  # as the kernel does for a killed trainer
-            control = EngineControl([server.url])
-            control.resume()
+                sync.push(interrupted(policy), 5, policy.hf_shapes)
+            sync.close()
+            control = EngineControl([server.url], timeout_s=60.0)
             assert verify_engines(control, IDS, before, TOLERANCE) <= TOLERANCE
+            assert control.weight_versions() == ["4"]
             control.close()
             again = WeightSync(EngineControl([server.url]), "gloo")
-            again.push(policy.named_hf_parameters(), 4, policy.hf_shapes)
+            again.push(policy.named_hf_parameters(), 6, policy.hf_shapes)
+            assert reasons_for_not_staging(again) == ()
             assert again.verify(IDS, score_ids(policy, IDS), TOLERANCE) <= TOLERANCE
             again.close()
         finally:

@@ -165,9 +165,11 @@ class Home:
                     assert view["publication"] == sent.name
                     return workers
 
-    async def call(self) -> list[Turn]:
+    async def call(self, policy: str = "") -> list[Turn]:
         """The record of a call with a long answer."""
-        session = await self.control.create_session(sampling={"temperature": 1.0})
+        session = await self.control.create_session(
+            sampling={"temperature": 1.0}, policies={"": policy} if policy else None
+        )
         body = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 300}
         headers = {"Authorization": f"Bearer {session.api_key}"}
         target = f"{session.base_url}/chat/completions"

@@ -20,6 +20,7 @@ from proxy.engines.vllm_server import VllmServer
 from proxy.errors import EngineError, EngineRefusal, RequestError
 from proxy.records import FinishReason
 from tests.conftest import TINY_CONTEXT_TOKENS
+from tests.proxy.pushed import chunks_of
 
 pytestmark = pytest.mark.engine
 PROMPT = np.arange(20, 60, dtype=np.int32)
@@ -36,7 +37,7 @@ async def engine(vllm: VllmServer) -> AsyncIterator[VllmEngine]:
 
 
 async def sample(engine: VllmEngine, sampling: Sampling, *, stream: bool = True) -> list[Chunk]:
-    call = engine.generate(PROMPT, sampling, request_id="r", cache_salt="s", stream=stream)
+    call = chunks_of(engine, PROMPT, sampling, request_id="r", cache_salt="s", stream=stream)
     return [chunk async for chunk in call]
 
 
@@ -89,7 +90,7 @@ async def test_alternatives_are_the_most_probable_tokens_and_change_no_request_o
 
     async def sampled(**more: int) -> Chunk:
         sampling = Sampling(**{**wanted, **more})  # type: ignore[arg-type]
-        call = client.generate(PROMPT, sampling, request_id="r", stream=False)
+        call = chunks_of(client, PROMPT, sampling, request_id="r", stream=False)
         (chunk,) = [each async for each in call]
         return chunk
 
@@ -164,13 +165,13 @@ async def test_every_sampling_parameter_is_accepted(engine: VllmEngine) -> None:
 
 async def test_prompt_longer_than_the_context_is_a_request_error(engine: VllmEngine) -> None:
     prompt = np.ones(TINY_CONTEXT_TOKENS + 1, np.int32)
-    call = engine.generate(prompt, Sampling(max_tokens=1), request_id="r")
+    call = chunks_of(engine, prompt, Sampling(max_tokens=1), request_id="r")
     with pytest.raises(RequestError, match=str(TINY_CONTEXT_TOKENS)):
         await anext(call)
 
 
 async def test_closed_call_is_aborted_and_the_engine_continues(engine: VllmEngine) -> None:
-    async with aclosing(engine.generate(PROMPT, ENDLESS, request_id="gone")) as generation:
+    async with aclosing(chunks_of(engine, PROMPT, ENDLESS, request_id="gone")) as generation:
         await anext(generation)
     assert engine.info.in_flight == 0
     assert len(ids(await sample(engine, Sampling(max_tokens=3)))) == 3
@@ -178,7 +179,7 @@ async def test_closed_call_is_aborted_and_the_engine_continues(engine: VllmEngin
 
 async def test_aborted_call_is_cut(engine: VllmEngine) -> None:
     chunks = []
-    async for chunk in engine.generate(PROMPT, ENDLESS, request_id="gone"):
+    async for chunk in chunks_of(engine, PROMPT, ENDLESS, request_id="gone"):
         if not chunks:
             await engine.abort("gone")
         chunks.append(chunk)
@@ -201,7 +202,7 @@ async def test_completions_route_gives_the_same_sample(
     await portable.check()
     sampling = Sampling(max_tokens=12, temperature=0.8, seed=11, top_logprobs=2)
     (expected,) = await sample(engine, sampling, stream=False)
-    call = portable.generate(PROMPT, sampling, request_id="r", stream=stream)
+    call = chunks_of(portable, PROMPT, sampling, request_id="r", stream=stream)
     chunks = [chunk async for chunk in call]
     assert ids(chunks) == expected.ids
     np.testing.assert_allclose(logprobs(chunks), expected.logprobs, atol=1e-4)

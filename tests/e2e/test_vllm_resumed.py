@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 import numpy as np
 import pytest
 
-from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.protocol import Chunk, Sampling, Take
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
 from proxy.errors import EngineError
-from proxy.generation import Generation, Seam
+from proxy.generation import Generation
 from proxy.records import FinishReason, Ids
 from proxy.routing import Router
+from proxy.seams import Seam
+from tests.proxy.pushed import pieces_of
 
 pytestmark = pytest.mark.engine
 PROMPT = np.arange(20, 60, dtype=np.int32)
@@ -29,22 +29,31 @@ class BreakingEngine(VllmEngine):
         self,
         prompt_ids: Ids,
         sampling: Sampling,
+        take: Take,
         *,
         request_id: str,
         cache_salt: str | None = None,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         left = self.breaks.pop(0) if self.breaks else sampling.max_tokens + 1
-        whole = super().generate(
-            prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt, stream=stream
-        )
-        async for chunk in whole:
+
+        def break_in_time(chunk: Chunk) -> None:
+            nonlocal left
             if left < len(chunk.ids):
                 if left:  # any number of tokens may arrive together
-                    yield Chunk(chunk.ids[:left], chunk.logprobs[:left])
+                    take(Chunk(chunk.ids[:left], chunk.logprobs[:left]))
                 raise EngineError("the connection broke")
             left -= len(chunk.ids)
-            yield chunk
+            take(chunk)
+
+        await super().generate(
+            prompt_ids,
+            sampling,
+            break_in_time,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            stream=stream,
+        )
 
 
 @pytest.mark.parametrize("breaks", [[0], [1], [9], [31], [5, 10, 4]], ids=str)
@@ -60,7 +69,7 @@ async def test_greedy_answer_that_breaks_is_that_of_an_undisturbed_call(
     logprobs: list[list[float]] = []
     for number in range(2):
         generation = Generation(router, PROMPT, GREEDY, request_id=f"s#{number}", session_id="s")
-        pieces = [piece async for piece in generation.stream()]
+        pieces = [piece async for piece in pieces_of(generation)]
         chunks = [piece for piece in pieces if isinstance(piece, Chunk)]
         ids.append([token for chunk in chunks for token in chunk.ids])
         logprobs.append([value for chunk in chunks for value in chunk.logprobs])

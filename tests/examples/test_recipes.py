@@ -15,36 +15,38 @@ import yaml
 from benchmarks.gpu.__main__ import RECIPE, Part, parts
 from examples.recipes.make_tasks import FAULTS, Fault, write_task
 from examples.recipes.published import qwen3_5_4b, qwen3_8b
-from trainer import assembly
+from trainer import assembly, start
 from trainer.cli import main
 from trainer.cluster.device_plan import Gpu, plan_devices
 from trainer.config_sources import load
+from trainer.policy import memory
 
 ROOT = Path(__file__).parents[2]
 RECIPES = Path("examples/recipes")
 AGENTS = sorted(path.stem for path in (ROOT / RECIPES / "agents").iterdir())
 H100 = Gpu("H100 80GB", 80 * 2**30)
-RANK_OF_8B = "rank 0, 68.7 GiB (weights 31.2 GiB, gradients 0.7 GiB, optimizer 1.3 GiB, activations"
+RANK_OF_8B = "rank 0, 68.8 GiB (weights 31.2 GiB, gradients 0.7 GiB, optimizer 1.3 GiB, activations"
 PLANS: Mapping[tuple[str, int], tuple[str, ...]] = MappingProxyType(
     {
         ("qwen3-8b", 1): (
-            f"{RANK_OF_8B} 35.6 GiB) + engine 0, 58% of the memory (weights 15.3 GiB, cache of "
+            f"{RANK_OF_8B} 35.7 GiB) + engine 0, 58% of the memory (weights 15.3 GiB, cache of "
             "about 212,216 tokens)",
         ),
         ("qwen3-8b", 8): (
             "rank 0, 69.9 GiB (weights 7.6 GiB, gradients 7.6 GiB, optimizer 15.3 GiB, gathered "
-            "3.8 GiB, activations 35.6 GiB)",
+            "3.8 GiB, activations 35.7 GiB)",
             "engine 0, 92% of the memory (weights 15.3 GiB, cache of about 410,281 tokens)",
         ),
         ("qwen3.5-4b", 1): (
-            "rank 0, 39.2 GiB (weights 15.7 GiB, gradients 15.7 GiB, optimizer 7.8 GiB, "
-            "activations unknown) + engine 0, 69% of the memory (weights 7.8 GiB, cache of about "
-            "371,639 tokens)",
+            "rank 0, 74.4 GiB (weights 15.7 GiB, gradients 15.7 GiB, optimizer 7.8 GiB, "
+            "activations 35.2 GiB) + engine 0, 69% of the memory (weights 7.8 GiB, cache of about "
+            "1,486,558 tokens; the state of a sequence takes the place of 1,572)",
         ),
         ("qwen3.5-4b", 8): (
-            "rank 0, 17.7 GiB (weights 3.9 GiB, gradients 3.9 GiB, optimizer 7.8 GiB, gathered "
-            "2.0 GiB, activations unknown)",
-            "engine 0, 92% of the memory (weights 7.8 GiB, cache of about 522,372 tokens)",
+            "rank 0, 52.9 GiB (weights 3.9 GiB, gradients 3.9 GiB, optimizer 7.8 GiB, gathered "
+            "2.0 GiB, activations 35.2 GiB)",
+            "engine 0, 92% of the memory (weights 7.8 GiB, cache of about 2,089,490 tokens; the "
+            "state of a sequence takes the place of 1,572)",
         ),
     }
 )
@@ -89,20 +91,37 @@ def test_recipe_is_complete_and_its_plan_fits(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(memory, "has_fla", lambda: True)
     path = f"model.path={published / model}"
     files = layers(model, agent, *(["eight_gpus"] if gpus == 8 else []))
     devices = (H100,) * gpus
-    monkeypatch.setattr(assembly, "gpus_here", lambda: devices)
+    for module in (assembly, start):
+        monkeypatch.setattr(module, "gpus_here", lambda: devices)
     words = [word for file in files for word in ("--config", str(file))]
     assert main([*words, "--check", path]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    printed = yaml.safe_load(out)
     assert (printed["model"]["lora"] is None) == ((model, gpus) != ("qwen3-8b", 1))
     plan = plan_devices(load(files, [path]), devices)
     assert plan is not None
     lines = list(plan.describe())
+    assert out.endswith("".join(f"# {line}\n" for line in lines))
     shown = [lines[0], *lines[4:5]]
     wanted = PLANS[model, gpus]
     assert [line.partition("GiB): ")[2] for line in shown] == list(wanted)
+
+
+def test_qwen3_5_without_fla_does_not_fit_on_one_gpu(
+    published: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(assembly, "gpus_here", lambda: (H100,))
+    monkeypatch.setattr(memory, "has_fla", lambda: False)
+    words = [word for file in layers("qwen3.5-4b", "codex") for word in ("--config", str(file))]
+    # Another batch size than in the tests before, whose plans are kept.
+    given = [f"model.path={published / 'qwen3.5-4b'}", "rollout.concurrency=31"]
+    assert main([*words, "--check", *given]) == 2
+    assert "a rank needs 91.6" in (said := capsys.readouterr().err)
+    assert "pip install flash-linear-attention" in said
 
 
 def test_all_weights_of_qwen3_8b_do_not_fit_on_one_gpu(

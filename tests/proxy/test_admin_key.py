@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from proxy.admin_key import client_key, key_file, with_admin_key
+from proxy.admin_key import client_key, kept_files, key_file, with_admin_key
 from proxy.app import build_app
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ProxyConfig, load_config
@@ -113,6 +113,24 @@ def test_client_reads_the_key_file_only_for_a_proxy_on_this_machine(tmp_path: Pa
     assert client_key("http://127.0.0.1:8000", tmp_path / "other", {}) is None
     given = {"AGENTIC_PROXY_ADMIN_KEY": "given"}
     assert client_key("http://proxy.example.org", tmp_path, given) == "given"
+
+
+def test_client_reads_the_key_file_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    assert path not in kept_files()
+    environment = {"AGENTIC_PROXY_ADMIN_KEY_FILE": str(path)}
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY_FILE", str(path))
+    assert path in kept_files()
+    path.write_text("new\nold\n")
+    assert client_key("http://proxy.example.org", tmp_path, environment) == "new"
+    given = environment | {"AGENTIC_PROXY_ADMIN_KEY": "given"}
+    assert client_key("http://proxy.example.org", tmp_path, given) == "given"
+    for unusable in (lambda: path.write_text("\n"), path.unlink):
+        unusable()
+        with pytest.raises(ConfigurationError, match=f"_FILE: {path} has no admin key"):
+            client_key("http://proxy.example.org", tmp_path, environment)
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ from proxy.errors import EngineError
 from proxy.records import ALTERNATIVE, Alternatives, SessionKind, Turn, TurnStatus
 from proxy.relay.protocol import ALTERNATIVES_BYTES, Frame, ProtocolError, chunk_of, frame_of
 from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.pushed import chunks_of
 
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER = [5, 6, 7, 80, 99, 2]
@@ -142,7 +143,7 @@ async def server() -> AsyncIterator[ScriptedEngine]:
 async def sampled(server: ScriptedEngine, kind: str, **sampling: int) -> list[Chunk]:
     engine = ENGINES[kind](server.url)
     wanted = Sampling(max_tokens=50, **sampling)  # type: ignore[arg-type]
-    chunks = [chunk async for chunk in engine.generate(PROMPT, wanted, request_id="s#0")]
+    chunks = [chunk async for chunk in chunks_of(engine, PROMPT, wanted, request_id="s#0")]
     await engine.close()
     return chunks
 

@@ -19,9 +19,11 @@ from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
-from proxy.generation import Cause, Generation, GenerationState, Seam, seed_after
+from proxy.generation import Generation, GenerationState, seed_after
 from proxy.records import FinishReason, VersionSpan
 from proxy.routing import Router
+from proxy.seams import Cause, Seam
+from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER = [*range(100, 110), 2]
@@ -51,7 +53,7 @@ class Sampled:
     finishes: int = 0
 
     async def take(self, generation: Generation) -> None:
-        async with aclosing(generation.stream()) as pieces:
+        async with aclosing(pieces_of(generation)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Seam):
                     self.seams.append(piece)
@@ -380,6 +382,6 @@ async def test_answer_that_is_not_streamed_is_sampled_again(stack: AsyncExitStac
     generation = Generation(
         replicas.router, PROMPT, sampling, request_id="s#0", session_id="s", stream=False
     )
-    chunks = [piece async for piece in generation.stream() if isinstance(piece, Chunk)]
+    chunks = [piece async for piece in pieces_of(generation) if isinstance(piece, Chunk)]
     assert [chunk.ids for chunk in chunks] == [ANSWER]
     assert replicas.asked == [PROMPT.tolist()] * 2

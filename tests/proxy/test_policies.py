@@ -16,10 +16,12 @@ from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
-from proxy.generation import Cause, Generation, Seam
+from proxy.generation import Generation
 from proxy.policies import Policies
 from proxy.records import ServedPolicy, VersionSpan
 from proxy.routing import Router
+from proxy.seams import Cause, Seam
+from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER_TOKENS = 12
@@ -44,7 +46,7 @@ class Sampled:
         self.versions: tuple[VersionSpan, ...] = ()
 
     async def take(self, generation: Generation) -> None:
-        async with aclosing(generation.stream()) as pieces:
+        async with aclosing(pieces_of(generation)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Seam):
                     self.seams.append(piece)

@@ -25,6 +25,7 @@ from proxy.relay.protocol import EXPERTS_BYTES, chunk_of, frame_of
 from proxy.routing import Router
 from proxy.token_tree import TokenTree
 from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER = [5, 6, 7, 2]
@@ -94,7 +95,7 @@ async def generated(engines: list[Engine], **sampling: Any) -> Generation:
         call = Generation(
             router, PROMPT, Sampling(**wanted), request_id="s#0", session_id="s", stream=True
         )
-        async for _ in call.stream():
+        async for _ in pieces_of(call):
             pass
         return call
     finally:

@@ -17,6 +17,7 @@ from proxy.errors import EngineError, RequestError
 from proxy.generation import Generation
 from proxy.routing import Router
 from proxy.scheduling.admission import CacheAdmission, RoomClaim
+from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([1, 2], np.int32)
 ANSWER = [5, 6, 2]
@@ -33,7 +34,9 @@ class Replicas:
         answer = Generation(
             self.router, PROMPT, Sampling(max_tokens=9), request_id="r", session_id=session_id
         )
-        return [i async for chunk in answer.stream() if isinstance(chunk, Chunk) for i in chunk.ids]
+        return [
+            i async for chunk in pieces_of(answer) if isinstance(chunk, Chunk) for i in chunk.ids
+        ]
 
     @property
     def calls(self) -> list[int]:

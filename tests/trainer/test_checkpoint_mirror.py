@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import fsspec
 import pytest
 import shortuuid
 
-from proxy.port import free_port
+from tests.clouds import NO_GCS, NO_S3, amazon, google
 from tests.needs import needs
 from trainer.checkpoint import FORMAT, Saved
 from trainer.checkpoint_mirror import HISTORY, CheckpointMirror, CheckpointUploads
 from trainer.errors import CheckpointError, ConfigError
 from trainer.run.folder import RunFolder
 
-S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto"))
-NO_S3 = None if S3 else "s3fs and moto are not installed: pip install s3fs 'moto[server]'"
-GCS = all(importlib.util.find_spec(name) for name in ("gcsfs", "gcp_storage_emulator"))
-NO_GCS = None if GCS else "not installed: pip install gcsfs gcp-storage-emulator"
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -204,42 +199,6 @@ def test_url_that_no_file_system_serves_is_one_line_of_error(
     with pytest.raises(ConfigError, match=r"checkpoint_mirror=\w+://bucket/run: .*; install") as at:
         CheckpointMirror(url, keep_last=1)
     assert "secret" not in str(at.value)
-
-
-@contextmanager
-def amazon(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket of a server of S3."""
-    from moto.server import ThreadedMotoServer
-
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": f"http://{host}:{port}"})
-    try:
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield "s3://bucket"
-    finally:
-        server.stop()
-
-
-@contextmanager
-def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket of a server of Google Cloud Storage, without gRPC."""
-    from gcp_storage_emulator.server import create_server
-
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    port = free_port("127.0.0.1")
-    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
-    server.start()
-    given = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon"}
-    for scheme in ("gs", "gcs"):
-        monkeypatch.setitem(fsspec.config.conf, scheme, given)
-    try:
-        yield "gs://bucket"
-    finally:
-        server.stop()
 
 
 @pytest.mark.long

@@ -182,6 +182,51 @@ def test_several_wrong_keys_are_refused_in_one_line_each(
     ]
 
 
+KUBERNETES = (
+    "remote_agent.command=null",
+    "remote_agent.kubernetes={image: agent-1, argv: [agent]}",
+    "remote_agent.posted_rewards=true",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["trainer.ranks=4", "trainer.weight_copies=3"],
+            "trainer.weight_copies=3 does not divide trainer.ranks=4",
+        ),
+        (["trainer.device=mps"], "trainer.device=mps: not a device"),
+        (["trainer.device=cpu:3"], "trainer.device=cpu:3: not a device"),
+        (["trainer.device=meta"], "trainer.device=meta: not a device"),
+        (["engine.weight_transfer=nccl"], "weight_transfer=nccl: the trainer uses no GPU"),
+        (["engine.sleep=true"], "engine.sleep: the engines use no GPU here"),
+        (["engine.args=[-dp, '2']"], "--data-parallel-size 2: an engine gets weights only if"),
+        (["cluster.address=ray-head:6379"], "cluster.address=ray-head:6379: the run would not use"),
+        (
+            ["cluster.backend=ray", "cluster.engine_gpus=4", "engine.args=[-tp, '2']"],
+            "cluster.engine_gpus=4: an engine uses 2",
+        ),
+        (
+            ["cluster.backend=ray", "cluster.share_gpus=true"],
+            "cluster.share_gpus: vLLM takes 0.92 of a GPU",
+        ),
+        (["cluster.backend=ray", "cluster.engine_gpus=2"], "cluster.engine_gpus=2: an engine uses"),
+        (["remote_agent.placement=kubernetes"], "remote_agent.kubernetes, remote_agent.ray or"),
+        (
+            [*KUBERNETES],
+            "remote_agent.kubernetes: pods cannot reach the proxy at",
+        ),
+    ],
+)
+def test_places_that_cannot_work_are_refused_in_one_line(
+    config: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["--config", str(config), "--check", *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")

@@ -109,6 +109,11 @@ def test_ranks_of_one_micro_batch_divide_all_ranks() -> None:
             {},
             "trainer.context_parallel=2: not supported with trainer.tensor_parallel; remove",
         ),
+        (
+            {"ranks": 2, "tensor_parallel": 2},
+            {"weights_dtype": "bfloat16", "compute_dtype": "bfloat16"},
+            "model.weights_dtype=bfloat16: not supported with trainer.tensor_parallel",
+        ),
         ({"ranks": 2, "tensor_parallel": 2}, {"lora": {}}, "model.lora: not supported with"),
         (
             {"ranks": 2, "expert_parallel": 2},

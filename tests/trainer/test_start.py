@@ -79,6 +79,21 @@ def test_another_configuration_begins_a_new_run_and_says_which_key_differs(
     assert run_until("running", "optimizer.lr=1e-3") == ("run-2", 7)
 
 
+def test_run_of_a_release_with_fewer_keys_is_continued(
+    run_until: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_until("running")
+    written = tmp_path / "run" / "config.yaml"
+    values = yaml.safe_load(written.read_text())
+    del values["trainer"]["weight_copies"], values["relay"]
+    written.write_text(yaml.safe_dump(values))
+    assert run_until("running") == ("run", 7)
+    assert yaml.safe_load(written.read_text())["trainer"]["weight_copies"] == 1
+    written.write_text(yaml.safe_dump(values))
+    assert run_until("running", "trainer.ranks=2", "trainer.weight_copies=2") == ("run-2", 0)
+    assert "(trainer.ranks, trainer.weight_copies)" in capsys.readouterr().out
+
+
 def test_start_with_resume_never_begins_a_new_run(run_until: Any) -> None:
     run_until("running", "trainer.resume=never")
     assert run_until("running", "trainer.resume=never") == ("run-2", 0)

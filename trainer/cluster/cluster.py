@@ -36,12 +36,13 @@ class ClusterConfig(Section):
     places everything on one node."""
     share_gpus: bool = False
     """Engine i and rank i share a GPU, of which Ray reserves half for each; otherwise each has its
-    own GPU."""
+    own GPU. Needs `engine.gpu_memory_share`, because no plan divides the memory on Ray."""
     engine_cpus: float = Field(1.0, ge=0)
     """CPUs reserved for each engine."""
     engine_gpus: int | None = Field(None, ge=0)
-    """Number of GPUs reserved for each engine, which uses all of them; None: 1 if the cluster has
-    GPUs. A rank has one GPU if engines have GPUs."""
+    """Number of GPUs reserved for each engine, which uses all of them; None: as many as
+    `--tensor-parallel-size` in `engine.args` says, or 1, if the cluster has GPUs. A rank has one
+    GPU if engines have GPUs."""
     rank_cpus: float = Field(1.0, ge=0)
     """CPUs reserved for each rank."""
     proxy: Literal["driver", "actor"] = "driver"

@@ -20,7 +20,7 @@ from proxy.client import ProxyClient, ProxyClientError
 from proxy.policies import BASE
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
-from trainer.cluster.rank_zero import Connect, RankZero, SyncWeights
+from trainer.cluster.rank_zero import Connect, RankZero, SentWeights, SyncWeights
 from trainer.cluster.relay_weights import RelayWeights
 from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.control import first_to_end
@@ -123,26 +123,21 @@ class RunEngines:
 
     async def _send(self) -> Metrics:
         """Sends the weights, and makes the proxy sample from the new versions of adapters."""
-        if self._relay is not None:
-            return await self._send_to_all(self._relay)
-        sent = await self._rank_zero.ask(SyncWeights())
-        if self.proxy is not None:
-            for served in sent.served:
-                version = served.name, served.version, served.adapter, self._run
-                publish = partial(self.proxy.publish_policy, *version)
-                await patiently(publish, self._proxy_patience_s)
-                self._published.add(served.name)
-        return sent.metrics
-
-    async def _send_to_all(self, relay: RelayWeights) -> Metrics:
-        """Sends the weights to the engines with URLs, and to relay workers."""
-        metrics = (await self._rank_zero.ask(SyncWeights())).metrics if self.urls else {}
+        sent = SentWeights({})
+        if self.urls or self._relay is None:
+            sent = await self._rank_zero.ask(SyncWeights())
         if self.proxy is None:
-            return metrics
-        self._published.add(BASE.name)
-        pulled = await relay.send(self.proxy, needed=not self.urls)
-        both = metrics.keys() & pulled.keys()
-        return metrics | pulled | {name: max(metrics[name], pulled[name]) for name in both}
+            return sent.metrics
+        if self._relay is not None:
+            self._published.add(BASE.name)
+            pulled = await self._relay.send(self.proxy, needed=not self.urls)
+            sent = _of_all(sent, pulled)
+        for served in sent.served:
+            version = served.name, served.version, served.adapter, self._run
+            publish = partial(self.proxy.publish_policy, *version)
+            await patiently(publish, self._proxy_patience_s)
+            self._published.add(served.name)
+        return sent.metrics
 
     async def release_policies(self) -> None:
         """Lets other runs publish the policies of this run, which ends. If the proxy does not
@@ -243,3 +238,12 @@ class RunEngines:
         async with self._changed:
             change()
             self._changed.notify_all()
+
+
+def _of_all(sent: SentWeights, pulled: SentWeights) -> SentWeights:
+    """What the engines with URLs got, and what relay workers pulled: the same versions."""
+    metrics = {
+        name: max(each[name] for each in (sent.metrics, pulled.metrics) if name in each)
+        for name in sent.metrics | pulled.metrics
+    }
+    return SentWeights(metrics, tuple({*sent.served, *pulled.served}))

@@ -50,9 +50,10 @@ class ProxyServerConfig(RecordingConfig):
     """Section `proxy_server`. Example: ProxyServerConfig(port=8000, renderer="template")"""
 
     url: str | None = None
-    """URL of a running proxy, whose admin key is in AGENTIC_PROXY_ADMIN_KEY; None: start a proxy.
-    The engines of a running proxy must be listed in `engine.urls`, so that they receive the
-    weights; the run does not restart them."""
+    """URL of a running proxy, whose admin key is in AGENTIC_PROXY_ADMIN_KEY, or in the file that
+    AGENTIC_PROXY_ADMIN_KEY_FILE names; None: start a proxy. The engines of a running proxy must be
+    listed in `engine.urls`, so that they receive the weights, or be relay workers that pull them
+    (`engine.publish`); the run does not restart them."""
     host: str = "127.0.0.1"
     """Address on which the proxy that the run starts listens."""
     port: int = Field(0, ge=0, le=65535)

@@ -18,7 +18,7 @@ from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints
 from trainer.learner import RunState
 from trainer.learners import Learners
-from trainer.weight_sync.dtypes import Report
+from trainer.weight_sync.dtypes import Report, dtype_name
 from trainer.weight_sync.publisher import Published
 
 T = TypeVar("T")
@@ -123,6 +123,18 @@ class SyncWeights:
     def on(self, learners: Learners) -> SentWeights:
         metrics = learners.sync_weights()
         return SentWeights(metrics, learners.served)
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeWeights:
+    """Name, trained type and shape of each weight that is published; empty: an adapter is."""
+
+    def on(self, learners: Learners) -> list[tuple[str, str, list[int]]]:
+        learner = learners.only
+        if learner.config.model.policy:
+            return []
+        shapes = learner.models.policy.hf_shapes()
+        return [(name, dtype_name(each.dtype), list(each.shape)) for name, each in shapes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def models_of_rank(
 
 
 def device_of(name: str, seat: Seat | None = None) -> torch.device:
-    """The device that `trainer.device` names; with a `seat`, the rank's own GPU.
+    """The device that `trainer.device` names, a GPU or the CPU; with a `seat`, the rank's own GPU.
 
     Raises:
         ConfigError: this machine has no such device.
@@ -46,12 +46,10 @@ def device_of(name: str, seat: Seat | None = None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and seat is not None:
         name = f"cuda:{seat.local_rank}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"trainer.device={name}: not a device; use cpu, cuda, cuda:N or auto"
-        ) from error
+    kind, _, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or not (name == kind or index.isdecimal())):
+        raise ConfigError(f"trainer.device={name}: not a device; use cpu, cuda, cuda:N or auto")
+    device = torch.device(name)
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ConfigError(
@@ -69,6 +67,13 @@ def torchrun_seat(environment: Mapping[str, str]) -> Seat | None:
         int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     )
     return Seat(rank, size, "env://", local_rank) if size > 1 else None
+
+
+def ranks_here(config: RanksConfig, environment: Mapping[str, str]) -> int:
+    """The number of ranks on this machine; torchrun may have started others elsewhere."""
+    if torchrun_seat(environment) is None:
+        return config.trainer.ranks
+    return int(environment["LOCAL_WORLD_SIZE"])
 
 
 def rendezvous_ports(environment: Mapping[str, str]) -> frozenset[int]:

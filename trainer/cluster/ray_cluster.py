@@ -83,7 +83,8 @@ async def ray_cluster(
 def bundles(config: ProcessesConfig, *, has_gpus: bool) -> list[Bundle]:
     """The bundles to reserve: first those for engines, then those for ranks."""
     cluster, ranks = config.cluster, config.trainer.ranks
-    gpus = int(has_gpus) if cluster.engine_gpus is None else cluster.engine_gpus
+    wanted = config.engine.tensor_parallel if has_gpus else 0
+    gpus = wanted if cluster.engine_gpus is None else cluster.engine_gpus
     if cluster.share_gpus:
         return [_bundle(cluster.engine_cpus + cluster.rank_cpus, gpus)] * ranks
     replicas = 0 if config.engine.urls else config.engine.replicas

@@ -1,4 +1,4 @@
-"""Makes the run's relay workers serve each version of the weights.
+"""Makes the run's relay workers serve each version of the weights, or of the adapter.
 
 Invariant: when `send` returns, the proxy gives calls only to workers that serve the published
 weights. The others get none until they do, and the user is told why.
@@ -14,7 +14,7 @@ from typing import Any
 from agent_loop.patience import patiently
 from proxy.client import ProxyClient
 from trainer.algorithms.token_loss import Metrics
-from trainer.cluster.rank_zero import PublishWeights, RankZero
+from trainer.cluster.rank_zero import DescribeWeights, PublishWeights, RankZero, SentWeights
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.dtypes import Report
 from trainer.weight_sync.publisher import Published
@@ -44,7 +44,7 @@ class RelayWeights:
         self._patience_s = patience_s
         self._held: tuple[Report, ...] = ()
 
-    async def send(self, proxy: ProxyClient, *, needed: bool) -> Metrics:
+    async def send(self, proxy: ProxyClient, *, needed: bool) -> SentWeights:
         """Publishes the weights, and waits for the workers. `needed`: there are no other engines.
 
         Raises:
@@ -53,6 +53,8 @@ class RelayWeights:
             ProxyClientError: the proxy has no relay, its weights belong to another run, or it did
                 not answer in time.
         """
+        if not self._held:
+            self._held = await self._reported(proxy)
         sent = await self._rank_zero.ask(PublishWeights(self._run, self._held))
         new = {"publication": sent.name, "version": sent.version, "run": self._run}
         publish = partial(proxy.publish_weights, **new, patience_s=self._timeout_s)
@@ -66,9 +68,16 @@ class RelayWeights:
                     f"warning: relay worker {each['name']} gets no calls until it has version "
                     f"{sent.version}: {_why(each)}"
                 )
-        reports = view["held_dtypes"]
-        self._held = () if None in reports else tuple(reports)
-        return _metrics(sent, serving)
+        self._held = _known(view["held_dtypes"])
+        return SentWeights(_metrics(sent, serving), (sent.served,) if sent.served else ())
+
+    async def _reported(self, proxy: ProxyClient) -> tuple[Report, ...]:
+        """What the engines of workers that are connected report before anything is published."""
+        tensors = await self._rank_zero.ask(DescribeWeights())
+        if not tensors:
+            return ()
+        types = await patiently(partial(proxy.held_types, tensors), self._patience_s)
+        return _known(types["held_dtypes"])
 
     async def _settled(
         self, proxy: ProxyClient, sent: Published, needed: bool
@@ -95,6 +104,11 @@ class RelayWeights:
             f"no relay worker serves version {sent.version} after {self._timeout_s:g} s "
             f"(engine.publish_timeout_s): {found or 'none is connected'}"
         )
+
+
+def _known(reports: list[Any]) -> tuple[Report, ...]:
+    """Empty if an engine cannot report its types: weights are then published as trained."""
+    return () if None in reports else tuple(reports)
 
 
 def _why(worker: Mapping[str, Any]) -> str:

@@ -222,7 +222,8 @@ class RelayWorkers:
         config, entry = self._config, place.entry
         engine, env = replica_engine(config), dict(entry.env)
         if config.engine.publish is not None:
-            engine = engine.model_copy(update={"weight_transfer": "shm"})  # from the pulled file
+            if not config.model.policy:  # from the pulled file
+                engine = engine.model_copy(update={"weight_transfer": "shm"})
             env.setdefault(WEIGHTS_URL, without_credentials(config.engine.publish))
         order = WorkerOrder(
             proxy=self._proxy_url,

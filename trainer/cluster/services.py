@@ -166,7 +166,8 @@ def _admin_key(url: str) -> str:
     if key is None:
         raise ConfigError(
             f"proxy_server.url={url!r}: its admin key is missing; set AGENTIC_PROXY_ADMIN_KEY "
-            "to the key (`agentic-proxy serve` prints which file it is in)"
+            "to the key, or AGENTIC_PROXY_ADMIN_KEY_FILE to a file with it (`agentic-proxy serve` "
+            "prints which file it is in)"
         )
     return key
 

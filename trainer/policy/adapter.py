@@ -25,6 +25,8 @@ from trainer.errors import ConfigError
 _PREFIX = "base_model.model."
 """PEFT's prefix of every module name."""
 _PARTS = ("lora_A", "lora_B")
+FILE_METADATA = {"format": "pt"}
+"""Of the file of an adapter, which some readers ask for."""
 _NAME = "default"
 """PEFT's name of the only adapter."""
 
@@ -134,7 +136,7 @@ def save_adapter(
     """Writes an adapter in PEFT's format."""
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
-    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(held, folder / "adapter_model.safetensors", metadata=FILE_METADATA)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -30,17 +30,20 @@ from trainer.policy.scorer import last_hidden
 class ValueModel(nn.Module):
     """The decoder of a causal model and a linear head whose weights start at 0."""
 
-    def __init__(self, model: Any, compute_dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
         super().__init__()
         self.model = model
         self.compute_dtype = compute_dtype
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        self.offload = offload
+        # in the other weights' type, because FSDP2 shards them together
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """The value of each target of the micro-batch, `[M]` float32."""
-        hidden = last_hidden(self.model.get_decoder(), micro, self.compute_dtype)
+        decoder = self.model.get_decoder()
+        hidden = last_hidden(decoder, micro, self.compute_dtype, offload=self.offload)
         values: Tensor = self.head(hidden[micro.predictors].to(self.head.weight.dtype))
         # a sum over one element, because FSDP2 refuses a view
         return of_whole(micro, values.float().sum(-1))
@@ -73,7 +76,8 @@ class Critic:
         self.device = torch.device(device)
         place = self.ranks.placing(DTYPES[config.compute_dtype])
         model = load_model(self.config, place=place, without_head=True)
-        self.module = ValueModel(model, DTYPES[config.compute_dtype])
+        dtype = DTYPES[config.compute_dtype]
+        self.module = ValueModel(model, dtype, offload=config.activation_offload)
         if self.ranks.mesh is None:  # else each layer is moved when it is sharded
             self.module = self.module.to(self.device)
         model.get_output_embeddings().requires_grad_(model.config.tie_word_embeddings)

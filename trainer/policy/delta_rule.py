@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -38,26 +38,40 @@ STRETCH_TOKENS = 1024
 as long as its input for each chunk: of a whole run, that would cost the square of its length. With
 16,384 tokens a pass takes a ninth of the processor time."""
 Rule = Callable[..., tuple[Tensor, Tensor]]
-"""`(q, k, v, g=…, beta=…, initial_state=…, output_final_state=…, …) → (outputs, final states)`"""
+"""`(q, k, v, g=…, beta=…, initial_state=…, output_final_state=…, …) → (outputs, final states)`. A
+rule of many runs also takes `bounds`, and states `[R, H, K, V]`: where each run begins in the row,
+and the row's end."""
 
 
-def fork_states(model: nn.Module) -> None:
+def fork_states(model: nn.Module, many: Rule | None = None) -> None:
     """Makes every Gated DeltaNet layer of the model compute packed rows.
 
     A layer keeps its own `forward`; only the convolution and the recurrence that it calls, which
-    are functions of its module, are replaced by those of this module.
+    are functions of its module, are replaced by those of this module. `many`: the rule of many runs
+    to use instead of the device's.
     """
-    for module in model.modules():
+    for module in _delta_layers(model):
         forward = inspect.unwrap(type(module).forward)
-        code = getattr(forward, "__code__", None)
-        if code is None or not {_CONVOLUTION, _RULE} <= set(code.co_names):
-            continue
         own = forward.__globals__
-        rule = functools.partial(tree_delta_rule, inspect.unwrap(own[_RULE]))
+        rule = functools.partial(tree_delta_rule, inspect.unwrap(own[_RULE]), many=many)
         functions = own | {_CONVOLUTION: tree_convolution, _RULE: rule}
-        copied = FunctionType(code, functions, None, forward.__defaults__, forward.__closure__)
+        copied = FunctionType(
+            forward.__code__, functions, None, forward.__defaults__, forward.__closure__
+        )
         copied.__kwdefaults__ = forward.__kwdefaults__
         module.forward = MethodType(copied, module)
+
+
+def has_delta_layers(model: nn.Module) -> bool:
+    """Whether some layers of the model are Gated DeltaNet."""
+    return next(_delta_layers(model), None) is not None
+
+
+def _delta_layers(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and {_CONVOLUTION, _RULE} <= set(code.co_names):
+            yield module
 
 
 def tree_convolution(
@@ -102,6 +116,7 @@ def tree_delta_rule(
     cu_seqlens: None = None,
     layout: Layout | None = None,
     use_cache: bool | None = None,
+    many: Rule | None = None,
 ) -> tuple[Tensor, None]:
     """The gated delta rule along each path: `[1, T, H, K]`, `[1, T, H, V]` → `[1, T, H, V]`.
 
@@ -109,7 +124,8 @@ def tree_delta_rule(
     that it continues. `rule` is transformers' torch function, which computes one run at a time; on
     CUDA, fla's kernel computes all of them.
     """
-    many = _fla_rule() if query.is_cuda and find_spec("fla") else functools.partial(_each, rule)
+    if many is None:
+        many = fla_rule if query.is_cuda and has_fla() else functools.partial(_each, rule)
     layout = _given(layout)
     query, key, value, g, beta = (
         split_heads(each, layout, tokens=1, heads=2) for each in (query, key, value, g, beta)
@@ -132,8 +148,7 @@ def over_levels(
     layout: Layout,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Tensor:
-    """`tree_delta_rule` with a rule that computes several runs in one row, whose bounds are
-    `cu_seqlens` `[R + 1]`, from `initial_state` `[R, H, K, V]`."""
+    """`tree_delta_rule` with a rule of many runs."""
     row = (query, key, value, g, beta)
     finals: dict[int, Tensor] = {}
     outputs: list[Tensor] = []
@@ -153,7 +168,7 @@ def over_levels(
             initial_state=torch.stack(states) if states else None,
             output_final_state=True,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=torch.tensor([0, *lengths], device=query.device).cumsum(0),
+            bounds=[0, *accumulate(lengths)],
         )
         finals |= dict(zip(level, final_R, strict=True))
         outputs.append(out)
@@ -162,9 +177,9 @@ def over_levels(
     return torch.cat(outputs, 1)[:, back]
 
 
-def _each(rule: Rule, *row: Tensor, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _each(rule: Rule, *row: Tensor, bounds: Sequence[int], **options: Any) -> tuple[Tensor, Tensor]:
     """`rule` on each run of a level alone, from its own initial state, stretch by stretch."""
-    bounds, states = cu_seqlens.tolist(), options.pop("initial_state")
+    states = options.pop("initial_state")
     decay, beta = options.pop("g"), options.pop("beta")
     outputs: list[Tensor] = []
     finals: list[Any] = []
@@ -184,11 +199,17 @@ def _each(rule: Rule, *row: Tensor, cu_seqlens: Tensor, **options: Any) -> tuple
     return torch.cat(outputs, 1), torch.cat(finals)
 
 
-def _fla_rule() -> Rule:
+def has_fla() -> bool:
+    """Whether fla, whose kernels run on CUDA, is installed."""
+    return find_spec("fla") is not None
+
+
+def fla_rule(*row: Tensor, bounds: Sequence[int], **options: Any) -> tuple[Tensor, Tensor]:
+    """fla's kernel, a rule of many runs."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    rule: Rule = chunk_gated_delta_rule
-    return rule
+    at = torch.tensor(bounds, device=row[0].device)
+    return chunk_gated_delta_rule(*row, cu_seqlens=at, **options)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=2)  # for all layers of the micro-batch at hand

@@ -25,6 +25,8 @@ from transformers.initialization import no_init_weights
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.context_parallel import ContextRanks
+from trainer.policy.delta_memory import KernelShapes
+from trainer.policy.delta_rule import fork_states, has_delta_layers, has_fla
 from trainer.policy.model import DTYPES, ModelConfig
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
@@ -33,6 +35,9 @@ from trainer.policy.token_logprobs import chunk_rows
 _log = logging.getLogger(__name__)
 
 GIB = 2**30
+SAMPLED_TOKENS = 2048
+"""Tokens of a rank with which a pass is executed; what longer ones keep follows from those and
+twice as many. A multiple of the stretches of `delta_rule`."""
 MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per trained weight."""
 LOGIT_COPIES = 3
@@ -47,7 +52,7 @@ class RankMemory:
     """
 
     weights: int
-    """float32 weights, or this rank's shard of them, and frozen models."""
+    """Weights, or this rank's shard of them, and frozen models."""
     gradients: int
     moments: int
     """Optimizer state."""
@@ -56,6 +61,9 @@ class RankMemory:
     passes: int | None
     """Activations of a forward and backward pass over the largest micro-batch; None: unknown,
     because the shapes in the model's code depend on values."""
+    lacks_fla: bool = False
+    """Whether the activations are more because fla, whose kernels the model's linear layers use on
+    a GPU, is not installed."""
 
     @property
     def resident(self) -> int:
@@ -86,11 +94,13 @@ def rank_memory(
     *,
     ranks: int = 1,
     context_parallel: int = 1,
+    weight_copies: int = 1,
     trained_models: int = 1,
     frozen_models: int = 0,
 ) -> RankMemory:
     """The memory of one of `ranks` that train the model of these settings (a checkpoint's
-    `config.json`), of which `context_parallel` compute each micro-batch together.
+    `config.json`), of which `context_parallel` compute each micro-batch together; the ranks hold
+    `weight_copies` copies.
     `trained_models`: the policy, and a critic of its size; `frozen_models`: references and teachers
     of its size."""
     settings = settings.get_text_config()
@@ -99,18 +109,31 @@ def rank_memory(
     count = _weights(whole)
     layers = [_weights(layer) for layer in whole.get_decoder().layers]
     trained = count if model.lora is None else _adapter_weights(whole, model)
-    stored = 4 * (count if model.lora is None else count + trained)
+    trained_bytes = DTYPES[model.weights_dtype].itemsize
+    stored = trained_bytes * (count if model.lora is None else count + trained)
     frozen = frozen_models * count * compute_bytes
-    gathered = 0
+    gathered, shards = 0, ranks // weight_copies
     if ranks > 1:
         gathered = compute_bytes * (count - sum(layers) + 2 * max(layers)) + 4 * max(layers)
     return RankMemory(
-        weights=(trained_models * stored + frozen) // ranks,
-        gradients=trained_models * 4 * trained // ranks,
-        moments=trained_models * MOMENT_BYTES[optimizer.name] * trained // ranks,
+        weights=(trained_models * stored + frozen) // shards,
+        gradients=trained_models * trained_bytes * trained // shards,
+        moments=(
+            _largest_moments(whole, optimizer)
+            if optimizer.offload
+            else trained_models * MOMENT_BYTES[optimizer.name] * trained
+        )
+        // shards,
         gathered=gathered,
         passes=_passes(settings, model, context_parallel),
+        lacks_fla=has_delta_layers(whole) and not has_fla(),
     )
+
+
+def _largest_moments(whole: Any, optimizer: OptimizerConfig) -> int:
+    """Moments of the largest weight, if the others are in the machine's memory."""
+    largest: int = max(weight.numel() for weight in whole.parameters())
+    return MOMENT_BYTES[optimizer.name] * largest
 
 
 def count_weights(settings: Any) -> int:
@@ -148,24 +171,41 @@ def _passes(settings: Any, model: ModelConfig, context_parallel: int) -> int | N
 
 
 def _counted(settings: Any, model: ModelConfig, ranks: ContextRanks) -> int:
-    micro = _one_path(model.max_micro_batch_tokens, ranks)
+    tokens, of_a_rank = model.max_micro_batch_tokens, SAMPLED_TOKENS * ranks.size
+    if tokens > 2 * of_a_rank:
+        # All that is kept grows with the tokens alone: nothing of the attention is kept per pair.
+        kept, layer = (
+            twice + (tokens / of_a_rank - 2) * (twice - once)
+            for once, twice in zip(
+                *(_pass(settings, model, n * of_a_rank, ranks) for n in (1, 2)), strict=True
+            )
+        )
+    else:
+        kept, layer = _pass(settings, model, tokens, ranks)
+    return int(kept + max(layer, _head_bytes(settings, model, -(-tokens // ranks.size))))
+
+
+def _pass(
+    settings: Any, model: ModelConfig, tokens: int, ranks: ContextRanks
+) -> tuple[float, float]:
+    """Bytes that a pass over this number of tokens keeps, and those that the backward pass of its
+    largest layer adds."""
+    micro = _one_path(tokens, ranks)
     depth = settings.num_hidden_layers
     period = _period(layer_kinds(settings))
-
-    def saved(model: ModelConfig) -> tuple[float, float]:
-        """Bytes that all layers keep, and the mean of one layer."""
-        if 2 * period > depth:
-            total = _saved(settings, model, micro)
-            return total, total / depth
-        once, twice = (_saved(with_depth(settings, n * period), model, micro) for n in (1, 2))
-        return once + (depth / period - 1) * (twice - once), (twice - once) / period
-
-    kept, _ = saved(model)
-    _, of_a_layer = saved(model.model_copy(update={"gradient_checkpointing": False}))
+    kept: float
+    if 2 * period > depth:
+        kept = _saved(settings, model, micro).size
+    else:
+        once, twice = (_saved(with_depth(settings, n * period), model, micro).size for n in (1, 2))
+        kept = once + (depth / period - 1) * (twice - once)
+    keeps = {"gradient_checkpointing": False, "activation_offload": False}
+    whole = model.model_copy(update=keeps)
+    largest = _saved(with_depth(settings, min(period, depth)), whole, micro)
     # The backward pass of a layer holds the gradients of what the layer keeps; with gradient
     # checkpointing also what it keeps, which is computed again.
-    layer = of_a_layer * (2 if model.gradient_checkpointing else 1)
-    return int(kept + max(layer, _head_bytes(settings, model, len(micro.ids))))
+    again = 2 if model.checkpoints else 1
+    return kept, largest.of_a_layer * again + largest.extra
 
 
 def _head_bytes(settings: Any, model: ModelConfig, tokens: int) -> int:
@@ -178,30 +218,56 @@ def _head_bytes(settings: Any, model: ModelConfig, tokens: int) -> int:
     return int(weights * (4 + cast) + LOGIT_COPIES * 4 * rows * settings.vocab_size)
 
 
-def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> int:
-    """Bytes that autograd keeps after a forward pass of the model, its own weights excepted."""
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Bytes of what autograd keeps after a forward pass of a model, its own weights excepted."""
+
+    size: int
+    of_a_layer: int
+    """Of the layer that keeps most."""
+    extra: int
+    """What the backward pass of fla's kernel allocates beyond the gradients of what it kept."""
+
+
+def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
     ids = torch.zeros(len(micro.targets), dtype=torch.int64)
-    dtype, stored, scale = DTYPES[model.compute_dtype], torch.float32, 1
+    dtype, stored, scale = DTYPES[model.compute_dtype], DTYPES[model.weights_dtype], 1
     if _has_experts(settings):  # torch knows the shapes of grouped products in bfloat16 only
         scale, dtype, stored = dtype.itemsize // 2, torch.bfloat16, torch.bfloat16
     kept: dict[int, Tensor] = {}
+    kernel = KernelShapes()
+    bounds: list[int] = []
+    """How many tensors were kept before and after each layer."""
 
     def keep(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
+    def mark(*_: object) -> None:
+        bounds.append(len(kept))
+
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         network = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=stored)
         use_packed_rows(network)
-        if model.gradient_checkpointing:
+        if has_fla():
+            fork_states(network, kernel)
+        if model.checkpoints:
             network.gradient_checkpointing_enable({"use_reentrant": False})
-        scorer = CausalScorer(network.train(), dtype)
+        for layer in network.get_decoder().layers:
+            layer.register_forward_pre_hook(mark)
+            layer.register_forward_hook(mark)
+        scorer = CausalScorer(network.train(), dtype, offload=model.activation_offload)
         own = {parameter.untyped_storage()._cdata for parameter in scorer.parameters()}
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             scorer(micro, ids, 1.0)
-        others = (tensor for key, tensor in kept.items() if key not in own)
-        size: int = scale * sum(tensor.untyped_storage().nbytes() for tensor in others)
-        return size
+        sizes = [
+            0 if key in own else scale * tensor.untyped_storage().nbytes()
+            for key, tensor in kept.items()
+        ]
+    layers = [
+        sum(sizes[before:after]) for before, after in zip(bounds[::2], bounds[1::2], strict=True)
+    ]
+    return _Saved(sum(sizes), max(layers), scale * kernel.extra)
 
 
 def _has_experts(settings: Any) -> bool:

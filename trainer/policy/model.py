@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoConfig
@@ -60,15 +60,23 @@ class ModelConfig(BaseModel):
     """Folder of a Hugging Face checkpoint of a causal language model, or `hf://owner/name` on the
     hub, also with `@revision`, which is downloaded."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and matrix products. The trained weights are always float32."""
+    """Type of activations and matrix products."""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trained weights and of their gradients; the optimizer's moments are float32.
+    `bfloat16` needs 12 bytes per weight instead of 16, and `compute_dtype: bfloat16`; each step
+    rounds at random, so that small steps are not lost (docs/scale.md)."""
     max_micro_batch_tokens: int = Field(8192, ge=1)
     """Maximum number of input tokens of a forward pass; a longer sequence has a pass of its own. On
     a CPU, only sequences that share a prefix form passes of more than 4096 tokens."""
     share_prefixes: bool = True
     """Compute each common prefix of a group's sequences once (tree attention)."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     """Keep only the input of each layer for the backward pass, and recompute the rest, which saves
-    memory."""
+    memory. None: if a rank does not fit on its GPU without it, by the plan that a run on one
+    machine prints."""
+    activation_offload: bool = False
+    """Keep the inputs of layers in the machine's memory between forward and backward pass. Turns
+    `gradient_checkpointing` on."""
     router_replay: Literal["off", "replay"] = "off"
     """Mixture of experts: `replay` computes each token with the experts that the engine chose for
     it when it sampled or read it, weighted by its own router (R3, arXiv 2510.11370), which
@@ -83,6 +91,24 @@ class ModelConfig(BaseModel):
     own function over all tokens of a micro-batch, also those of prompts. 0: no such loss."""
     lora: LoraSettings | None = None
 
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.weights_dtype == "bfloat16" and self.compute_dtype == "float32":
+            raise ValueError(
+                "weights_dtype=bfloat16 needs compute_dtype=bfloat16; set both, or neither"
+            )
+        if self.activation_offload and self.gradient_checkpointing is False:
+            raise ValueError(
+                "activation_offload moves what gradient_checkpointing keeps; leave that key out, or"
+                " set it to true"
+            )
+        return self
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether only the inputs of layers are kept for the backward pass."""
+        return bool(self.gradient_checkpointing) or self.activation_offload
+
     @property
     def policy(self) -> str:
         """The policy whose adapter the engines serve; empty: they serve the trained weights."""
@@ -96,8 +122,8 @@ def load_model(
     place: Place | None = None,
     without_head: bool = False,
 ) -> Any:
-    """The checkpoint at `config.path` in float32 (or the compute type, if it is not trained), with
-    packed attention and without dropout.
+    """The checkpoint at `config.path` in `config.weights_dtype` (or the compute type, if it is not
+    trained), with packed attention and without dropout.
 
     `place` shards each layer as soon as it is read, unless adapters are added. `without_head`: the
     checkpoint may have no output layer.
@@ -121,7 +147,7 @@ def load_model(
     model = load_weights(
         config.path,
         settings,
-        torch.float32 if trainable else DTYPES[config.compute_dtype],
+        DTYPES[config.weights_dtype if trainable else config.compute_dtype],
         place=placed if place is not None and not adapted else None,
         without_head=without_head,
     )
@@ -129,7 +155,7 @@ def load_model(
     use_packed_rows(model)
     if replays:
         replay_routing(model)
-    if config.gradient_checkpointing and trainable:
+    if config.checkpoints and trainable:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora is not None and trainable:
         model = _add_lora(model, config.lora)

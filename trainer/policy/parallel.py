@@ -4,6 +4,9 @@ With `C = trainer.context_parallel`, groups of `C` consecutive ranks compute eac
 together (`context_parallel.py`), and ranks that divide the model do so, too (`automodel.py`); the
 groups divide the micro-batches among them.
 
+With `trainer.weight_copies` (HSDP), each copy of the weights is sharded over its own ranks, which
+gather them from each other only; gradients are averaged over the copies, too.
+
 Invariant: several ranks compute the same as one rank, up to rounding. Rank 0 leads: it has the
 whole batch, and sends each step to the other ranks over a separate process group, with the part of
 the batch that the rank computes (`trainer.parts`). The gradient is the sum over ranks (FSDP2
@@ -56,7 +59,9 @@ class Ranks:
     """The processes that train together; `Ranks()` is a single process."""
 
     mesh: DeviceMesh | None = None
-    """Mesh of one dimension, over which weights are sharded."""
+    """Mesh of one dimension, of all ranks."""
+    sharding: DeviceMesh | None = None
+    """Mesh over which weights are sharded, if not over all ranks: copies times shards."""
     calls: dist.ProcessGroup | None = None
     """The group over which rank 0 sends messages to the others."""
     context: ContextRanks = field(default_factory=ContextRanks)
@@ -87,8 +92,12 @@ class Ranks:
         size = dist.get_world_size()
         mesh = init_device_mesh(device_type, (size,))
         calls = dist.new_group(backend="gloo", timeout=SILENCE)
+        sharding = None
+        if divided.copies > 1:
+            shape = (divided.copies, size // divided.copies)
+            sharding = init_device_mesh(device_type, shape, mesh_dim_names=("copy", "shard"))
         if divided.context == 1:
-            return cls(mesh, calls, parallelism=divided)
+            return cls(mesh, sharding, calls, parallelism=divided)
         groups = init_device_mesh(
             device_type,
             (size // divided.context, divided.context),
@@ -96,7 +105,7 @@ class Ranks:
         )
         own = groups["context"]
         context = ContextRanks(divided.context, own.get_local_rank(), own.get_group())
-        return cls(mesh, calls, context, divided)
+        return cls(mesh, sharding, calls, context, divided)
 
     def leave(self) -> None:
         """Ends the process group; pending operations of the group fail."""
@@ -192,4 +201,4 @@ class Ranks:
         assert self.mesh is not None
         low = None if compute_dtype == torch.float32 else compute_dtype
         precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        fully_shard(module, mesh=self.mesh, mp_policy=precision)
+        fully_shard(module, mesh=self.sharding or self.mesh, mp_policy=precision)

@@ -30,6 +30,8 @@ class Parallelism:
     """Number of ranks that hold each a part of the layers."""
     expert: int = 1
     """Number of groups that hold each a part of the experts; they exchange tokens."""
+    copies: int = 1
+    """Number of copies of the weights, each of which is sharded over consecutive ranks (HSDP)."""
 
     @property
     def divides_model(self) -> bool:

@@ -81,7 +81,9 @@ class Policy:
         if self.ranks.mesh is None:  # else each layer is moved when it is sharded
             self.model = self.model.to(self.device)
         balance = RouterBalance.of(self.model) if optimizer and config.router_aux_loss else None
-        self.scorer = CausalScorer(self.model, DTYPES[config.compute_dtype], balance=balance)
+        offload = config.activation_offload and optimizer is not None
+        dtype = DTYPES[config.compute_dtype]
+        self.scorer = CausalScorer(self.model, dtype, balance=balance, offload=offload)
         self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
         self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
 

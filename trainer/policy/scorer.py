@@ -8,10 +8,12 @@ Shapes: `T` tokens of a micro-batch, `M` of them predicted, `D` hidden size.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from transformers import AttentionInterface
 
 from trainer.packing import MicroBatch
@@ -47,16 +49,23 @@ class Scored(NamedTuple):
 class CausalScorer(nn.Module):
     """Computes the log-probabilities of given tokens, and the entropies of their distributions.
 
-    With `balance`, also the auxiliary loss of the routers, while in training mode.
+    With `balance`, also the auxiliary loss of the routers, while in training mode. `offload`: what
+    the decoder keeps for the backward pass is in the machine's memory.
     """
 
     def __init__(
-        self, model: Any, compute_dtype: torch.dtype, *, balance: RouterBalance | None = None
+        self,
+        model: Any,
+        compute_dtype: torch.dtype,
+        *,
+        balance: RouterBalance | None = None,
+        offload: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.compute_dtype = compute_dtype
         self.balance = balance
+        self.offload = offload
 
     def forward(
         self, micro: MicroBatch, ids: Tensor, temperature: float, *, entropy_grad: bool = False
@@ -65,7 +74,9 @@ class CausalScorer(nn.Module):
         it, whose other parts are computed by other ranks at the same time."""
         balance = self.balance if self.training else None
         replayed = {} if micro.experts is None else {ARGUMENT: micro.experts}
-        output = _decode(self.model.get_decoder(), micro, self.compute_dtype, **replayed)
+        decoder = self.model.get_decoder()
+        with kept_on_host(micro.ids.device) if self.offload else nullcontext():
+            output = _decode(decoder, micro, self.compute_dtype, **replayed)
         rows = output.last_hidden_state[0][micro.predictors].to(self.compute_dtype)
         head = output_layer(self.model)
         own = of_part(micro, ids)
@@ -74,10 +85,19 @@ class CausalScorer(nn.Module):
         return Scored(logprobs, entropy, None if balance is None else balance(output, micro))
 
 
-def last_hidden(decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
+def last_hidden(
+    decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype, *, offload: bool = False
+) -> Tensor:
     """The last hidden states of a packed row, `[T, D]`, or of the tokens of a part of it."""
-    hidden: Tensor = _decode(decoder, micro, compute_dtype).last_hidden_state[0]
+    with kept_on_host(micro.ids.device) if offload else nullcontext():
+        hidden: Tensor = _decode(decoder, micro, compute_dtype).last_hidden_state[0]
     return hidden
+
+
+def kept_on_host(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which what autograd keeps is in the machine's memory. Within layers that are
+    computed again, autograd keeps their inputs only."""
+    return save_on_cpu(pin_memory=device.type == "cuda")
 
 
 def _decode(

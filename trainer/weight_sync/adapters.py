@@ -23,18 +23,11 @@ from typing import Any
 import torch
 import xxhash
 
+from proxy.weights.adapter_folders import KEPT_VERSIONS, LOADED_VERSIONS
 from trainer.policy.adapter import save_adapter
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import SyncReport, verify_engines
-
-KEPT_VERSIONS = 8
-"""Number of versions whose files are kept. vLLM reads the files of a running call's adapter again
-if other adapters took its place in memory; a call that runs during 8 updates has lost its place in
-every training anyway."""
-LOADED_VERSIONS = 2
-"""Number of versions that engines accept calls for: a call that was sent when the new version was
-published still names the one before."""
 
 
 class AdapterSync:
@@ -61,8 +54,8 @@ class AdapterSync:
             WeightSyncError: an engine refused it, with its reason.
         """
         started = time.perf_counter()
-        held = _on_host(tensors)
-        name = f"{self._policy}@{version}.{_digest(held, config)}"
+        held = on_host(tensors)
+        name = adapter_name(self._policy, str(version), held, config)
         folder = self._folder / name
         if not folder.exists():
             partial = self._folder / f".{name}"
@@ -90,8 +83,8 @@ class AdapterSync:
     ) -> float:
         """As `verify`, of an adapter that is not a version of the policy: it is then unloaded and
         deleted, and the engines serve the versions that they served before."""
-        held = _on_host(tensors)
-        name = f"{self._policy}@check.{_digest(held, config)}"
+        held = on_host(tensors)
+        name = adapter_name(self._policy, "check", held, config)
         folder = self._folder / f".{name}"
         save_adapter(held, dict(config), folder)
         try:
@@ -116,7 +109,14 @@ class AdapterSync:
             shutil.rmtree(folder)
 
 
-def _on_host(tensors: Iterable[Named]) -> list[Named]:
+def adapter_name(
+    policy: str, version: str, tensors: Iterable[Named], config: Mapping[str, Any]
+) -> str:
+    """The engines' name of a version of an adapter, whose tensors are in host memory."""
+    return f"{policy}@{version}.{_digest(tensors, config)}"
+
+
+def on_host(tensors: Iterable[Named]) -> list[Named]:
     return [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
 
 

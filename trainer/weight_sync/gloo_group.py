@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 import xxhash
@@ -29,6 +30,24 @@ TIMEOUT_S = 300.0
 """Seconds of an operation; that of the largest tensor over a slow network is shorter."""
 BUCKET_BYTES = 64 * 1024 * 1024
 """Size of the messages in which tensors are sent together. A larger tensor is a message alone."""
+REASON_BYTES = 500
+"""Size of each member's part of `GlooGroup.reasons`; longer reasons are cut."""
+
+
+class Description(TypedDict):
+    """The weights of an update, in the order in which they are sent."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedWeights:
+    """What a worker has received, in host memory. `digest` is that of what was sent, too."""
+
+    tensors: list[Named]
+    digest: str
 
 
 class GlooGroup:
@@ -76,14 +95,29 @@ class GlooGroup:
         Raises:
             RuntimeError: a member is lost.
         """
-        found = [torch.empty(DIGEST_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
-        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        self._open().allgather([found], [mine]).wait()
-        return [each.numpy().tobytes().hex() for each in found]
+        return [each.hex() for each in self._exchange(own)]
+
+    def reasons(self, own: str) -> list[str]:
+        """Every member's reason why it has not staged the weights, by rank; empty if it has. It
+        returns when every member has tried.
+
+        Raises:
+            RuntimeError: a member is lost.
+        """
+        padded = own.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+        found = self._exchange(padded)
+        return [each.rstrip(b"\0").decode(errors="ignore") for each in found]
 
     def destroy(self) -> None:
         """Closes the connections, which ends the operations of the other members."""
         self._group = None
+
+    def _exchange(self, own: bytes) -> list[bytes]:
+        """The bytes of every member by rank, all of one size."""
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._open().allgather([found], [mine]).wait()
+        return [each.numpy().tobytes() for each in found]
 
     def _open(self) -> Any:
         if self._group is None:
@@ -159,19 +193,16 @@ def send(
 
 
 def receive(
-    group: GlooGroup,
-    names: Sequence[str],
-    dtype_names: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    bucket_bytes: int = BUCKET_BYTES,
-) -> list[Named]:
+    group: GlooGroup, described: Description, bucket_bytes: int = BUCKET_BYTES
+) -> ReceivedWeights:
     """A worker's part of an update: all tensors, in host memory. `bucket_bytes`: see `send`.
 
     Raises:
         RuntimeError: a member is lost.
         ValueError: this worker received other weights than were sent.
     """
-    dtypes = [getattr(torch, name) for name in dtype_names]
+    names, shapes = described["names"], described["shapes"]
+    dtypes = [getattr(torch, name) for name in described["dtype_names"]]
     sizes = [torch.Size(s).numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
     places, bucket_sizes = _layout(sizes, bucket_bytes)
     buckets = []
@@ -189,7 +220,7 @@ def receive(
         raise ValueError(
             f"the received weights have digest {total.hexdigest()}, but the trainer sent {sent}"
         )
-    return received
+    return ReceivedWeights(received, sent)
 
 
 def _place(used: int, size: int, bucket_bytes: int) -> int:

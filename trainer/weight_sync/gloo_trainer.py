@@ -1,6 +1,8 @@
-"""The trainer's side of the `gloo` backend: vLLM's own for `nccl`, with another process group.
+"""The trainer's side of the `gloo` backend: vLLM's own for `nccl`, with another process group, and
+with an update in two parts. Workers receive the weights while they sample, and take them over when
+they are asked to.
 
-Invariant: an update counts as sent only if the digests of all workers equal the trainer's.
+Invariant: weights count as sent only if the digests of all workers equal the trainer's.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import (
@@ -16,7 +18,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
 )
 
-from trainer.weight_sync.gloo_group import BUCKET_BYTES, Meeting, send
+from trainer.weight_sync.dtypes import dtype_name
+from trainer.weight_sync.gloo_group import BUCKET_BYTES, Description, GlooGroup, Meeting, send
 
 POLL_S = 0.05
 """Seconds between looks at who has arrived; torch's store has no wait that can be ended."""
@@ -34,7 +37,9 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls = GlooTrainerInit
     digests: tuple[str, ...] = ()
-    """Digest of the last update, of the trainer and of each worker by rank."""
+    """Digest of the weights sent last, of the trainer and of each worker by rank."""
+    unstaged: tuple[str, ...] = ()
+    """Why workers have not staged them: they load them while sampling is paused."""
 
     @classmethod
     def trainer_init(
@@ -65,9 +70,31 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
             asked.result()
         return engine
 
-    def _broadcast(self, source: WeightSource, meta: list[Any]) -> None:
+    def stage_weights(self) -> None:
+        """Sends the weights, and returns when every worker has staged them, or cannot.
+
+        Raises:
+            RuntimeError: an engine is lost, or received something else.
+        """
+        source = self.source
+        assert source is not None
+        meta = source.metadata()
         if not self.is_sender:
-            super()._broadcast(source, meta)
+            self._broadcast(source, meta)  # only iterates
             return
-        pairs = self._checked_iter(source, meta)
-        self.digests = send(self.model_update_group, pairs, BUCKET_BYTES)
+        described: Description = {
+            "names": [each.name for each in meta],
+            "dtype_names": [dtype_name(each.dtype) for each in meta],
+            "shapes": [list(each.shape) for each in meta],
+        }
+        self.client.init_weight_transfer_engine({"weights": described})
+        group: GlooGroup = self.model_update_group
+        self.digests = send(group, self._checked_iter(source, meta), BUCKET_BYTES)
+        self.unstaged = tuple(filter(None, group.reasons("")))
+
+    def send_weights(self) -> None:
+        """Makes the engines take over the staged weights."""
+        if self.is_sender:
+            self.client.start_weight_update()
+            self.client.update_weights({"digest": self.digests[0]})
+            self.client.finish_weight_update()

@@ -50,8 +50,9 @@ class WeightSync:
         engines hold it, which they are asked once; without them, as it is trained.
 
         Raises:
-            WeightSyncError: an engine refused, or does not report the new version. The engines then
-                stay paused, because they have no complete set of weights.
+            WeightSyncError: an engine was lost while it staged the weights; the others go on with
+                their old ones. Or it refused them, or does not report the new version; the engines
+                then stay paused, because not all of them have a complete set of weights.
         """
         started = time.perf_counter()
         self.control.next_version = version

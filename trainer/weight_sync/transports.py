@@ -3,8 +3,8 @@
 `shm`   shared memory, any device, engines on this machine (the default; this project's client)
 `ipc`   CUDA IPC handles, engines on this machine's GPUs (vLLM's client)
 `nccl`  broadcast over NCCL, engines on any machine (vLLM's client)
-`gloo`  broadcast over gloo, engines on any machine, without a GPU (vLLM's client for `nccl` with
-        another process group, `gloo_trainer.py`)
+`gloo`  broadcast over gloo, engines on any machine, without a GPU, while they sample (vLLM's client
+        for `nccl` with another process group, `gloo_trainer.py`)
 
 Engines that none of these reach pull weights from files: `publisher.py`.
 
@@ -106,7 +106,8 @@ class SharedMemoryTransport:
 
 
 class VllmTransport:
-    """vLLM's own trainer-side client for `ipc`, `nccl` or `gloo`."""
+    """vLLM's own trainer-side client for `ipc`, `nccl` or `gloo`. With `gloo`, `stage` sends the
+    weights; with the others, `send` does."""
 
     def __init__(self, control: EngineControl, backend: Literal["ipc", "nccl", "gloo"]) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -115,6 +116,7 @@ class VllmTransport:
 
         register_backends()
         self._streams = backend != "ipc"  # whose handles refer to tensors that must stay
+        self._stages = backend == "gloo"
         self._source = _Source()
         self._control, self._client = control, _Client(control)
         self.engine: Any = WeightTransferTrainerFactory.trainer_init(
@@ -122,14 +124,29 @@ class VllmTransport:
         )
 
     def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
+        """Raises WeightSyncError: an engine was lost. As after any other error, the transport can
+        then only be closed; a new one serves the engines that are left, which still sample."""
         if shapes is not None and self._streams:
             self._source.named, self._source.shapes = weights, shapes()
         else:
             self._source.named = self._source.shapes = list(weights)
+        if not self._stages:
+            return
+        try:
+            self.engine.stage_weights()
+        except RuntimeError as error:  # torch's, if a member of the group is lost
+            self.engine.shutdown()  # ends the waits of the members that are left
+            raise self._control.lost_in_update(LOST_S) or WeightSyncError(
+                "an engine stopped receiving weights; its log says why, at 'weights were not "
+                f"received': {error}"
+            ) from error
+        except BaseException:
+            self.engine.shutdown()
+            raise
 
     def send(self) -> None:
-        """Raises WeightSyncError: an engine refused the weights, or was lost. The transport can
-        then only be closed; a new one serves the engines that are left."""
+        """Raises WeightSyncError: an engine refused the weights, or was lost. If it was lost, the
+        transport can then only be closed; a new one serves the engines that are left."""
         try:
             self.engine.send_weights()
         except RuntimeError as error:  # torch's, if a member of the group is lost

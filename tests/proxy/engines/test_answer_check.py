@@ -39,6 +39,7 @@ from tests.proxy.engines.nonsense import (
     NonsenseServer,
     nonsense_server,
 )
+from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([11, 12, 13], np.int32)
 CASES = [
@@ -66,7 +67,7 @@ async def router(kind: str, server: NonsenseServer, rendering: Rendering) -> Asy
 async def sample(router: Router, **more: object) -> list[Chunk]:
     sampling = Sampling(**{"max_tokens": MAX_TOKENS, **more})  # type: ignore[arg-type]
     call = Generation(router, PROMPT, sampling, request_id="s#0", session_id="s")
-    return [piece async for piece in call.stream() if isinstance(piece, Chunk)]
+    return [piece async for piece in pieces_of(call) if isinstance(piece, Chunk)]
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["in one write", "event by event"])

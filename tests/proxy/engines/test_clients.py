@@ -19,6 +19,7 @@ from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, VersionSpan
+from tests.proxy.pushed import chunks_of
 
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER = [5, 6, 7, 2]
@@ -39,7 +40,7 @@ async def engine(server: ScriptedEngine, request: pytest.FixtureRequest) -> Asyn
 
 async def sample(engine: Engine, *, stream: bool, **sampling: object) -> list[Chunk]:
     wanted = Sampling(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
-    call = engine.generate(PROMPT, wanted, request_id="r-1", cache_salt="s", stream=stream)
+    call = chunks_of(engine, PROMPT, wanted, request_id="r-1", cache_salt="s", stream=stream)
     return [chunk async for chunk in call]
 
 
@@ -91,7 +92,7 @@ async def test_vllm_reports_versions_that_change_during_an_answer(server: Script
     engine = VllmEngine(server.url)
     server.token_delay_s = 0.02
     versions = ()
-    async for chunk in engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r"):
+    async for chunk in chunks_of(engine, PROMPT, Sampling(max_tokens=9), request_id="r"):
         server.version = 4
         versions = chunk.versions or versions
     assert versions == (VersionSpan(0, 0, 1), VersionSpan(4, 1, 4))
@@ -157,7 +158,7 @@ async def test_tokens_before_a_failure_in_mid_stream_are_given_out(
     seen: list[int] = []
 
     async def read() -> None:
-        async for chunk in engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r"):
+        async for chunk in chunks_of(engine, PROMPT, Sampling(max_tokens=9), request_id="r"):
             seen.extend(chunk.ids)
 
     with pytest.raises(EngineError):
@@ -186,17 +187,36 @@ async def test_closing_the_generator_aborts_the_call(
 ) -> None:
     server.faults = [Fault("stall", after_tokens=1)]
     async with aclosing(
-        engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r")
+        chunks_of(engine, PROMPT, Sampling(max_tokens=9), request_id="r")
     ) as generation:
         await anext(generation)
     await asyncio.wait_for(server.calls[0].abort.wait(), 10)
     assert engine.info.in_flight == 0
 
 
+@pytest.mark.parametrize("after_tokens", [1, 2])
+async def test_error_of_the_taker_aborts_the_call(
+    server: ScriptedEngine, engine: Engine, after_tokens: int
+) -> None:
+    server.faults = [Fault("stall", after_tokens=3)]
+    seen: list[int] = []
+
+    def take(chunk: Chunk) -> None:
+        seen.extend(chunk.ids)
+        if len(seen) >= after_tokens:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        await engine.generate(PROMPT, Sampling(max_tokens=9), take, request_id="r")
+    await asyncio.wait_for(server.calls[0].abort.wait(), 10)
+    assert seen == ANSWER[: len(seen)]
+    assert engine.info.in_flight == 0
+
+
 async def test_reader_that_stops_after_the_last_chunk_does_not_abort(
     server: ScriptedEngine, engine: Engine
 ) -> None:
-    call = engine.generate(PROMPT, Sampling(max_tokens=9), request_id="r", stream=False)
+    call = chunks_of(engine, PROMPT, Sampling(max_tokens=9), request_id="r", stream=False)
     async with aclosing(call):
         assert (await anext(call)).finish_reason is FinishReason.STOP
     assert server.aborts == []
@@ -250,7 +270,7 @@ async def test_scripted_engine_refuses_a_prompt_that_does_not_extend(
     with pytest.raises(RequestError, match="extends none"):
         await sample(engine, stream=False)
     extended = np.array([*PROMPT, *ANSWER, 99], np.int32)
-    call = engine.generate(extended, Sampling(max_tokens=9), request_id="r-3", cache_salt="s")
+    call = chunks_of(engine, extended, Sampling(max_tokens=9), request_id="r-3", cache_salt="s")
     assert [i async for c in call for i in c.ids] == ANSWER
     assert len(server.violations) == 1
 

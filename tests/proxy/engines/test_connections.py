@@ -101,9 +101,10 @@ async def test_bytes_that_arrived_before_the_connection_broke_are_read_first() -
     response.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n")
     response.connection_lost(ConnectionResetError("by the engine"))
     await sent
-    assert await response.part() == b"he"
+    parts: list[bytes] = []
     with pytest.raises(ConnectionResetError):
-        await response.part()
+        await response.pass_to(parts.append)
+    assert parts == [b"he"]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,27 @@ async def test_connection_is_closed_if_its_reader_leaves(
     call.cancel()
     async with asyncio.timeout(10):
         await gone.wait()
+
+
+@pytest.mark.parametrize("size", [2, 5])
+async def test_error_of_the_reader_is_raised_and_the_connection_is_closed(
+    server: Server, upstream: Upstream, size: int
+) -> None:
+    """`size`: of the part at which the reader fails; 5 is the whole body."""
+    head, body = WHOLE[: -len(b"hello")], b"data: a\n\n" + WHOLE[-5:]
+    head = head.replace(b"5", b"%d" % len(body))
+    server.answers = [says(head + body[: -5 + size], body[-5 + size :]), says(WHOLE)]
+    seen: list[list[bytes]] = []
+
+    def refuse(payloads: list[bytes]) -> None:
+        seen.append(payloads)
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        await upstream.events("/x", b"", refuse)
+    assert seen == [[b"a"]]
+    assert await upstream.post("/x", b"") == b"hello"
+    assert server.connections == 2
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, RequestError), (503, EngineError)])

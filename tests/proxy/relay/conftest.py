@@ -9,11 +9,13 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from pydantic import SecretStr
 
 from proxy.config import RelayConfig
 from proxy.engines.protocol import Chunk, Sampling
@@ -22,17 +24,23 @@ from proxy.relay.engine import RelayEngine
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import PATH
+from tests.file_server import serving_files
+from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.pushed import chunks_of
+from tests.proxy.relay.weights_engine import Publications, WeightsEngine
 
 TOKEN = "a-token-of-the-relay"
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER = [*range(100, 160), 2]
+CHAT = "chat/completions"
+WAIT_S = 60.0
 
 
 def sample(
     engine: RelayEngine, *, request_id: str = "r-1", stream: bool = True, **sampling: object
 ) -> AsyncIterator[Chunk]:
     wanted = Sampling(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
-    return engine.generate(PROMPT, wanted, request_id=request_id, cache_salt="s", stream=stream)
+    return chunks_of(engine, PROMPT, wanted, request_id=request_id, cache_salt="s", stream=stream)
 
 
 async def ids_of(chunks: AsyncIterator[Chunk]) -> list[int]:
@@ -165,3 +173,100 @@ async def start_worker(server: ScriptedEngine, model: Path) -> AsyncIterator[Sta
         if worker.process.returncode is None:
             worker.process.kill()
             await worker.process.communicate()
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[WeightsEngine]:
+    async with WeightsEngine(lambda _: []) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def published(tmp_path: Path) -> AsyncIterator[Publications]:
+    async with serving_files(tmp_path / "published", "127.0.0.1") as server:
+        yield Publications(tmp_path / "published", server)
+
+
+class Relay:
+    """A proxy whose only engines are workers."""
+
+    def __init__(
+        self,
+        proxy: RunningProxy,
+        start_worker: StartWorker,
+        published: Publications,
+        checkpoint: Path,
+    ) -> None:
+        self.proxy = proxy
+        self.published = published
+        self._start_worker = start_worker
+        self._checkpoint = checkpoint
+
+    async def worker(
+        self,
+        engine: ScriptedEngine,
+        folder: Path,
+        *,
+        url: str = "",
+        name: str = "gpu-0",
+        proxy: str = "",
+    ) -> Worker:
+        """A worker that has connected; `proxy` is the address at which it does, if not the
+        proxy's own."""
+        where = url or self.published.server.url
+        worker = await self._start_worker(
+            None,
+            *("--weights-folder", str(folder)),
+            *(() if where == "none" else ("--weights-url", where)),
+            url=proxy or self.proxy.url.replace("http", "ws"),
+            name=name,
+            engine=engine.url,
+            model=self._checkpoint,
+        )
+        async with asyncio.timeout(20):
+            await worker.says("connected to")
+        return worker
+
+    async def announce(self, name: str, **more: Any) -> None:
+        version = int(name.partition("/v")[2][:6])
+        await self.proxy.control.publish_weights(publication=name, version=version, **more)
+
+    async def settled(self) -> dict[str, Any]:
+        """What the only worker says when it serves the weights, or has failed to."""
+        view = await self.proxy.control.weights(wait_s=WAIT_S)
+        assert view["settled"], view
+        (worker,) = view["workers"]
+        return dict(worker)
+
+    async def serves(self) -> dict[str, Any]:
+        """What the only worker says when it serves the wanted weights."""
+        async with asyncio.timeout(WAIT_S):
+            while not (worker := await self.settled())["serves_wanted"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return worker
+
+    async def is_healthy(self) -> bool:
+        (engine,) = await self.proxy.control.engines()
+        return bool(engine["healthy"])
+
+    async def chat(self, policy: str = "") -> tuple[int, list[int]]:
+        """The status of a call, and the versions of its answer."""
+        session = await self.proxy.session(policies={"": policy} if policy else None)
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hi."}]}
+        status, _ = await self.proxy.post(session, CHAT, body)
+        _, turns = await self.proxy.record(session)
+        return status, [span.version for turn in turns for span in turn.versions]
+
+
+@pytest.fixture
+async def relay(
+    start_proxy: StartProxy,
+    start_worker: StartWorker,
+    engine: WeightsEngine,
+    published: Publications,
+    checkpoint: Path,
+) -> Relay:
+    proxy = await start_proxy(engine=engine, relay={"token": SecretStr(TOKEN), "grace_s": 0.2})
+    (own,) = await proxy.control.engines()
+    await proxy.control.remove_engine(own["name"])
+    return Relay(proxy, start_worker, published, checkpoint)

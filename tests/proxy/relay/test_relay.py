@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from proxy.engines.protocol import Sampling
 from proxy.engines.scripted import ScriptedEngine, scripted_logprob
 from proxy.errors import EngineError
 from proxy.records import FinishReason, VersionSpan
+from proxy.relay.protocol import Taken, ToWorker
 from tests.proxy.relay.conftest import (
     ANSWER,
+    PROMPT,
     TOKEN,
     OpenProxy,
     StartWorker,
@@ -72,19 +75,32 @@ async def test_reader_that_leaves_aborts_the_generation(
     assert engine.info.in_flight == 0
 
 
-async def test_slow_reader_stops_the_engines_stream(
+async def test_worker_sends_no_more_frames_than_the_proxy_has_room_for(
     open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
 ) -> None:
     proxy = await open_proxy(window=2)
     await start_worker(proxy)
     engine = await proxy.worker()
     server.token_delay_s = 0.001
+    held: list[ToWorker] = []
+    post = engine._post
+    engine._post = lambda message: (held.append if isinstance(message, Taken) else post)(message)  # type: ignore[method-assign]
     read: list[int] = []
-    async for chunk in sample(engine):
-        read += chunk.ids
-        (call,) = engine._calls.values()
-        assert call.items.qsize() <= 2
-        await engine.probe()
+    call = asyncio.create_task(
+        engine.generate(
+            PROMPT, Sampling(max_tokens=100), lambda chunk: read.extend(chunk.ids), request_id="r"
+        )
+    )
+    async with asyncio.timeout(20):
+        await server.called.wait()
+        while server.calls[0].finish_reason is None:
+            await engine.probe()
+    await engine.probe()
+    assert len(held) == 2
+    engine._post = post  # type: ignore[method-assign]
+    for message in held:
+        post(message)
+    await call
     assert read == ANSWER
 
 

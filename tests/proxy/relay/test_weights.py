@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -16,103 +13,11 @@ from pydantic import SecretStr
 
 from proxy.client import ProxyClientError
 from proxy.engines.scripted import ScriptedEngine
-from tests.file_server import serving_files
+from tests.clouds import NO_S3
 from tests.needs import needs
-from tests.proxy.conftest import RunningProxy, StartProxy
-from tests.proxy.relay.conftest import TOKEN, StartWorker, Worker
+from tests.proxy.conftest import StartProxy
+from tests.proxy.relay.conftest import TOKEN, Relay, StartWorker
 from tests.proxy.relay.weights_engine import Publications, WeightsEngine
-
-S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto"))
-MISSING = None if S3 else "s3fs and moto are not installed: pip install s3fs 'moto[server]'"
-CHAT = "chat/completions"
-WAIT_S = 60.0
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[WeightsEngine]:
-    async with WeightsEngine(lambda _: []) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def published(tmp_path: Path) -> AsyncIterator[Publications]:
-    async with serving_files(tmp_path / "published", "127.0.0.1") as server:
-        yield Publications(tmp_path / "published", server)
-
-
-class Relay:
-    """A proxy whose only engines are workers."""
-
-    def __init__(
-        self,
-        proxy: RunningProxy,
-        start_worker: StartWorker,
-        published: Publications,
-        checkpoint: Path,
-    ) -> None:
-        self.proxy = proxy
-        self.published = published
-        self._start_worker = start_worker
-        self._checkpoint = checkpoint
-
-    async def worker(self, engine: ScriptedEngine, folder: Path, *, url: str = "") -> Worker:
-        """A worker that has connected."""
-        where = url or self.published.server.url
-        worker = await self._start_worker(
-            None,
-            *("--weights-folder", str(folder)),
-            *(() if where == "none" else ("--weights-url", where)),
-            url=self.proxy.url.replace("http", "ws"),
-            engine=engine.url,
-            model=self._checkpoint,
-        )
-        async with asyncio.timeout(20):
-            await worker.says("connected to")
-        return worker
-
-    async def announce(self, name: str, **more: Any) -> None:
-        version = int(name.partition("/v")[2][:6])
-        await self.proxy.control.publish_weights(publication=name, version=version, **more)
-
-    async def settled(self) -> dict[str, Any]:
-        """What the only worker says when it serves the weights, or has failed to."""
-        view = await self.proxy.control.weights(wait_s=WAIT_S)
-        assert view["settled"], view
-        (worker,) = view["workers"]
-        return dict(worker)
-
-    async def serves(self) -> dict[str, Any]:
-        """What the only worker says when it serves the wanted weights."""
-        async with asyncio.timeout(WAIT_S):
-            while not (worker := await self.settled())["serves_wanted"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        return worker
-
-    async def is_healthy(self) -> bool:
-        (engine,) = await self.proxy.control.engines()
-        return bool(engine["healthy"])
-
-    async def chat(self) -> tuple[int, list[int]]:
-        """The status of a call, and the versions of its answer."""
-        session = await self.proxy.session()
-        body = {"model": "m", "messages": [{"role": "user", "content": "Hi."}]}
-        status, _ = await self.proxy.post(session, CHAT, body)
-        _, turns = await self.proxy.record(session)
-        return status, [span.version for turn in turns for span in turn.versions]
-
-
-@pytest.fixture
-async def relay(
-    start_proxy: StartProxy,
-    start_worker: StartWorker,
-    engine: WeightsEngine,
-    published: Publications,
-    checkpoint: Path,
-) -> Relay:
-    proxy = await start_proxy(engine=engine, relay={"token": SecretStr(TOKEN), "grace_s": 0.2})
-    (own,) = await proxy.control.engines()
-    await proxy.control.remove_engine(own["name"])
-    return Relay(proxy, start_worker, published, checkpoint)
 
 
 async def test_worker_pulls_each_version_and_calls_are_recorded_with_it(
@@ -255,7 +160,7 @@ async def test_engine_that_was_restarted_gets_its_weights_before_calls(
     await relay.worker(engine, tmp_path / "weights")
     await relay.announce(relay.published.add(7, b"weights"))
     await relay.serves()
-    engine.weights, engine.label, engine.version = b"", "default", 0
+    engine.restart()
     engine.healthy = False
     engine.checked.clear()
     await engine.checked.wait()
@@ -334,6 +239,47 @@ async def test_rounded_weights_are_only_for_engines_that_hold_them_so(
         assert (await relay.proxy.control.weights())["held_dtypes"] == [[held]]
 
 
+@pytest.mark.parametrize("held", [["bfloat16", None], None])
+async def test_types_of_an_engine_are_known_before_anything_is_published(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path, held: list[str | None] | None
+) -> None:
+    engine.held = held
+    tensors = [("w", "float32", [4]), ("head", "float32", [2, 3])]
+    assert await relay.proxy.control.held_types(tensors) == {"held_dtypes": []}
+    await relay.worker(engine, tmp_path / "weights")
+    assert await relay.proxy.control.held_types(tensors) == {"held_dtypes": [held]}
+    assert await relay.chat() == (200, [0])
+
+
+async def test_engine_that_is_restarted_during_a_pull_is_asked_again_for_its_types(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    engine.held = ["bfloat16"]
+    await relay.worker(engine, tmp_path / "weights")
+    await relay.announce(relay.published.add(1, bytes(8), dtype="bfloat16"))
+    await relay.serves()
+    name, server = relay.published.add(2, bytes(8), dtype="bfloat16"), relay.published.server
+    server.hold(relay.published.file(name))
+    await relay.announce(name)
+    await server.asked.wait()
+    engine.restart()
+    engine.held = ["float32"]
+    server.release()
+    worker = await relay.settled()
+    assert "holds it in float32; start it with the same --dtype" in str(worker["error"])
+    assert engine.weights == b""
+
+
+async def test_run_that_continues_from_an_earlier_step_goes_back_in_its_versions(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    await relay.worker(engine, tmp_path / "weights")
+    for version in (5, 3):
+        await relay.announce(relay.published.add(version, f"weights {version}".encode()))
+        await relay.serves()
+        assert await relay.chat() == (200, [version])
+
+
 async def test_newer_weights_replace_a_pull_that_runs(
     relay: Relay, engine: WeightsEngine, tmp_path: Path
 ) -> None:
@@ -349,7 +295,7 @@ async def test_newer_weights_replace_a_pull_that_runs(
 
 
 @pytest.mark.long
-@needs(MISSING)
+@needs(NO_S3)
 async def test_credentials_are_only_in_the_workers_environment(
     relay: Relay, engine: WeightsEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,9 @@
-"""A scripted engine that takes weights from a file, by vLLM's routes, and published versions."""
+"""A scripted engine that takes weights and adapters from files, by vLLM's routes, and published
+versions. An adapter's file holds the log-probability of every token under it."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Iterator
@@ -14,12 +16,18 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from proxy.engines.scripted import ScriptedEngine
+from proxy.engines.vllm import GENERATE
+from proxy.weights.adapter_folders import adapter_digest
 from proxy.weights.publication import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
     HEAD_BYTES,
     MANIFEST,
+    Adapter,
     File,
     Files,
     Manifest,
+    ProbeScores,
     StoredPiece,
     Tensor,
     encode_manifest,
@@ -43,6 +51,15 @@ class WeightsEngine(ScriptedEngine):
         self.slow_update: Handler | None = None
         """Handles the next updates of weights."""
         self.world_size: Handler | None = None
+        self.base_score = -1.0
+        """The log-probability of every token without an adapter."""
+        self.scores: dict[str, float] = {}
+        """Name of an adapter → the log-probability of every token under it."""
+        self.ignores_adapters = False
+        self.missing: set[str] = set()
+        """Paths that it does not serve."""
+        self.lacked = asyncio.Event()
+        """Set when a call has named an adapter that it lacks."""
         self.fails: dict[str, str] = {}
         """Path of a request → why it fails, once."""
 
@@ -60,6 +77,8 @@ class WeightsEngine(ScriptedEngine):
                 web.post("/sleep", self._sleep),
                 web.post("/wake_up", self._wake),
                 web.post("/reset_prefix_cache", self._reset),
+                web.post("/v1/load_lora_adapter", self._load_adapter),
+                web.post("/v1/unload_lora_adapter", self._unload_adapter),
             ]
         )
         return app
@@ -68,12 +87,52 @@ class WeightsEngine(ScriptedEngine):
     async def _failing(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path in self.fails:
             return web.json_response({"error": self.fails.pop(request.path)}, status=500)
+        if request.path in self.missing:
+            raise web.HTTPNotFound
         self.requests.append(request.path)
+        if request.path == GENERATE:
+            body = orjson.loads(await request.read())
+            if "prompt_logprobs" in body["sampling_params"]:
+                return self._scored(body)
         response: web.StreamResponse = await handler(request)
+        if (request.path, response.status) == (GENERATE, 404):
+            self.lacked.set()
         return response
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
+
+    def restart(self) -> None:
+        """Makes it as it was started."""
+        self.weights, self.label, self.version = b"", "default", 0
+        self.adapters.clear()
+
+    def _scored(self, body: dict[str, Any]) -> web.Response:
+        name = body.get("model")
+        if name not in (None, self.model) and name not in self.adapters:
+            return web.json_response({"error": {"message": f"no model {name}"}}, status=404)
+        score = self.base_score
+        if name in self.adapters and not self.ignores_adapters:
+            score = self.scores[name]
+        scores = [None, *({str(each): {"logprob": score}} for each in body["token_ids"][1:])]
+        return web.json_response({"prompt_logprobs": scores, "choices": []})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        own = {"id": self.model, "max_model_len": self.max_context_tokens, "parent": None}
+        adapters = [{"id": name, "parent": self.model} for name in self.adapters]
+        return web.json_response({"data": [own, *adapters]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        info = orjson.loads(await request.read())
+        folder = Path(info["lora_path"])
+        assert orjson.loads((folder / ADAPTER_CONFIG).read_bytes())["r"] == 1
+        self.scores[info["lora_name"]] = float((folder / ADAPTER_FILE).read_text())
+        self.adapters[info["lora_name"]] = self.script
+        return web.Response(text="Success")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        self.adapters.pop(orjson.loads(await request.read())["lora_name"])
+        return web.Response(text="Success")
 
     async def _world_size(self, request: web.Request) -> web.StreamResponse:
         if self.world_size is not None:
@@ -128,6 +187,11 @@ class WeightsEngine(ScriptedEngine):
         return web.json_response({"success": True})
 
 
+def scores_of(score: float) -> ProbeScores:
+    """Of a text whose tokens all have this log-probability."""
+    return ProbeScores((5, 6, 7), (score, score), 1e-3)
+
+
 @contextmanager
 def _opened(path: str) -> Iterator[int]:
     pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
@@ -160,6 +224,33 @@ class Publications:
         self.file(name).write_bytes(content)
         (self.folder / name / MANIFEST).write_bytes(encode_manifest(manifest))
         return name
+
+    def add_adapter(
+        self,
+        version: int,
+        score: float,
+        *,
+        base: float | None = None,
+        check: str | None = None,
+        label: str | None = None,
+        policy: str = "shop",
+    ) -> tuple[str, str]:
+        """Publishes a version of an adapter under which every token has this log-probability, on
+        weights under which it is `base`. Returns its name and the engines' name of it."""
+        at = version + (1000 if label else 0)
+        name, content = f"run-a/v{version:06d}-{at:012x}", str(score).encode()
+        served = f"{policy}@{label or version}.{hashlib.sha256(content).hexdigest()[:16]}"
+        file = File(ADAPTER_FILE, len(content), hashlib.sha256(content).hexdigest())
+        config = '{"r": 1}'
+        adapter = Adapter(served, config, None if base is None else scores_of(base), check)
+        digest = adapter_digest(file.sha256, config)
+        manifest = Manifest(
+            name, version, digest, (), Files((file,), ()), probe=scores_of(score), adapter=adapter
+        )
+        (self.folder / name).mkdir(parents=True)
+        (self.folder / name / ADAPTER_FILE).write_bytes(content)
+        (self.folder / name / MANIFEST).write_bytes(encode_manifest(manifest))
+        return name, served
 
     def file(self, name: str) -> Path:
         return self.folder / name / "full-00000.safetensors"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal
 
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
 from proxy.errors import EngineError, StoreError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.rendering import Rendering
@@ -90,17 +90,18 @@ class GatedEngine:
         self,
         prompt_ids: Ids,
         sampling: Sampling,
+        take: Take,
         *,
         request_id: str,
         cache_salt: str | None = None,
         stream: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         ids = self._rendering.tokenizer.encode(f"Answer {next(self.numbers)}, thank you.")
         await self._gates.pass_through(EngineError("failed at once"))
-        yield Chunk(ids, [-1.0] * len(ids))
+        take(Chunk(ids, [-1.0] * len(ids)))
         await self._gates.pass_through(EngineError("failed in mid-answer"))
         end = self._rendering.stop_token_ids[0]
-        yield Chunk([end], [-0.5], finish_reason=FinishReason.STOP)
+        take(Chunk([end], [-0.5], finish_reason=FinishReason.STOP))
 
     async def abort(self, request_id: str) -> None:
         pass

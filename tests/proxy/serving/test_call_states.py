@@ -334,10 +334,10 @@ async def test_closing_a_turn_is_tried_again_after_any_error(
 ) -> None:
     cut_own_turn, errors = scene.process.store.cut_own_turn, [error, error]
 
-    async def fail_twice(session_id: str, index: int) -> bool:
+    async def fail_twice(session_id: str, index: int, quota: str) -> bool:
         if errors:
             raise errors.pop()
-        return await cut_own_turn(session_id, index)
+        return await cut_own_turn(session_id, index, quota)
 
     monkeypatch.setattr(scene.process.store, "cut_own_turn", fail_twice)
     monkeypatch.setattr(scene.process.store, "commit_turn", AsyncMock(side_effect=StoreError("no")))

@@ -73,3 +73,42 @@ async def test_unknown_quota_is_refused_when_a_session_is_created(
     with pytest.raises(ProxyClientError, match="there is no quota 'nobody'") as refused:
         await two_proxies[0].session(limits={"quota": "nobody"})
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("name", ["50%20off", "100%", "%2F", "a/../b", "ü ö", "'; --"])
+async def test_name_of_a_quota_is_taken_as_it_is(
+    two_proxies: list[RunningProxy], name: str
+) -> None:
+    one, two = two_proxies
+    assert (await one.control.set_quota(name, max_turns=1)).name == name
+    session = await two.session(limits={"quota": name})
+    assert (await two.post(session, CHAT, chat("Hi.")))[0] == 200
+    await one.control.remove_quota(name)
+    assert (await two.post(session, CHAT, chat("More.")))[0] == 403
+    with pytest.raises(ProxyClientError, match="there is no quota") as refused:
+        await two.control.remove_quota(name)
+    assert refused.value.status == 404
+
+
+@pytest.mark.parametrize("name", ["a\0", "a\nb", "x" * 129])
+async def test_name_that_a_store_may_not_hold_is_refused(
+    two_proxies: list[RunningProxy], name: str
+) -> None:
+    with pytest.raises(
+        ProxyClientError, match="use at most 128, none of them a control"
+    ) as refused:
+        await two_proxies[0].control.set_quota(name, max_turns=1)
+    assert refused.value.status == 400
+
+
+async def test_refused_call_with_several_choices_uses_nothing(
+    two_proxies: list[RunningProxy],
+) -> None:
+    one, two = two_proxies
+    await one.control.set_quota("q", max_turns=2)
+    session = await one.session(limits={"quota": "q"})
+    assert (await one.post(session, CHAT, chat("Hi.") | {"n": 3}))[0] == 403
+    (quota,) = await two.control.quotas()
+    assert (quota.turns, quota.tokens) == (0, 0)
+    assert (await one.post(session, CHAT, chat("Hi.") | {"n": 2}))[0] == 200
+    assert (await one.post(session, CHAT, chat("More.")))[0] == 403

@@ -117,3 +117,40 @@ async def test_processes_that_begin_at_once_begin_no_more_than_the_quota(opener:
     ]
     await asyncio.gather(*commits)
     assert (await used(stores[0]))[1] == sum(n for n, each in enumerate(begun) if each is None)
+
+
+async def test_reset_while_calls_are_in_flight_never_counts_below_zero(store: Store) -> None:
+    (one,) = await with_sessions(store, 1, max_turns=2)
+    for index in range(2):
+        await store.begin_turn(an_intent(one, index), "q")
+    await store.commit_turn(ended(an_intent(one), 9, TurnStatus.DONE), "q")
+    await store.set_quota("q", max_turns=2, max_tokens=None, reset=True)
+    await store.commit_turn(ended(an_intent(one), 5, TurnStatus.DONE), "q")  # 4 tokens fewer
+    await store.commit_turn(ended(an_intent(one, 1), 0, TurnStatus.CUT), "q")
+    assert await used(store) == (0, 0)
+
+
+async def test_removed_quota_allows_no_call_and_a_call_in_flight_ends(store: Store) -> None:
+    (one,) = await with_sessions(store, 1)
+    await store.begin_turn(an_intent(one), "q")
+    assert await store.remove_quota("q")
+    assert not await store.remove_quota("q")
+    await store.commit_turn(ended(an_intent(one), 5), "q")
+    with pytest.raises(QuotaReached, match="'q' is used up or was removed"):
+        await store.begin_turn(an_intent(one, 1), "q")
+    assert await store.get_quotas() == []
+    await store.set_quota("q", max_turns=1, max_tokens=None, reset=False)
+    await store.begin_turn(an_intent(one, 1), "q")
+    assert await used(store) == (1, 0)
+
+
+async def test_turn_that_is_closed_without_an_answer_does_not_count(store: Store) -> None:
+    (one,) = await with_sessions(store, 1)
+    for index in range(2):
+        await store.begin_turn(an_intent(one, index), "q")
+    await store.commit_turn(ended(an_intent(one), 5), "q")
+    assert not await store.cut_own_turn(one, 0, "q")
+    assert await used(store) == (2, 5)
+    assert await store.cut_own_turn(one, 1, "q")
+    assert not await store.cut_own_turn(one, 1, "q")
+    assert await used(store) == (1, 5)

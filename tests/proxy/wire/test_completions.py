@@ -50,14 +50,20 @@ async def test_stream_and_whole_answer_have_the_same_content(proxy: RunningProxy
     proxy.answers("  two words \n")
     body: dict[str, Any] = {"prompt": "Say", "max_tokens": 50, "logprobs": 1, "echo": False}
     _, whole = await proxy.post(session, ROUTE, body)
+    proxy.engine.token_delay_s = 0.005  # so that the stream is in several pieces
     events = await proxy.events(session, ROUTE, {**body, "stream": True})
 
     chunks = [orjson.loads(event[6:]) for event in events[:-1]]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     want = whole["choices"][0]
-    assert "".join(c["text"] for c in choices) == want["text"] == "  two words \n"
-    logprobs = [p for c in choices if c["logprobs"] for p in c["logprobs"]["token_logprobs"]]
-    assert logprobs == want["logprobs"]["token_logprobs"]
+    text = "  two words \n"
+    assert "".join(c["text"] for c in choices) == want["text"] == text
+    for part in ("tokens", "token_logprobs", "text_offset"):
+        streamed = [each for c in choices if c["logprobs"] for each in c["logprobs"][part]]
+        assert streamed == want["logprobs"][part]
+    said = want["logprobs"]
+    for token, at in zip(said["tokens"][:-1], said["text_offset"], strict=False):
+        assert text[at:].startswith(token)
     assert choices[-1]["finish_reason"] == want["finish_reason"] == "stop"
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from transformers import Qwen3Config
 
 from trainer.cluster import device_plan, local
-from trainer.cluster.device_plan import DevicePlan, Gpu, plan_devices, tensor_parallel
+from trainer.cluster.device_plan import DevicePlan, Gpu, fitted, plan_devices
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import replica_server
+from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
 from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
@@ -38,13 +40,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(model: Path, **sections: dict[str, Any]) -> RanksConfig:
+def config(model: Path, /, **sections: dict[str, Any]) -> RanksConfig:
     sections = {"model": {}, **sections}
     sections["model"] = {"path": model, "max_micro_batch_tokens": 2048, **sections["model"]}
     return RanksConfig.model_validate(sections)
 
 
-def planned(model: Path, gpus: Sequence[Gpu], **sections: dict[str, Any]) -> DevicePlan:
+def planned(model: Path, gpus: Sequence[Gpu], /, **sections: dict[str, Any]) -> DevicePlan:
     plan = plan_devices(config(model, **sections), gpus)
     assert plan is not None
     return plan
@@ -78,6 +80,16 @@ def test_ranks_that_share_micro_batches_are_named_and_need_less(model: Path) -> 
     assert "rank 2 (part 1/2 of group 1), " in lines[2]
 
 
+def test_copies_of_the_weights_are_named_and_each_has_fewer_shards(model: Path) -> None:
+    sections = {"trainer": {"ranks": 4}, "engine": {"urls": ("http://127.0.0.1:1",)}}
+    alone = planned(model, [LARGE] * 4, **sections)
+    sections["trainer"] = {"ranks": 4, "weight_copies": 2}
+    plan = planned(model, [LARGE] * 4, **sections)
+    assert plan.rank.resident == pytest.approx(2 * alone.rank.resident, rel=1e-6)
+    assert plan.rank.passes == alone.rank.passes
+    assert "rank 2 (copy 1 of the weights), " in list(plan.describe())[2]
+
+
 def test_a_single_gpu_is_shared_by_what_each_needs(model: Path) -> None:
     plan = planned(model, [LARGE])
     assert (plan.ranks, plan.engines) == ((0,), ((0,),))
@@ -86,6 +98,22 @@ def test_a_single_gpu_is_shared_by_what_each_needs(model: Path) -> None:
     asleep = planned(model, [LARGE], engine={"sleep": True})
     assert asleep.share is not None
     assert asleep.share > plan.share
+
+
+def test_gradient_checkpointing_is_on_where_a_rank_does_not_fit_without_it(model: Path) -> None:
+    def decided(gib: float, **own: bool) -> bool | None:
+        gpus = [Gpu("made-up", int(gib * GIB))] * 2
+        return fitted(config(model, model=own), gpus).model.gradient_checkpointing
+
+    off = planned(model, [LARGE] * 2, model={"gradient_checkpointing": False}).rank.total
+    on = planned(model, [LARGE] * 2, model={"gradient_checkpointing": True}).rank.total
+    assert on < off - GIB / 2
+    between = 1 + (on + off) / 2 / GIB
+    assert (decided(16), decided(between)) == (False, True)
+    assert decided(16, gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match=r"a rank needs .*model\.gradient_checkpointing=true"):
+        decided(between, gradient_checkpointing=False)
+    assert fitted(config(model), []).model.gradient_checkpointing is False
 
 
 def test_sleeping_engines_share_also_where_there_are_more_gpus(model: Path) -> None:
@@ -101,14 +129,20 @@ def test_a_rank_on_a_chosen_gpu_leaves_the_others_to_engines(model: Path) -> Non
 @pytest.mark.parametrize(
     ("sections", "count", "memory", "message"),
     [
-        ({"trainer": {"ranks": 3}}, 2, 16, r"trainer\.ranks=3, .*this machine has 2 GPUs"),
+        ({"trainer": {"ranks": 3}}, 2, 16, r"trainer\.ranks=3, .*: 3 on this .* has 2 GPUs"),
         (
             {"trainer": {"mode": "separate", "ranks": 2}, "engine": {"replicas": 2}},
             3,
             16,
-            r"2 GPUs for engines \(engine\.replicas=2, 1 each\) and 2 .* more than the 3 GPUs",
+            r"engines: 2 \(engine\.replicas=2, 1 each\), .*ranks: 2 .* machine has 3; .*colocated$",
         ),
-        ({}, 2, 2, r"a rank needs .* GiB of a GPU's 2\.0 GiB \(weights .*gradient_checkpointing"),
+        (
+            {"model": {"gradient_checkpointing": False}},
+            2,
+            2,
+            r"a rank needs .* GiB of a GPU's 2\.0 GiB \(weights .*gradient_checkpointing",
+        ),
+        ({}, 2, 2, r"a rank needs .* GiB of a GPU's 2\.0 GiB \(weights (?!.*checkpointing)"),
         (
             {"engine": {"gpu_memory_share": 0.9}},
             1,
@@ -122,7 +156,18 @@ def test_a_rank_on_a_chosen_gpu_leaves_the_others_to_engines(model: Path) -> Non
             16,
             r"an engine needs 2\.\d GiB on each .* gets 1\.6 GiB; use --tensor-parallel-size",
         ),
-        ({"engine": {"args": ("-tp", "x")}}, 2, 16, r"engine\.args: -tp 'x' is not a number"),
+        (
+            {"engine": {"args": ("-tp", "3")}},
+            4,
+            16,
+            r"size 3 does not divide the 8 atten",
+        ),
+        (
+            {"engine": {"replicas": 4}},
+            2,
+            16,
+            r"GPUs for engines: 4 .*, but this machine has 2; lower them$",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers(
@@ -139,10 +184,60 @@ def test_runs_that_use_no_gpu_have_no_plan(model: Path) -> None:
     assert plan_devices(config(model, engine=own), [LARGE]) is None
 
 
-def test_tensor_parallel_size_of_vllms_arguments() -> None:
-    assert tensor_parallel(()) == 1
-    assert tensor_parallel(("--tensor-parallel-size=4",)) == 4
-    assert tensor_parallel(("--seed", "1", "-tp", "2")) == 2
+@pytest.mark.parametrize(("transfer", "sleep"), [("nccl", False), ("ipc", False), ("shm", True)])
+def test_what_needs_a_gpu_is_refused_where_there_is_none(
+    model: Path, transfer: str, sleep: bool
+) -> None:
+    engine = {"weight_transfer": transfer, "sleep": sleep}
+    with pytest.raises(ConfigError, match="GPU here"):
+        plan_devices(config(model, engine=engine), [])
+
+
+def test_only_the_ranks_that_torchrun_starts_on_this_machine_need_its_gpus(model: Path) -> None:
+    sections = {"trainer": {"ranks": 4, "mode": "separate"}}
+    torchrun = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    plan = plan_devices(
+        config(model, **sections), [LARGE] * 3, torchrun | {"LOCAL_WORLD_SIZE": "2"}
+    )
+    assert plan is not None
+    assert (plan.ranks, plan.engines) == ((0, 1), ((2,),))
+    assert plan.rank == planned(model, [LARGE] * 5, **sections).rank
+    with pytest.raises(ConfigError, match=r"trainer\.ranks=4, .*: 4 on this machine, which has 3"):
+        plan_devices(config(model, **sections), [LARGE] * 3, {})
+
+
+@pytest.mark.parametrize(
+    ("args", "size"),
+    [
+        ((), 1),
+        (("--tensor-parallel-size=4",), 4),
+        (("--seed", "1", "-tp", "2"), 2),
+        (("--tensor_parallel_size", "2"), 2),
+        (("--tensor-parallel", "2", "-pp", "1"), 2),
+        (("-tp=2", "-tp=4"), 4),
+    ],
+)
+def test_tensor_parallel_size_of_vllms_arguments(args: tuple[str, ...], size: int) -> None:
+    assert EnginesConfig(args=args).tensor_parallel == size
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("-tp", "x"), "--tensor-parallel-size 'x' is not a number of GPUs"),
+        (("-tp 2",), "'-tp 2' is one argument; write"),
+        (("-tp",), "--tensor-parallel-size '' is not a number of GPUs"),
+        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size 2: an engine gets weights"),
+        (("-dp=2",), "--data-parallel-size 2: an engine gets weights only if"),
+        (("--gpu_memory_utilization", "0.5"), "use engine.gpu_memory_share"),
+        (("--max-model-len", "4096"), "use engine.max_context_tokens"),
+    ],
+)
+def test_arguments_that_the_plan_would_not_know_are_refused(
+    args: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EnginesConfig(args=args)
 
 
 def test_engine_process_sees_its_own_gpus_only(

@@ -32,8 +32,10 @@ from tests.trainer.fake_server import FakeServer
 from tests.trainer.score_text import ScoreText
 from tests.trainer.test_fit import ScriptedTrials, config_of, run_once, scored_on
 from trainer.checkpoint import Checkpoints
+from trainer.cluster.cluster import ClusterConfig
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
+from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.fit import Fit
 from trainer.run.control import RunControl
@@ -204,9 +206,11 @@ def test_cluster_without_enough_resources_is_an_error_at_once(
 
 
 def test_engines_and_ranks_have_their_own_gpus_or_share_them_in_pairs(tiny_model: Path) -> None:
-    own = config(tiny_model, cluster={"engine_gpus": 2})
+    own = config(tiny_model)
+    own = own.model_copy(update={"engine": EnginesConfig(replicas=2, args=("-tp", "2"))})
     assert [bundle["GPU"] for bundle in bundles(own, has_gpus=True)] == [2, 2, 1, 1]
-    shared = config(tiny_model, cluster={"share_gpus": True})
+    part = own.model_copy(update={"engine": EnginesConfig(replicas=2, gpu_memory_share=0.4)})
+    shared = part.model_copy(update={"cluster": ClusterConfig(backend="ray", share_gpus=True)})
     assert [bundle["GPU"] for bundle in bundles(shared, has_gpus=True)] == [1, 1]
     assert all("GPU" not in bundle for bundle in bundles(shared, has_gpus=False))
 

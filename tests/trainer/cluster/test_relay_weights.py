@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from proxy.client import ProxyClient
+from proxy.records import ServedPolicy
 from tests.trainer.test_fit import config_of
 from trainer.cluster.engines import RunEngines
-from trainer.cluster.rank_zero import PublishWeights, RankRequest, RankZero, SentWeights
+from trainer.cluster.rank_zero import (
+    DescribeWeights,
+    PublishWeights,
+    RankRequest,
+    RankZero,
+    SentWeights,
+)
 from trainer.cluster.relay_weights import RelayWeights
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.publisher import Published
 
 PUBLISHED = Published("run-a/v000007-019e5c41aa07", 7, 1000, delta_bytes=20, full_bytes=0)
+DESCRIBED = [("w", "float32", [4])]
 
 
 def worker(name: str = "gpu-0", **state: Any) -> dict[str, Any]:
@@ -36,10 +45,21 @@ class ScriptedControl:
     def __init__(self, *states: list[dict[str, Any]]) -> None:
         self.states = list(states)
         self.published: list[dict[str, Any]] = []
+        self.policies: list[tuple[str, int, str, str]] = []
         self.released: list[tuple[str, str]] = []
+        self.held: list[Any] = []
+        """What workers report of their types before anything is published."""
+
+    async def publish_policy(self, *version: Any) -> None:
+        assert self.published, "calls would name an adapter that no engine has"
+        self.policies.append(version)
 
     async def publish_weights(self, **new: Any) -> None:
         self.published.append(new)
+
+    async def held_types(self, tensors: list[Any]) -> dict[str, Any]:
+        assert tensors == DESCRIBED
+        return {"held_dtypes": self.held}
 
     async def weights(self, wait_s: float) -> dict[str, Any]:
         workers = self.states[0] if len(self.states) == 1 else self.states.pop(0)
@@ -59,14 +79,17 @@ class ScriptedControl:
 class Trainer:
     """Rank 0, which publishes."""
 
-    def __init__(self) -> None:
+    def __init__(self, published: Published = PUBLISHED) -> None:
+        self.published = published
         self.requests: list[RankRequest[Any]] = []
         self.rank_zero = RankZero(self._send)
 
     async def _send(self, request: RankRequest[Any]) -> Any:
         self.requests.append(request)
+        if isinstance(request, DescribeWeights):
+            return [] if self.published.served else DESCRIBED
         if isinstance(request, PublishWeights):
-            return PUBLISHED
+            return self.published
         return SentWeights({"sync/paused_s": 0.3, "sync/bytes": 1000.0})
 
 
@@ -78,7 +101,7 @@ async def test_run_waits_for_its_first_worker_and_for_each_to_load() -> None:
     trainer, said = Trainer(), list[str]()
     loading = worker("gpu-1", serves_wanted=False)
     control = ScriptedControl([], [worker(), loading], [worker(), worker("gpu-1", pull_s=2.0)])
-    metrics = await relay(trainer, said).send(control.client, needed=True)
+    metrics = (await relay(trainer, said).send(control.client, needed=True)).metrics
     (published,) = control.published
     assert published["publication"] == PUBLISHED.name
     assert (published["version"], published["run"]) == (7, "run-a")
@@ -98,7 +121,8 @@ async def test_worker_that_fails_is_a_warning_while_another_one_serves() -> None
         "warning: relay worker gpu-1 gets no calls until it has version 7: no space left"
     ]
     await weights.send(ScriptedControl([worker()]).client, needed=True)
-    first, second = trainer.requests
+    assert isinstance(trainer.requests[0], DescribeWeights)
+    first, second = trainer.requests[1:]
     assert first == PublishWeights("run-a")
     assert second == PublishWeights("run-a", (["bfloat16"],))
 
@@ -109,7 +133,20 @@ async def test_engine_that_cannot_report_its_types_gets_weights_as_they_are_trai
     for _ in range(2):
         silent = worker("gpu-1", held_dtypes=None)
         await weights.send(ScriptedControl([worker(), silent]).client, needed=True)
-    assert trainer.requests == 2 * [PublishWeights("run-a")]
+    published = [each for each in trainer.requests if isinstance(each, PublishWeights)]
+    assert published == 2 * [PublishWeights("run-a")]
+
+
+@pytest.mark.parametrize(
+    ("held", "known"), [([["bfloat16"]], (["bfloat16"],)), ([["bfloat16"], None], ()), ([], ())]
+)
+async def test_first_version_is_published_in_the_types_of_the_engines_that_are_connected(
+    held: list[Any], known: tuple[Any, ...]
+) -> None:
+    trainer, control = Trainer(), ScriptedControl([worker()])
+    control.held = held
+    await relay(trainer, []).send(control.client, needed=True)
+    assert trainer.requests == [DescribeWeights(), PublishWeights("run-a", known)]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +167,8 @@ async def test_run_ends_if_no_worker_has_the_weights_in_time(
 
 async def test_run_with_other_engines_does_not_wait_for_a_worker_to_join() -> None:
     control = ScriptedControl([])
-    metrics = await relay(Trainer(), []).send(control.client, needed=False)
-    assert "sync/pull_s" not in metrics
+    sent = await relay(Trainer(), []).send(control.client, needed=False)
+    assert "sync/pull_s" not in sent.metrics
 
 
 async def test_engines_with_urls_and_workers_get_the_same_version() -> None:
@@ -141,7 +178,8 @@ async def test_engines_with_urls_and_workers_get_the_same_version() -> None:
     )
     engines.proxy = control.client
     metrics = await engines.send_weights()
-    assert [type(each).__name__ for each in trainer.requests] == ["SyncWeights", "PublishWeights"]
+    names = [type(each).__name__ for each in trainer.requests]
+    assert names == ["SyncWeights", "DescribeWeights", "PublishWeights"]
     assert metrics["sync/paused_s"] == 0.3
     assert metrics["sync/bytes"] == 1000
     await engines.release_policies()
@@ -158,7 +196,22 @@ def test_running_proxy_with_relay_workers_needs_no_urls(tmp_path: Any, tiny_mode
             config_of(tiny_model, engine=wrong, proxy_server=server)
 
 
-def test_adapters_are_not_published(tiny_model: Any) -> None:
+async def test_adapter_is_sampled_from_when_the_workers_have_it() -> None:
+    served = ServedPolicy("shop", 7, "shop@7.0123456789abcdef")
+    trainer, control = Trainer(replace(PUBLISHED, served=served)), ScriptedControl([worker()])
+    engines = RunEngines(trainer.rank_zero, run="run-a", publish_timeout_s=60.0)
+    engines.proxy = control.client
+    await engines.send_weights()
+    names = [type(each).__name__ for each in trainer.requests]
+    assert names == ["DescribeWeights", "PublishWeights"]
+    assert control.policies == [("shop", 7, "shop@7.0123456789abcdef", "run-a")]
+    await engines.release_policies()
+    assert sorted(control.released) == [("", "run-a"), ("shop", "run-a")]
+
+
+def test_several_policies_are_not_published(tiny_model: Any) -> None:
     engine = {"publish": "file:///weights"}
-    with pytest.raises(ValueError, match=r"no adapters; set model\.lora\.update=merged"):
-        config_of(tiny_model, engine=engine, model={"lora": {"update": "adapter"}})
+    lora = {"update": "adapter", "policy": "a"}
+    policies = {"a": {}, "b": {"frozen": True}}
+    with pytest.raises(ValueError, match=r"relay workers pull one policy \(engine\.publish\)"):
+        config_of(tiny_model, engine=engine, model={"lora": lora}, trainer={"policies": policies})

@@ -158,7 +158,7 @@ def test_fla_computes_all_runs_of_a_level_at_once(monkeypatch: pytest.MonkeyPatc
     got = delta_rule.over_levels(kernel, q, k, q, **options)
     torch.testing.assert_close(got, expected)
     assert [call["tokens"] for call in calls] == [4, 3]
-    assert [call["cu_seqlens"].tolist() for call in calls] == [[0, 2, 4], [0, 1, 3]]
+    assert [call["bounds"] for call in calls] == [[0, 2, 4], [0, 1, 3]]
     assert calls[0]["initial_state"] is None
     assert calls[1]["initial_state"].shape == (2, 2, 4, 4)
 
@@ -174,7 +174,7 @@ def test_stretches_of_a_run_are_computed_as_one(
         monkeypatch.setattr(delta_rule, "STRETCH_TOKENS", stretch)
         out, finals = delta_rule._each(
             CHUNK, *row, g=decay, beta=beta, initial_state=None, output_final_state=True,
-            use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 200]),
+            use_qk_l2norm_in_kernel=True, bounds=[0, 200],
         )  # fmt: skip
         found.append([out, finals, *torch.autograd.grad(out.square().sum(), row)])
     for one, other in zip(*found, strict=True):

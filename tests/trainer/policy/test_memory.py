@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3Config
 
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.memory import count_weights, rank_memory
+from trainer.policy import memory
+from trainer.policy.memory import RankMemory, count_weights, rank_memory
 from trainer.policy.model import LoraSettings, ModelConfig
 
 TOKENS = 1024
@@ -25,11 +27,17 @@ SIZES = {
     "vocab_size": 16000,
 }
 SETTINGS = Qwen3Config(**SIZES)
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.model import DTYPES
@@ -53,11 +61,11 @@ def status(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) * 1024
 
 torch.set_num_threads(1)
-settings, tokens, dtype, checkpointing = json.loads(sys.argv[1])
-small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100, "num_hidden_layers": 1}
-train(Qwen3Config(**settings | small), 16, dtype, checkpointing)
+kind, settings, tokens, dtype, checkpointing = json.loads(sys.argv[1])
+small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100}
+train(CONFIG_MAPPING[kind](**settings | small), 16, dtype, checkpointing)
 before = status("VmRSS")
-train(Qwen3Config(**settings), tokens, dtype, checkpointing)
+train(CONFIG_MAPPING[kind](**settings), tokens, dtype, checkpointing)
 print(status("VmHWM") - before)  # ru_maxrss would include the process that started this one
 """
 
@@ -72,7 +80,7 @@ def estimated(
     config = ModelConfig.model_validate(
         {"path": Path("unused"), "max_micro_batch_tokens": TOKENS, **model}
     )
-    memory = rank_memory(
+    found = rank_memory(
         settings,
         config,
         OptimizerConfig(),
@@ -80,17 +88,52 @@ def estimated(
         frozen_models=frozen,
         context_parallel=context,
     )
-    return memory.total
+    return found.total
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"), [("qwen3", {}), ("qwen3_5_text", LINEAR)], ids=["attention", "hybrid"]
+)
 @pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", True)])
-def test_estimate_is_the_measured_peak_within_a_fifth(dtype: str, checkpointing: bool) -> None:
-    argument = json.dumps([SIZES, TOKENS, dtype, checkpointing])
+def test_estimate_is_the_measured_peak_within_a_fifth(
+    dtype: str,
+    checkpointing: bool,
+    kind: str,
+    more: Mapping[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hybrid as without fla, which a CPU cannot execute."""
+    monkeypatch.setattr(memory, "has_fla", lambda: False)
+    argument = json.dumps([kind, {**SIZES, **more}, TOKENS, dtype, checkpointing])
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, argument], capture_output=True, text=True, check=True
     )
-    expected = estimated(compute_dtype=dtype, gradient_checkpointing=checkpointing)
+    settings = CONFIG_MAPPING[kind](**SIZES, **more)
+    expected = estimated(settings, compute_dtype=dtype, gradient_checkpointing=checkpointing)
     assert 0.8 < int(run.stdout) / expected < 1.2
+
+
+def test_kernels_of_fla_need_less_and_their_lack_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid = CONFIG_MAPPING["qwen3_5_text"](**SIZES, **LINEAR)
+    config = ModelConfig(path=Path("unused"), max_micro_batch_tokens=TOKENS)
+    monkeypatch.setattr(memory, "has_fla", lambda: False)
+    without = rank_memory(hybrid, config, OptimizerConfig())
+    assert not rank_memory(SETTINGS, config, OptimizerConfig()).lacks_fla
+    monkeypatch.setattr(memory, "has_fla", lambda: True)
+    kernels = rank_memory(hybrid, config, OptimizerConfig())
+    assert (without.lacks_fla, kernels.lacks_fla) == (True, False)
+    assert without.passes is not None
+    assert kernels.passes is not None
+    assert kernels.passes < 0.9 * without.passes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_long_sequence_is_estimated_from_shorter_ones(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed = estimated(gradient_checkpointing=checkpointing)
+    monkeypatch.setattr(memory, "SAMPLED_TOKENS", 128)
+    assert estimated(gradient_checkpointing=checkpointing) == executed
 
 
 def test_layers_count_by_their_number() -> None:
@@ -106,6 +149,25 @@ def test_ranks_divide_weights_and_adapters_need_neither_gradients_nor_moments() 
     assert estimated() - estimated(ranks=8) > weights // 2
     assert estimated() - estimated(lora=LoraSettings(rank=4)) > weights // 2
     assert estimated(frozen=1) > estimated()
+
+
+def test_what_is_offloaded_or_rounded_needs_less() -> None:
+    def parts(optimizer: OptimizerConfig, **settings: object) -> RankMemory:
+        given = {"path": "unused", "max_micro_batch_tokens": TOKENS, "compute_dtype": "bfloat16"}
+        return rank_memory(SETTINGS, ModelConfig.model_validate(given | settings), optimizer)
+
+    adamw = OptimizerConfig()
+    kept = parts(adamw, gradient_checkpointing=True)
+    half = parts(adamw, gradient_checkpointing=True, weights_dtype="bfloat16")
+    assert (2 * half.weights, 2 * half.gradients) == (kept.weights, kept.gradients)
+    assert half.moments == kept.moments
+    moved = parts(adamw.model_copy(update={"offload": True}))
+    assert moved.moments == 8 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    away = parts(adamw, activation_offload=True)
+    assert away.passes is not None
+    assert kept.passes is not None
+    inputs = SIZES["num_hidden_layers"] * TOKENS * SIZES["hidden_size"]
+    assert away.passes <= kept.passes - 4 * inputs
 
 
 def test_ranks_of_one_micro_batch_divide_its_activations() -> None:

@@ -1,10 +1,13 @@
-"""Two gloo processes with sharded weights train like one process, each on its part of the batch, or
-both on the same micro-batches."""
+"""Gloo processes with sharded weights train like one process, each on its part of the batch, or
+together on the same micro-batches; also with several copies of the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -22,21 +25,29 @@ from trainer.policy.model import LoraSettings, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.parallelism import Parallelism
 
+KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "weights": {},
+        "adapters": {"lora": LoraSettings(rank=2)},
+        "offloaded": {"activation_offload": True},
+        "bfloat16": {"weights_dtype": "bfloat16", "compute_dtype": "bfloat16"},
+    }
+)
+"""What is trained, and where what belongs to it is kept."""
 
-def models_of(checkpoint: Path, ranks: Ranks, lora: bool) -> Models:
-    config = ModelConfig(
-        path=checkpoint, max_micro_batch_tokens=64, lora=LoraSettings(rank=2) if lora else None
-    )
+
+def models_of(checkpoint: Path, ranks: Ranks, kind: str) -> Models:
+    config = ModelConfig(path=checkpoint, max_micro_batch_tokens=64, **KINDS[kind])
     torch.manual_seed(0)
     # SGD-like: a large epsilon, as Adam would turn rounding noise in tiny gradients into steps
-    optimizer = OptimizerConfig(lr=1e-2, eps=1e-2)
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-2, offload=kind == "offloaded")
     algorithm = AlgorithmConfig.model_validate({"preset": "ppo", "mini_batches": 2})
     return build_models(config, optimizer, algorithm, ranks=ranks)
 
 
-def train(checkpoint: Path, ranks: Ranks, lora: bool) -> tuple[Metrics, dict[str, Tensor]]:
+def train(checkpoint: Path, ranks: Ranks, kind: str) -> tuple[Metrics, dict[str, Tensor]]:
     """Two PPO updates with a critic, two mini-batches each; metrics and final weights."""
-    models = models_of(checkpoint, ranks, lora)
+    models = models_of(checkpoint, ranks, kind)
     batch, metrics = make_batch(1), Metrics()
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -48,36 +59,58 @@ def train(checkpoint: Path, ranks: Ranks, lora: bool) -> tuple[Metrics, dict[str
         return metrics, dict(weights)
 
 
-def worker(rank: int, checkpoint: Path, folder: Path, context: int) -> None:
+def worker(
+    rank: int,
+    size: int,
+    checkpoint: Path,
+    folder: Path,
+    divided: Parallelism,
+    kinds: Sequence[str],
+) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    ranks = Ranks.of_process_group("cpu", Parallelism(context))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    ranks = Ranks.of_process_group("cpu", divided)
     if rank == 0:
         results = []
-        for lora in (False, True):
-            results.append(train(checkpoint, ranks, lora))
+        for kind in kinds:
+            results.append(train(checkpoint, ranks, kind))
             ranks.tell(Finish())
         torch.save(results, folder / "results.pt")
     else:
-        for lora in (False, True):
-            follow(models_of(checkpoint, ranks, lora))
+        for kind in kinds:
+            follow(models_of(checkpoint, ranks, kind))
     ranks.leave()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", [1, 2])
-def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path, context: int) -> None:
-    """Both with all weights trained and with adapters only."""
-    mp.spawn(worker, (checkpoint, tmp_path, context), nprocs=2)
+@pytest.mark.parametrize(
+    ("size", "divided", "kinds"),
+    [
+        (2, Parallelism(), tuple(KINDS)),
+        (2, Parallelism(context=2), ("weights", "adapters")),
+        (2, Parallelism(copies=2), ("weights", "adapters")),
+        (4, Parallelism(copies=2), ("weights", "adapters")),
+        (4, Parallelism(context=2, copies=2), ("weights", "adapters")),
+    ],
+    ids=str,
+)
+def test_several_processes_train_like_one(
+    checkpoint: Path, tmp_path: Path, size: int, divided: Parallelism, kinds: Sequence[str]
+) -> None:
+    """With all weights trained, with adapters only, with moments and inputs of layers offloaded,
+    and with weights in bfloat16, whose rounding differs between shards."""
+    mp.spawn(worker, (size, checkpoint, tmp_path, divided, kinds), nprocs=size)
     results = torch.load(tmp_path / "results.pt")
-    for lora, (metrics, weights) in zip((False, True), results, strict=True):
-        expected_metrics, expected_weights = train(checkpoint, Ranks(), lora)
-        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-4)
+    for kind, (metrics, weights) in zip(kinds, results, strict=True):
+        expected_metrics, expected_weights = train(checkpoint, Ranks(), kind)
+        relative, absolute = (2e-2, 5e-3) if kind == "bfloat16" else (1e-5, 1e-6)
+        assert metrics == pytest.approx(expected_metrics, rel=relative, abs=absolute)
         assert weights.keys() == expected_weights.keys()
         for name, weight in weights.items():
             expected = expected_weights[name]
-            torch.testing.assert_close(weight, expected, atol=1e-4, rtol=1e-3, msg=name)
+            assert weight.dtype == expected.dtype
+            torch.testing.assert_close(weight, expected, atol=absolute, rtol=relative, msg=name)
 
 
 def test_ranks_of_a_group_are_consecutive_within_a_stage() -> None:

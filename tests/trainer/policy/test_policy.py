@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +26,7 @@ from trainer.batch import Batch, build_batch
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError, TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.policy import scorer
 from trainer.policy.model import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 
@@ -130,14 +133,74 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(checkpoint: Path
         torch.testing.assert_close(gradient, grads[1][name], atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_gradient_checkpointing_does_not_change_gradients(checkpoint: Path) -> None:
+@pytest.mark.parametrize("key", ["gradient_checkpointing", "activation_offload"])
+def test_what_is_kept_for_the_backward_pass_does_not_change_gradients(
+    checkpoint: Path, key: str
+) -> None:
     batch, grads = make_batch(4), []
     for on in (False, True):
-        policy = make_policy(checkpoint, gradient_checkpointing=on)
+        policy = make_policy(checkpoint, **{key: on})
         backward(policy, batch, weighted_sum(batch))
         grads.append(gradients(policy.model))
     for name, gradient in grads[0].items():
         torch.testing.assert_close(gradient, grads[1][name])
+
+
+def test_offloaded_activations_are_the_inputs_of_all_layers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Tensor] = []
+
+    def save_on_cpu(*, pin_memory: bool) -> saved_tensors_hooks:
+        def keep(tensor: Tensor) -> Tensor:
+            moved.append(tensor)
+            return tensor
+
+        return saved_tensors_hooks(keep, lambda each: each)
+
+    monkeypatch.setattr(scorer, "save_on_cpu", save_on_cpu)
+    batch = make_batch(4)
+    policy = make_policy(checkpoint, activation_offload=True)
+    micro, *_ = policy.pack(batch)
+    policy.forward_backward(micro, batch, weighted_sum(batch), temperature=1.0)
+    config = policy.model.config
+    shape = (1, len(micro.ids), config.hidden_size)
+    inputs = {each.data_ptr() for each in moved if each.shape == shape}
+    assert config.num_hidden_layers <= len(inputs) <= config.num_hidden_layers + 2
+    weights = {weight.data_ptr() for weight in policy.model.get_decoder().layers.parameters()}
+    assert not weights & {each.data_ptr() for each in moved}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"weights_dtype": "bfloat16"}, "needs compute_dtype=bfloat16"),
+        ({"activation_offload": True, "gradient_checkpointing": False}, "leave that key out"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(
+    checkpoint: Path, keys: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        make_policy(checkpoint, **keys)
+
+
+def test_weights_in_bfloat16_are_rounded_and_scored_alike(checkpoint: Path) -> None:
+    batch = make_batch(5)
+    low = {"compute_dtype": "bfloat16"}
+    full = make_policy(checkpoint, **low)
+    half = make_policy(checkpoint, **low, weights_dtype="bfloat16")
+    for (name, weight), (_, exact) in zip(
+        half.named_hf_parameters(), full.named_hf_parameters(), strict=True
+    ):
+        assert torch.equal(weight, exact.bfloat16()), name
+    scores = [each.compute_logprobs(batch, temperature=1.0).logprobs for each in (full, half)]
+    assert float((scores[0] - scores[1]).abs().mean()) < 5e-2
+    backward(half, batch, weighted_sum(batch))
+    assert {gradient.dtype for gradient in gradients(half.model).values()} == {torch.bfloat16}
+    half.step()
+    moments = half.stepper.optimizer.state.values()
+    assert {each["exp_avg"].dtype for each in moments} == {torch.float32}
 
 
 def test_bfloat16_scores_are_close_to_float32(checkpoint: Path) -> None:

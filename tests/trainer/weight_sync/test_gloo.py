@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from tests.trainer.fake_engine import FakeEngine, serving
 from trainer.errors import WeightSyncError
 from trainer.weight_sync import gloo_trainer
 from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.gloo_group import GlooGroup, Meeting, receive, send
+from trainer.weight_sync.gloo_group import Description, GlooGroup, Meeting, receive, send
 from trainer.weight_sync.segment import Named, digest
 from trainer.weight_sync.sync import WeightSync
 from trainer.weight_sync.transports import VllmTransport
@@ -26,20 +26,29 @@ WORKERS = 2
 
 
 class GlooEngine(FakeEngine):
-    """An engine with WORKERS workers."""
+    """An engine with WORKERS workers, which receive weights in threads and answer meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[GlooGroup] = []
+        self.receiving: list[Future[list[Named]]] = []
+        """What each worker receives."""
         self.weights: list[list[Named]] = []
-        """What each worker received last."""
+        """What each worker serves; nothing before the first update."""
+        self.reason = ""
+        """Why workers have not staged the weights."""
         self.bucket_bytes = 0
         self.dies_at: int | None = None
         """Number of messages after which the engine dies."""
         self._pool = ThreadPoolExecutor(WORKERS)
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, object]:
-        if path == "/init_weight_transfer_engine":
+        if path == "/init_weight_transfer_engine" and "weights" in body["init_info"]:
+            described = body["init_info"]["weights"]
+            self.receiving = [
+                self._pool.submit(self._receive, each, described) for each in self.groups
+            ]
+        elif path == "/init_weight_transfer_engine":
             info = body["init_info"]
             self.leave()
             self.bucket_bytes = info["bucket_bytes"]
@@ -48,14 +57,8 @@ class GlooEngine(FakeEngine):
                 self.released.wait()
             self.groups = list(self._pool.map(lambda number: _join(info, number), range(WORKERS)))
         if path == "/update_weights":
-            update = body["update_info"]
-            try:
-                self.weights = list(self._pool.map(lambda g: self._receive(g, update), self.groups))
-            except InterruptedError:
-                self.is_dead = True
-                self.released.wait()
-            except RuntimeError as error:
-                return {"error": str(error)}
+            self.weights = [each.result() for each in self.receiving]
+            assert body["update_info"] == {"digest": digest(self.weights[0])}
         return super().answer(path, body) | {"world_size": WORKERS}
 
     def leave(self) -> None:
@@ -67,10 +70,18 @@ class GlooEngine(FakeEngine):
         self.leave()
         self._pool.shutdown()
 
-    def _receive(self, group: GlooGroup, update: dict[str, Any]) -> list[Named]:
-        dtypes, shapes = update["dtype_names"], update["shapes"]
+    def _receive(self, group: GlooGroup, described: Description) -> list[Named]:
         mortal = group if self.dies_at is None else _Mortal(group, self.dies_at)
-        return receive(mortal, update["names"], dtypes, shapes, self.bucket_bytes)
+        try:
+            received = receive(mortal, described, self.bucket_bytes)
+            mortal.reasons(self.reason)
+        except InterruptedError:
+            self.is_dead = True
+            raise
+        except RuntimeError:
+            group.destroy()  # or the other members would wait for this one
+            raise
+        return received.tensors
 
 
 class _Mortal(GlooGroup):
@@ -86,6 +97,10 @@ class _Mortal(GlooGroup):
     def digests(self, own: bytes) -> list[str]:
         self._live()
         return self._whole.digests(own)
+
+    def reasons(self, own: str) -> list[str]:
+        self._live()
+        return self._whole.reasons(own)
 
     def _live(self) -> None:
         if self._left == 0:
@@ -175,19 +190,35 @@ def test_engines_of_different_types_receive_the_widest(
     sync.close()
 
 
-def test_weights_are_read_one_by_one_while_they_are_sent(
+def test_weights_are_read_one_by_one_while_they_are_sent_and_engines_sample(
     engines: list[tuple[GlooEngine, str]],
 ) -> None:
-    _, url = engines[0]
-    sync, paused = sync_with(url), engines[0][0].calls
+    engine, url = engines[0]
+    sync = sync_with(url)
     sent = weights(1)
 
     def gathered() -> Iterator[Named]:
         for each in sent:
-            assert "/start_weight_update" in paused, "it was read before it can be sent"
+            assert engine.receiving, "it was read before it can be sent"
+            assert "/sleep" not in engine.calls, "the engine was paused before it has the weights"
             yield each
 
     sync.push(gathered(), 1, lambda: shapes_of(sent))
+    assert engine.calls.index("/sleep") < engine.calls.index("/start_weight_update")
+    sync.close()
+
+
+def test_reasons_for_not_staging_are_reported(engines: list[tuple[GlooEngine, str]]) -> None:
+    (first, first_url), (_, second_url), _ = engines
+    sync = sync_with(first_url, second_url)
+    assert isinstance(sync.transport, VllmTransport)
+    first.reason = "no memory for é" + "…" * 300  # longer than what is reported, in UTF-8
+    sync.push(weights(1), 1)
+    assert len(sync.transport.engine.unstaged) == WORKERS
+    assert all(each.startswith("no memory for é…") for each in sync.transport.engine.unstaged)
+    first.reason = ""
+    sync.push(weights(2), 2)
+    assert sync.transport.engine.unstaged == ()
     sync.close()
 
 
@@ -243,7 +274,8 @@ def test_other_weights_than_were_sent_are_refused_by_the_worker_and_by_the_train
     def work() -> None:
         group = GlooGroup.join("127.0.0.1", meeting.port, 1, 2)
         with pytest.raises(ValueError, match="received weights have digest") as caught:
-            receive(group, ["a"], ["float32"], [[3]])  # with another name, so it differs
+            # with another name, so it differs
+            receive(group, {"names": ["a"], "dtype_names": ["float32"], "shapes": [[3]]})
         refused.append(str(caught.value))
 
     worker = threading.Thread(target=work)
@@ -268,7 +300,9 @@ def test_tensors_are_sent_together_up_to_the_size_of_a_message(
     def work() -> list[Named]:
         group = GlooGroup.join("127.0.0.1", meeting.port, 1, 2)
         names, shapes = [name for name, _ in sent], [[size] for size in sizes]
-        return receive(group, names, ["uint8"] * len(sizes), shapes, bucket_bytes)
+        dtypes = ["uint8"] * len(sizes)
+        described: Description = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        return receive(group, described, bucket_bytes).tensors
 
     class Counting(GlooGroup):
         def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from proxy.weights.publication import MANIFEST, Manifest, decode_manifest
-from proxy.weights.pull import LocalWeights, PullError, PullStopped, WeightStore
+from proxy.weights.published_files import PullError, PullStopped
+from proxy.weights.pull import LocalWeights, WeightStore
+from tests.clouds import NO_GCS, NO_S3, amazon, google
 from tests.needs import needs
 from trainer.errors import ConfigError, WeightSyncError
 from trainer.weight_sync import publisher as publishing
 from trainer.weight_sync.publisher import Published, Publisher, described
 from trainer.weight_sync.segment import Named, SegmentReader, Written
 
-S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto"))
-MISSING = None if S3 else "s3fs and moto are not installed: pip install s3fs 'moto[server]'"
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -365,19 +365,18 @@ def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@needs(MISSING)
-def test_versions_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moto.server import ThreadedMotoServer
-
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": f"http://{host}:{port}"})
-    try:
-        fsspec.filesystem("s3").mkdir("bucket")
-        site = Site("s3://bucket/weights", tmp_path)
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # how gcsfs sends parts
+@pytest.mark.parametrize(
+    "server",
+    [pytest.param(amazon, marks=needs(NO_S3)), pytest.param(google, marks=needs(NO_GCS))],
+)
+def test_versions_on_a_cloud(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    server: Callable[[pytest.MonkeyPatch], AbstractContextManager[str]],
+) -> None:
+    with server(monkeypatch) as bucket:
+        site = Site(f"{bucket}/weights", tmp_path)
         publisher, weights = site.publisher(full_every=2), weights_of(0)
         weights["large"] = torch.randn(5_000_000)  # several parts of an upload
         for version in range(5):
@@ -386,5 +385,3 @@ def test_versions_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert is_same(read(site.worker.pull(sent.name, never)), weights)
         assert is_same(read(site.another_worker("late").pull(sent.name, never)), weights)
         assert site.versions() == ["v000002", "v000003", "v000004"]
-    finally:
-        server.stop()

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]  # vLLM'
 def test_available_memory_is_that_of_the_container(
     tmp_path: Path, limit: str | None, expected: int
 ) -> None:
-    from trainer.weight_sync.vllm_engine import available_bytes
+    from trainer.weight_sync.vllm_staging import available_bytes
 
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:  {8 << 20} kB\nX: 1\n")
