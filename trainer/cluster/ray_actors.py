@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -156,6 +156,22 @@ async def awaited(ref: Any, whose: str) -> Any:
         gone = ActorGoneError(f"{whose} is gone: {' '.join(str(error).split())[:300]}")
         gone.at_fault = getattr(error, "actor_init_failed", False)
         raise gone from error
+
+
+async def started(actor: Any, place: Callable[[], Awaitable[Any]], whose: str) -> tuple[Any, str]:
+    """Starts the server of an actor, and returns the actor and the server's URL. `place` makes
+    another actor if there is none, or if it has ended: the server of a node that is lost can end
+    before the actor does.
+
+    Raises:
+        ActorGoneError: the other actor ended before its server had started.
+    """
+    if actor is not None:
+        with contextlib.suppress(ActorGoneError):
+            return actor, await awaited(actor.start.remote(), whose)
+        ray.kill(actor)  # it may still run, out of reach; this frees its name
+    actor = await place()
+    return actor, await awaited(actor.start.remote(), whose)
 
 
 async def until_end(actor: Any, whose: str) -> tuple[str, Any]:

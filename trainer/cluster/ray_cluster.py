@@ -40,6 +40,7 @@ from trainer.cluster.ray_actors import (
     RankActor,
     awaited,
     end,
+    started,
     until_end,
 )
 from trainer.cluster.ray_here import RayHere
@@ -237,10 +238,9 @@ class RayReplica:
         self.url = ""
 
     async def start(self) -> None:
-        if self._actor is None:
-            make = partial(self._cluster.start_engine, self._number)
-            self._actor = await self._cluster.placed(make, self._whose)
-        self.url = await awaited(self._actor.start.remote(), self._whose)
+        make = partial(self._cluster.start_engine, self._number)
+        place = partial(self._cluster.placed, make, self._whose)
+        self._actor, self.url = await started(self._actor, place, self._whose)
 
     async def wait(self) -> str:
         how, self._actor = await until_end(self._actor, self._whose)
@@ -270,11 +270,10 @@ class RayProxy:
 
     async def start(self) -> None:
         """Raises TrainerError if the actor could not be placed on the same node again."""
-        if self._actor is None:
-            settings = self._settings, self.admin_key, self._port
-            make = partial(self._cluster.start_proxy, *settings)
-            self._actor = await self._cluster.placed(make, "the proxy's actor")
-        url = await awaited(self._actor.start.remote(), "the proxy's actor")
+        settings = self._settings, self.admin_key, self._port
+        make = partial(self._cluster.start_proxy, *settings)
+        place = partial(self._cluster.placed, make, "the proxy's actor")
+        self._actor, url = await started(self._actor, place, "the proxy's actor")
         if self.url not in ("", url):
             raise TrainerError(
                 f"the proxy was at {self.url} and is now at {url}, because its node was lost; "
@@ -289,7 +288,8 @@ class RayProxy:
     async def set_engines(self, engines: Sequence[dict[str, str]]) -> None:
         self._settings = self._settings | {"engines": list(engines)}
         if self._actor is not None:
-            await awaited(self._actor.set_engines.remote(engines), "the proxy's actor")
+            with contextlib.suppress(ActorGoneError):  # the next one starts with these settings
+                await awaited(self._actor.set_engines.remote(engines), "the proxy's actor")
 
     async def stop(self) -> None:
         await end(self._actor, "the proxy's actor")

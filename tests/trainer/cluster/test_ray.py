@@ -168,6 +168,27 @@ def test_run_that_loses_a_replica_ends_with_the_weights_of_a_local_run(
         torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
+def test_engine_whose_server_ends_before_its_lost_actor_gets_another_actor(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    settings, folder = config(tiny_model), RunFolder.create(tmp_path / "a")
+
+    async def lose_the_server_and_then_the_actor() -> None:
+        async with ray_cluster(settings, folder, RunControl(), FakeServer) as cluster:
+            replica = cluster.replica(0)
+            await replica.start()
+            actor = ray.get_actor("engine-0", namespace="agentic-rl")
+            await actor.__ray_call__.remote(lambda self: self._replica._server.kill())
+            assert "exit code" in await replica.wait()
+            ray.kill(actor)
+            await replica.start()
+            with closing(EngineControl([replica.url])) as engine:
+                assert engine.weight_versions() == ["0"]
+            await replica.stop()
+
+    asyncio.run(lose_the_server_and_then_the_actor())
+
+
 def test_killed_rank_ends_the_run_with_a_clear_message(tiny_model: Path, tmp_path: Path) -> None:
     settings, folder = config(tiny_model), RunFolder.create(tmp_path / "a")
 

@@ -101,9 +101,8 @@ def test_engine_of_a_lost_node_moves_to_another_node_or_the_run_ends(
             await services.engines.send_weights()
             nodes.add_node(**NODE)
             lost = await lose_the_node_of_an_engine(nodes)
-            assert (await messages.get()).startswith(
-                f"warning: {lost} ended with the actor of {lost}"
-            )
+            # How depends on what ends first with the node, the engine's process or its actor.
+            assert (await messages.get()).startswith(f"warning: {lost} ended with ")
             now = before
             while len(now) < 2 or now == before:
                 now = {engine["name"]: engine["url"] for engine in await services.proxy.engines()}
