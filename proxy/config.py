@@ -176,7 +176,8 @@ class RelayConfig(Section):
     token_file: Path | None = None
     """In place of `token`: a file that contains it."""
     window: int = Field(default=64, ge=1)
-    """Number of a call's frames (engine steps) that may be unread before its engine is paused."""
+    """Number of a call's frames (engine steps) that a worker sends before the proxy has taken them;
+    later ones wait in the worker's memory."""
     grace_s: float = Field(default=30.0, ge=0)
     """Seconds that a disconnected worker has to reconnect before its calls are cut."""
     silence_s: float = Field(default=15.0, gt=0)

@@ -38,7 +38,12 @@ async def ask_others(
             try:
                 url = f"{address}{request.path}"
                 async with http.request(
-                    request.method, url, params=query, data=body, headers=_JSON
+                    request.method,
+                    url,
+                    params=query,
+                    data=body,
+                    headers=_JSON,
+                    allow_redirects=False,  # the admin key is for this proxy only
                 ) as response:
                     if response.status == HTTPStatus.OK:
                         return orjson.loads(await response.read())

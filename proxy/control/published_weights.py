@@ -28,8 +28,12 @@ from proxy.store.protocol import Store
 
 OWN = "own"
 """In a query, the publication for which another proxy asks: the answer is of own workers only."""
-TYPES_S = 60.0
-"""Seconds that an engine may take to report its types: its loader runs once, without contents."""
+TYPES_S = 40.0
+"""Seconds that an engine may take to report its types: its loader runs once, without contents. The
+other proxies may take ANSWER_S more, and `ProxyClient` waits for 60 s."""
+TYPES_BYTES = 16 * 2**20
+"""Largest body of `POST /weights/types`: a tensor takes about 75 bytes, and a large mixture of
+experts has 100,000."""
 MAX_WAIT_S = 300.0
 """Longest wait of a request for workers to settle; the client asks again."""
 
@@ -70,7 +74,7 @@ class PublishedWeights:
             owner = next((each.run for each in found if each.name == BASE.name), "")
             raise SessionError(
                 f"the engines' weights belong to the run {owner!r}; end or continue that run. If "
-                f"it was killed and will not be continued: DELETE /weights/runs/{quote(owner)}",
+                f"it was killed and will not be continued: DELETE /weights/runs/{quote(owner, safe='')}",
                 status=409,
             )
         hub.want(Weights(new.publication, new.version), new.patience_s)
@@ -85,12 +89,16 @@ class PublishedWeights:
         """In which types the engines of workers hold weights, also those of other proxies on the
         store."""
         hub, body = self._relay(), await read_body(request)
-        asked = parsed(TensorsView, body).tensors
+        asked = parsed(TensorsView, body, TYPES_BYTES).tensors
         tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in asked)
-        held: set[tuple[str | None, ...] | None] = await hub.held_dtypes(tensors, TYPES_S)
-        if OWN not in request.query:
-            for other in await ask_others(self._store, request, {OWN: ""}, TYPES_S, body):
-                held |= {each and tuple(each) for each in other["held_dtypes"]}
+        own = hub.held_dtypes(tensors, TYPES_S)
+        if OWN in request.query:
+            return web.json_response({"held_dtypes": list(await own)})
+        held, others = await asyncio.gather(
+            own, ask_others(self._store, request, {OWN: ""}, TYPES_S, body)
+        )
+        for other in others:
+            held |= {each and tuple(each) for each in other["held_dtypes"]}
         return web.json_response({"held_dtypes": list(held)})
 
     async def show(self, request: web.Request) -> web.Response:

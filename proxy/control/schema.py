@@ -356,12 +356,12 @@ class ProcessStatus(Schema):
     status: str
 
 
-def parsed(model: type[M], body: bytes) -> M:
-    """Parses a request's body. Raises RequestError with the field, its value and what was
-    expected."""
-    if len(body) > MAX_BODY_BYTES:
+def parsed(model: type[M], body: bytes, most_bytes: int = MAX_BODY_BYTES) -> M:
+    """Parses a request's body of at most `most_bytes`. Raises RequestError with the field, its value
+    and what was expected."""
+    if len(body) > most_bytes:
         raise RequestError(
-            f"the request body has {len(body)} bytes; a control call may have {MAX_BODY_BYTES}; "
+            f"the request body has {len(body)} bytes; this call may have {most_bytes}; "
             "keep large data elsewhere and send its name",
             status=413,
         )

@@ -167,6 +167,7 @@ class Response(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - raised again in the reader's task
             self.ended = False  # even if these were the last bytes
             self._take = None
+            self._failure = None  # of later bytes; the taker's error comes before it
             self._fail(error)
 
     def _wake(self) -> None:

@@ -238,6 +238,8 @@ class RelayEngine:
         self._info.version = hello.version
         self._info.healthy = not self._leaving and self._may_sample
         self._post(Welcome(self._window, self._grace_s, resumed))
+        for number, received in resumed.items():  # acknowledgements may have been lost
+            self._post(Taken(number, received - self._calls[number].items.qsize()))
         if self._wanted is not None and not self.has_wanted:
             self._post(self._wanted)
         for call in unheard:

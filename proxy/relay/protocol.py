@@ -4,8 +4,9 @@ Ids are sent as raw little-endian int32 and log-probabilities as raw little-endi
 the proxy records exactly what the worker's engine returned.
 
 Invariant: the frames of a call are numbered from 0 without gaps. The worker keeps each frame until
-the proxy has acknowledged it, so that it can be sent again after a reconnect, and keeps at most
-`window` frames: a slow reader stops the engine's stream.
+the proxy has acknowledged it, so that it can be sent again after a reconnect. At most `window`
+frames are sent before they are acknowledged; the rest of an answer waits in the worker's memory,
+whose bound is the answer's `max_tokens`.
 """
 
 from __future__ import annotations

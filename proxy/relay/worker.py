@@ -1,8 +1,8 @@
 """The worker's side of the relay: connects to the proxy and serves its calls from an engine.
 
-Invariant: a call is given to the engine once. While the connection is lost, the call continues; up
-to the proxy's window of frames is kept and sent after the reconnect. The call is aborted when the
-grace time of the proxy is over, or when the proxy ends it.
+Invariant: a call is given to the engine once. While the connection is lost, the call continues; its
+frames are kept and sent after the reconnect. The call is aborted when the grace time of the proxy
+is over, or when the proxy ends it.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class RelayWorker:
             call.task = self._tasks.create_task(self._sample(call, request))
 
     async def _sample(self, call: _Call, request: Generate) -> None:
-        """Forwards the engine's chunks to the proxy, no faster than the proxy reads them."""
+        """Forwards the engine's chunks to the proxy; those beyond the window wait."""
         finished = False
 
         def forward(chunk: Chunk) -> None:

@@ -49,6 +49,8 @@ def apply(stored: bytes | memoryview, bits: Bits) -> None:
     Raises:
         ValueError: these are not changes of so many elements of this size.
     """
+    if len(stored) < _HEAD_BYTES:
+        raise ValueError(f"{len(stored)} bytes of changes")
     width, count = stored[0], int.from_bytes(stored[1:_HEAD_BYTES], "little")
     size = count * (width + bits.itemsize)
     if width not in (1, 2) or not 0 < count <= len(bits):

@@ -236,9 +236,11 @@ def _place(
         memory[begin : begin + len(content)] = content
         return
     bits: Bits = np.frombuffer(memory, f"<u{tensor.item_bytes}", piece.count, begin)
+    problem = ""
     try:
         apply(content, bits)
     except ValueError as error:
-        raise BadPublicationError(f"{manifest.name}: {tensor.name}: {error}") from error
-    finally:
-        del bits  # or the memory could not be closed
+        problem = str(error)  # not the error: its traceback holds `bits`
+    del bits  # or the memory could not be closed
+    if problem:
+        raise BadPublicationError(f"{manifest.name}: {tensor.name}: {problem}")

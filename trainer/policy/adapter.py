@@ -9,14 +9,15 @@ impossible is refused when the model is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -65,6 +66,83 @@ def adapted_modules(model: Any) -> Iterator[tuple[Any, str]]:
                 "a linear layer of its own); remove this layer, or set model.lora.update=merged"
             )
         yield module, stored.removesuffix(".weight")
+
+
+class EarlyAdapters:
+    """Adapters of a model that is read and sharded layer by layer. They are made before the first
+    layer is read, so that they are those of a model that is read at once, bit for bit; then they
+    are taken off, because a checkpoint is read into plain layers, and each layer gets its own back
+    before it is sharded.
+
+    Example:
+    adapters = EarlyAdapters(add)  # get_peft_model, with its settings
+    adapters.prepare(model)  # its tensors have no memory yet
+    adapters.put_on(layer)  # for each layer that was read, before it is sharded
+    model = adapters.complete(model)
+    """
+
+    def __init__(self, add: Callable[[Any], Any]) -> None:
+        """`add` puts adapters on a model, and returns it in PEFT's wrapper."""
+        self._add = add
+        self._wrapped: Any = None
+        self._off: list[tuple[nn.Module, str, nn.Module]] = []
+        """(module, name of its child, that child with its adapter)"""
+
+    def prepare(self, model: Any) -> None:
+        """Makes the adapters, in memory, of a model without memory, and takes them off."""
+        with _seems_in_memory(model):
+            self._wrapped = self._add(model)
+        adapted = [path for path, each in model.named_modules() if hasattr(each, "get_base_layer")]
+        for path in adapted:
+            above, _, name = path.rpartition(".")
+            parent = model.get_submodule(above)
+            self._off.append((parent, name, getattr(parent, name)))
+            setattr(parent, name, getattr(parent, name).get_base_layer())
+
+    def put_on(self, layer: nn.Module) -> None:
+        """Puts the layer's adapters on it; nothing else of the layer is trained."""
+        layer.requires_grad_(False)
+        inside = {id(module) for module in layer.modules()}
+        for parent, name, adapted in self._off:
+            if id(parent) in inside:
+                _plug(parent, name, adapted)
+
+    def complete(self, model: Any) -> Any:
+        """The model, in PEFT's wrapper, with the adapters outside of its layers, too."""
+        if self._wrapped is None:  # the checkpoint was read at once
+            return self._add(model)
+        for parent, name, adapted in self._off:
+            if getattr(parent, name) is not adapted:
+                _plug(parent, name, adapted)
+        for path, weight in self._wrapped.named_parameters():
+            weight.requires_grad_("lora_" in path)
+        return self._wrapped
+
+
+def _plug(parent: nn.Module, name: str, adapted: nn.Module) -> None:
+    setattr(parent, name, adapted)
+    for path, weight in adapted.named_parameters():
+        weight.requires_grad_("lora_" in path)
+
+
+@contextmanager
+def _seems_in_memory(model: nn.Module) -> Iterator[None]:
+    """A context in which each weight without memory is one number in memory, repeated in the
+    weight's shape. PEFT makes an adapter on the device and in the type of its layer's weight."""
+    weights = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False)
+        if weight.is_meta
+    ]
+    for module, name, weight in weights:
+        seeming = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        setattr(module, name, nn.Parameter(seeming, requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, name, weight in weights:
+            setattr(module, name, weight)
 
 
 def share_frozen_weights(model: Any, other: Any) -> None:

@@ -50,17 +50,20 @@ def load_weights(
     dtype: torch.dtype,
     *,
     place: Place | None = None,
+    prepare: Callable[[Any], None] | None = None,
     without_head: bool = False,
 ) -> Any:
     """The causal model of the checkpoint. With `place`, each decoder layer is read, placed, and
     only then the next one is read; a checkpoint that is not in safetensors is read at once.
+    `prepare` gets the model before its first layer is read, while its tensors have no memory; it
+    is not called for a checkpoint that is read at once.
 
     Raises ConfigError if the checkpoint lacks weights of the model (`without_head`: those of the
     output layer may be missing), or has them in another shape.
     """
     with ExitStack() as stack:
         if place is not None:
-            stack.enter_context(_layer_by_layer(place))
+            stack.enter_context(_layer_by_layer(place, prepare))
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=settings,
@@ -88,7 +91,7 @@ def load_weights(
 
 
 @contextmanager
-def _layer_by_layer(place: Place) -> Iterator[None]:
+def _layer_by_layer(place: Place, prepare: Callable[[Any], None] | None) -> Iterator[None]:
     """A context in which `from_pretrained` reads one layer after another, and places each. It
     shows no progress bar, because there would be one for each layer."""
     at_once: Callable[..., tuple[Any, Any]] = PreTrainedModel._load_pretrained_model
@@ -98,6 +101,8 @@ def _layer_by_layer(place: Place) -> Iterator[None]:
     ) -> tuple[Any, Any]:
         if not files or not files[0].endswith(".safetensors"):
             return at_once(model, state, files, config, *more)
+        if prepare is not None:
+            prepare(model)
         with ExitStack() as stack:
             opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
             tensors = {

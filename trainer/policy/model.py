@@ -8,6 +8,7 @@ does.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,7 +20,7 @@ from transformers import AutoConfig
 
 from proxy.policies import POLICY_NAME
 from trainer.errors import ConfigError
-from trainer.policy.adapter import check_adapter
+from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
 from trainer.policy.loading import Place, load_weights
 from trainer.policy.proof import prove
@@ -125,7 +126,7 @@ def load_model(
     """The checkpoint at `config.path` in `config.weights_dtype` (or the compute type, if it is not
     trained), with packed attention and without dropout.
 
-    `place` shards each layer as soon as it is read, unless adapters are added. `without_head`: the
+    `place` shards each layer, with its adapters, as soon as it is read. `without_head`: the
     checkpoint may have no output layer.
 
     Raises ConfigError if the folder holds no checkpoint of a causal model, if weights are missing,
@@ -138,17 +139,23 @@ def load_model(
         check_replay(settings, config.path)
     if config.router_aux_loss and trainable:
         check_balance(settings, config.path)
-    adapted = config.lora is not None and trainable  # adapters are added to whole layers
+    lora = config.lora if trainable else None
+    adapters = None if place is None or lora is None else EarlyAdapters(partial(_add_lora, lora))
 
     def placed(layer: nn.Module) -> None:
         assert place is not None
-        place(layer.requires_grad_(trainable))
+        if adapters is None:
+            layer.requires_grad_(trainable)
+        else:
+            adapters.put_on(layer)
+        place(layer)
 
     model = load_weights(
         config.path,
         settings,
         DTYPES[config.weights_dtype if trainable else config.compute_dtype],
-        place=placed if place is not None and not adapted else None,
+        place=None if place is None else placed,
+        prepare=None if adapters is None else adapters.prepare,
         without_head=without_head,
     )
     check_model(model, config.path)
@@ -157,9 +164,9 @@ def load_model(
         replay_routing(model)
     if config.checkpoints and trainable:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.lora is not None and trainable:
-        model = _add_lora(model, config.lora)
-        check_adapter(model, merged=config.lora.update == "merged")
+    if lora is not None:
+        model = _add_lora(lora, model) if adapters is None else adapters.complete(model)
+        check_adapter(model, merged=lora.update == "merged")
     return model.requires_grad_(False) if not trainable else model
 
 
@@ -214,21 +221,22 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _add_lora(model: Any, lora: LoraSettings) -> Any:
+def _add_lora(lora: LoraSettings, model: Any) -> Any:
+    """The model with adapters, which depend on torch's seed, but not on what was drawn before."""
     from peft import LoraConfig, get_peft_model
 
     _check_targets(model, lora)
     targets = lora.target_modules
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=0.0,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            task_type="CAUSAL_LM",
-        ),
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())
+        return get_peft_model(model, config)
 
 
 def _check_targets(model: Any, lora: LoraSettings) -> None:

@@ -23,7 +23,7 @@ from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.export import checkpoint_tensors
 from trainer.policy.loading import load_weights
-from trainer.policy.model import ModelConfig, blocks, load_model, load_settings
+from trainer.policy.model import LoraSettings, ModelConfig, blocks, load_model, load_settings
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
 
@@ -61,6 +61,51 @@ def test_layers_read_one_by_one_are_the_same_model(tmp_path: Path, kind: str) ->
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+LORA = LoraSettings(rank=2, target_modules=("q_proj", "o_proj", "down_proj"), update="adapter")
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_on_layers_read_one_by_one_are_those_of_a_whole_model(
+    tmp_path: Path, kind: str, dtype: Any
+) -> None:
+    saved(tmp_path, kind)
+    config = ModelConfig(path=tmp_path, lora=LORA, compute_dtype=dtype, weights_dtype=dtype)
+    torch.manual_seed(7)
+    at_once = load_model(config)
+    placed: list[list[str]] = []
+
+    def place(layer: nn.Module) -> None:
+        assert not [name for name, weight in layer.named_parameters() if weight.is_meta]
+        placed.append([name for name, weight in layer.named_parameters() if weight.requires_grad])
+
+    torch.manual_seed(7)
+    model = load_model(config, place=place)
+    expected, found = tensors(at_once), tensors(model)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.dtype == expected[name].dtype, name
+        assert tensor.requires_grad == expected[name].requires_grad, name
+    trained = {name for name, weight in at_once.named_parameters() if weight.requires_grad}
+    assert len(trained) == sum(map(len, placed)) > 0
+
+
+def test_adapters_of_a_checkpoint_that_is_not_in_safetensors_are_those_of_a_whole_model(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, "qwen3")
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    config = ModelConfig(path=tmp_path, lora=LORA)
+    torch.manual_seed(7)
+    expected = tensors(load_model(config))
+    torch.manual_seed(7)
+    found = tensors(load_model(config, place=lambda layer: None))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def worker(rank: int, folder: Path, kinds: list[str]) -> None:
