@@ -74,7 +74,8 @@ class PublishedWeights:
             owner = next((each.run for each in found if each.name == BASE.name), "")
             raise SessionError(
                 f"the engines' weights belong to the run {owner!r}; end or continue that run. If "
-                f"it was killed and will not be continued: DELETE /weights/runs/{quote(owner, safe='')}",
+                f"it was killed and will not be continued: DELETE "
+                f"/weights/runs/{quote(owner, safe='')}",
                 status=409,
             )
         hub.want(Weights(new.publication, new.version), new.patience_s)

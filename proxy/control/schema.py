@@ -357,8 +357,8 @@ class ProcessStatus(Schema):
 
 
 def parsed(model: type[M], body: bytes, most_bytes: int = MAX_BODY_BYTES) -> M:
-    """Parses a request's body of at most `most_bytes`. Raises RequestError with the field, its value
-    and what was expected."""
+    """Parses a request's body of at most `most_bytes`. Raises RequestError with the field, its
+    value and what was expected."""
     if len(body) > most_bytes:
         raise RequestError(
             f"the request body has {len(body)} bytes; this call may have {most_bytes}; "

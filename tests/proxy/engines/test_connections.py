@@ -225,6 +225,21 @@ async def test_error_of_the_reader_is_raised_and_the_connection_is_closed(
     assert server.connections == 2
 
 
+async def test_error_of_the_reader_comes_before_that_of_later_bytes() -> None:
+    response = Response(asyncio.get_running_loop())
+    response.connection_made(asyncio.Transport())
+    response.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    def refuse(part: bytes) -> None:
+        raise ValueError("no more")
+
+    passed = asyncio.create_task(response.pass_to(refuse))
+    await asyncio.sleep(0)
+    response.data_received(b"2\r\nhi\r\nZZ\r\n")
+    with pytest.raises(ValueError, match="no more"):
+        await passed
+
+
 @pytest.mark.parametrize(("status", "kind"), [(400, RequestError), (503, EngineError)])
 async def test_message_of_a_refusal_is_read(
     server: Server, upstream: Upstream, status: int, kind: type[Exception]

@@ -104,6 +104,38 @@ async def test_worker_sends_no_more_frames_than_the_proxy_has_room_for(
     assert read == ANSWER
 
 
+async def test_call_goes_on_after_a_reconnect_that_has_lost_acknowledgements(
+    open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
+) -> None:
+    proxy = await open_proxy(window=2, grace_s=60)
+    await start_worker(proxy)
+    engine = await proxy.worker()
+    server.token_delay_s = 0.001
+    lost = asyncio.Event()
+    post = engine._post
+
+    def lose(message: ToWorker) -> None:
+        if not isinstance(message, Taken):
+            post(message)
+        elif message.number == 2:
+            lost.set()
+
+    engine._post = lose  # type: ignore[method-assign]
+    read: list[int] = []
+    call = asyncio.create_task(
+        engine.generate(
+            PROMPT, Sampling(max_tokens=100), lambda chunk: read.extend(chunk.ids), request_id="r"
+        )
+    )
+    async with asyncio.timeout(20):
+        await lost.wait()
+        engine._post = post  # type: ignore[method-assign]
+        assert engine._connection is not None
+        engine._connection.drop("for a test")
+        await call
+    assert read == ANSWER
+
+
 async def test_failure_of_the_engine_fails_the_call(
     open_proxy: OpenProxy, start_worker: StartWorker, server: ScriptedEngine
 ) -> None:

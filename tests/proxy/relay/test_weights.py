@@ -239,6 +239,16 @@ async def test_rounded_weights_are_only_for_engines_that_hold_them_so(
         assert (await relay.proxy.control.weights())["held_dtypes"] == [[held]]
 
 
+async def test_types_of_a_large_mixture_of_experts_fit_into_one_request(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    name = "model.layers.47.mlp.experts.{}.down_proj.weight"
+    tensors = [(name.format(number), "bfloat16", [2048, 768]) for number in range(20_000)]
+    engine.held = [None] * len(tensors)
+    await relay.worker(engine, tmp_path / "weights")
+    assert await relay.proxy.control.held_types(tensors) == {"held_dtypes": [engine.held]}
+
+
 @pytest.mark.parametrize("held", [["bfloat16", None], None])
 async def test_types_of_an_engine_are_known_before_anything_is_published(
     relay: Relay, engine: WeightsEngine, tmp_path: Path, held: list[str | None] | None

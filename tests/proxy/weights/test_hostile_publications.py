@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,17 @@ import msgspec
 import pytest
 
 from proxy.weights import published_files
-from proxy.weights.publication import MANIFEST, Manifest
+from proxy.weights.publication import (
+    MANIFEST,
+    File,
+    Files,
+    Manifest,
+    StoredPiece,
+    Tensor,
+    encode_manifest,
+    new_digest,
+    title,
+)
 from proxy.weights.published_files import PullError
 from proxy.weights.pull import WeightStore
 from tests.file_server import FileServer
@@ -111,6 +122,30 @@ def test_versions_that_depend_on_each_other_are_an_error(
 
         changed(published, name, circular)
     with pytest.raises(PullError, match="depends on itself"):
+        store.pull(names[1], never)
+
+
+@pytest.mark.parametrize("stored", [b"", b"\x01", b"\x01" + bytes([1] + 7 * [0]) + b"no zlib"])
+def test_changes_that_are_none_are_an_error_that_names_the_tensor(
+    published: Publications, store: WeightStore, stored: bytes
+) -> None:
+    old, new = (bytes([first]) + bytes(range(63)) for first in (0, 9))
+    names = [f"run/v00000{number}-{number:012}" for number in (1, 2)]
+    tensor = Tensor("w", "uint8", (64,), "uint8")
+    for name, content, form in zip(names, (old, stored), ("raw", "sparse"), strict=True):
+        folder = published.folder / name
+        folder.mkdir(parents=True)
+        (folder / "a.bin").write_bytes(content)
+        file = File("a.bin", len(content), hashlib.sha256(content).hexdigest())
+        files = Files((file,), (StoredPiece(0, 0, 64, 0, 0, len(content), form),))
+        digest = new_digest()
+        digest.update(title(tensor.name, tensor.dtype, tensor.shape))
+        digest.update(old if form == "raw" else new)
+        whole = {"full": files} if form == "raw" else {"delta": files, "base": names[0]}
+        manifest = Manifest(name, names.index(name) + 1, digest.hexdigest(), (tensor,), **whole)
+        (folder / MANIFEST).write_bytes(encode_manifest(manifest))
+    store.pull(names[0], never)
+    with pytest.raises(PullError, match=r"000002: w: .*changes"):
         store.pull(names[1], never)
 
 
