@@ -16,6 +16,7 @@ from trainer import start
 from trainer.checkpoint import FORMAT, Saved
 from trainer.checkpoint_mirror import CheckpointMirror
 from trainer.cli import main
+from trainer.config_sources import load
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.run.folder import RunFolder
 
@@ -92,6 +93,15 @@ def test_run_of_a_release_with_fewer_keys_is_continued(
     written.write_text(yaml.safe_dump(values))
     assert run_until("running", "trainer.ranks=2", "trainer.weight_copies=2") == ("run-2", 0)
     assert "(trainer.ranks, trainer.weight_copies)" in capsys.readouterr().out
+
+
+def test_configuration_that_a_check_prints_can_be_loaded(config: Path, tmp_path: Path) -> None:
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(start.check_only([config], ["model.activation_offload=true"], {}))
+    assert load([printed], [], {}).model.gradient_checkpointing
+    assert yaml.safe_load(start.check_only([printed], [], {})) == yaml.safe_load(
+        printed.read_text()
+    )
 
 
 def test_start_with_resume_never_begins_a_new_run(run_until: Any) -> None:

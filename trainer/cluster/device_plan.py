@@ -170,6 +170,7 @@ def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.e
 
 
 def _checkpointing(config: RanksConfig, on: bool) -> ModelConfig:
+    on = on or config.model.activation_offload
     return config.model.model_copy(update={"gradient_checkpointing": on})
 
 

@@ -116,6 +116,19 @@ def test_gradient_checkpointing_is_on_where_a_rank_does_not_fit_without_it(model
     assert fitted(config(model), []).model.gradient_checkpointing is False
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_planned_configuration_with_offloaded_activations_is_read_again(
+    model: Path, count: int
+) -> None:
+    gpus = [LARGE] * count
+    found = fitted(config(model, model={"activation_offload": True}), gpus)
+    again = RanksConfig.model_validate_json(found.model_dump_json())
+    assert again.model.gradient_checkpointing
+    plan = plan_devices(again, gpus)
+    assert plan == plan_devices(config(model, model={"activation_offload": True}), gpus)
+    assert plan is None or plan.checkpoints
+
+
 def test_sleeping_engines_share_also_where_there_are_more_gpus(model: Path) -> None:
     plan = planned(model, [LARGE] * 4, engine={"sleep": True, "replicas": 2})
     assert plan.engines == ((0,), (1,))
