@@ -8,7 +8,8 @@ collectives have other groups, and only the worker's main thread uses those.
 Invariants: an update is applied completely, or fails with an error that its caller receives
 (`vllm_reload.py`). It fails if the digest differs from the trainer's. No weight is loaded before
 every worker of the engine has received all of them, so that an engine whose trainer was lost has
-its old weights entirely, and still samples.
+its old weights entirely, and still samples. A twin that is not adopted is discarded: only that
+frees its memory.
 """
 
 from __future__ import annotations
@@ -96,10 +97,15 @@ class GlooEngine(StagingEngine[GlooInit, GlooUpdate]):
         except BaseException:
             _all_workers(False)
             raise
-        if not _all_workers(True):
-            raise RuntimeError(
-                "another worker of this engine has not received the weights; all keep the old ones"
-            )
+        try:
+            if not _all_workers(True):
+                raise RuntimeError(
+                    "another worker of this engine has not received the weights; all keep the old "
+                    "ones"
+                )
+        except BaseException:
+            self._thread.submit(_discard, staged)
+            raise
         if staged.twin is not None:
             self._adopt(staged.twin)
         else:
@@ -117,6 +123,7 @@ class GlooEngine(StagingEngine[GlooInit, GlooUpdate]):
             raise RuntimeError("no weights have been sent since the last update")
         found = staged.result()
         if found.received.digest != digest:
+            self._thread.submit(_discard, found)
             raise ValueError(f"the weights received last have digest {found.received.digest}")
         return found
 
@@ -143,8 +150,12 @@ class GlooEngine(StagingEngine[GlooInit, GlooUpdate]):
         try:
             received = receive(self._group, weights, self._bucket_bytes)
             staged, reason = self._loaded(received)
-            log_unstaged(reason)
-            self._group.reasons(reason)
+            try:
+                log_unstaged(reason)
+                self._group.reasons(reason)
+            except BaseException:
+                _discard(staged)
+                raise
         except BaseException:
             self._leave()  # or the other members would wait for this one
             raise

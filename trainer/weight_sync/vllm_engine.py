@@ -98,7 +98,10 @@ class SharedMemoryEngine(StagingEngine[SharedMemoryInit, SharedMemoryUpdate]):
         if staged is None or staged.exception() is not None:
             return None
         found = staged.result()
-        return found if found.written == written else None
+        if found.written == written:
+            return found
+        self._thread.submit(found.twin.discard)
+        return None
 
 
 def _failure(staged: Future[Staged]) -> str:

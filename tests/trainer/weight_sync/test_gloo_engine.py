@@ -3,7 +3,9 @@ they receive weights, and no worker changes it if another one has not received t
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -126,6 +128,29 @@ def make_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Work
         each.pool.shutdown()
 
 
+@pytest.fixture
+def twin_memory(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    """The tensors of all twins that are made from now on."""
+    from trainer.weight_sync import vllm_staging
+
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(vllm_staging.Twin):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            tensors.extend(map(weakref.ref, self._tensors.values()))
+
+    monkeypatch.setattr(vllm_staging, "Twin", Watched)
+    return tensors
+
+
+def assert_freed(workers: Workers, memory: list[weakref.ref[torch.Tensor]]) -> None:
+    for each in workers.engines:
+        each._thread.submit(gc.collect).result()  # after the thread has discarded the twin
+    assert memory
+    assert [each() for each in memory if each() is not None] == []
+
+
 def test_models_are_unchanged_until_the_update_and_then_have_exactly_the_weights(
     make_workers: Callable[..., Workers],
 ) -> None:
@@ -154,15 +179,21 @@ def test_weights_without_a_twin_are_loaded_by_the_update(
 
 def test_no_worker_takes_over_weights_that_another_one_has_not_received(
     make_workers: Callable[..., Workers],
+    twin_memory: list[weakref.ref[torch.Tensor]],
 ) -> None:
     workers = make_workers()
     digest, _ = workers.stage(weights(1))
     workers.update(digest)
     digest, _ = workers.stage(weights(2))
-    workers.engines[1]._staged = None  # as of a worker whose receiving has failed
+    discarded, workers.engines[1]._staged = (
+        workers.engines[1]._staged,
+        None,
+    )  # as of a worker whose receiving has failed
     first, second = workers.update(digest)
     assert "another worker of this engine has not received the weights" in str(first)
     assert "no weights have been sent since the last update" in str(second)
+    workers.engines[1]._thread.submit(discarded.result().twin.discard)
+    assert_freed(workers, twin_memory)
     assert all(torch.equal(each, output_of(weights(1))) for each in workers.outputs())
     digest, _ = workers.stage(weights(3))
     assert workers.update(digest) == [None] * WORKERS
@@ -171,12 +202,14 @@ def test_no_worker_takes_over_weights_that_another_one_has_not_received(
 
 def test_other_weights_than_the_update_names_are_refused(
     make_workers: Callable[..., Workers],
+    twin_memory: list[weakref.ref[torch.Tensor]],
 ) -> None:
     workers = make_workers()
     digest, _ = workers.stage(weights(1))
     workers.update(digest)
     workers.stage(weights(2))
     assert all(isinstance(each, ValueError) for each in workers.update(digest))
+    assert_freed(workers, twin_memory)
     assert all(torch.equal(each, output_of(weights(1))) for each in workers.outputs())
 
 
@@ -196,6 +229,27 @@ def test_trainer_lost_while_it_sends_leaves_the_weights_and_the_next_one_updates
     digest, reasons = workers.stage(weights(3))
     assert reasons == [""] * WORKERS
     assert workers.update(digest) == [None] * WORKERS
+    assert all(torch.equal(each, output_of(weights(3))) for each in workers.outputs())
+
+
+def test_trainer_lost_after_it_has_sent_everything_leaves_no_second_copy_of_the_weights(
+    make_workers: Callable[..., Workers],
+    twin_memory: list[weakref.ref[torch.Tensor]],
+) -> None:
+    workers = make_workers()
+    digest, _ = workers.stage(weights(1))
+    workers.update(digest)
+    workers.announce(weights(2))
+    send(workers.trainer, weights(2), BUCKET_BYTES)
+    workers.trainer.destroy()
+    failed = [each._staged.exception() for each in workers.engines]
+    assert all(isinstance(each, RuntimeError) for each in failed)
+    assert_freed(workers, twin_memory)
+    workers.connect()
+    digest, reasons = workers.stage(weights(3))
+    assert reasons == [""] * WORKERS
+    assert workers.update(digest) == [None] * WORKERS
+    assert_freed(workers, twin_memory)
     assert all(torch.equal(each, output_of(weights(3))) for each in workers.outputs())
 
 
