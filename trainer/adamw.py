@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,7 +41,11 @@ class OneByOneAdamW(Optimizer):
     ) -> None:
         """`on_host`: keep the moments in the machine's memory instead of the weights' device."""
         self._on_host = on_host
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        # all keys of torch's, so that either optimizer continues a checkpoint of the other
+        of_torch = AdamW(
+            [torch.zeros(())], lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=True
+        )
+        super().__init__(groups, of_torch.defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -56,14 +60,18 @@ class OneByOneAdamW(Optimizer):
             self._update(weight, group, state, number)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like torch's, which would give the moments the weights' type and device."""
-        super().load_state_dict(state_dict)
+        """Like torch's, which would give the moments the weights' type and device, all at once."""
+        saved = state_dict["state"]
+        steps = {name: {"step": each["step"]} for name, each in saved.items()}
+        super().load_state_dict({**state_dict, "state": steps})
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for name, (_, weight) in zip(names, self._weights(), strict=True):
+            if name not in saved:
+                continue
+            self.state[weight]["step"] = saved[name]["step"].cpu()
             for moment in MOMENTS:
-                if name in state_dict["state"]:
-                    saved = state_dict["state"][name][moment].to(torch.float32)
-                    self.state[weight][moment] = self._kept(saved, weight)
+                exact = saved[name][moment].to(torch.float32)
+                self.state[weight][moment] = self._kept(exact, weight)
 
     def _weights(self) -> Iterable[tuple[dict[str, Any], Tensor]]:
         return ((group, weight) for group in self.param_groups for weight in group["params"])
@@ -71,9 +79,11 @@ class OneByOneAdamW(Optimizer):
     def _kept(self, moment: Tensor, weight: Tensor) -> Tensor:
         """The moment where it stays between the steps."""
         own = _local(moment)
-        if not self._on_host or own.device.type == "cpu":
+        if not self._on_host or _local(weight).device.type == "cpu":
             return moment.to(weight.device)
-        host = torch.empty_like(own, device="cpu", pin_memory=True).copy_(own)
+        if own.device.type == "cpu" and own.is_pinned():
+            return moment
+        host = _pinned(own)
         if not isinstance(moment, DTensor):
             return host
         # as FSDP2's own offload makes them
@@ -109,6 +119,11 @@ def rounded(exact: Tensor, generator: torch.Generator) -> Tensor:
     )
     bits = exact.view(torch.int32).add_(noise).bitwise_and_(-1 << LOW_BITS)
     return bits.view(torch.float32).to(torch.bfloat16)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy in the machine's memory, at an address that the GPU can read."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _local(tensor: Tensor) -> Tensor:

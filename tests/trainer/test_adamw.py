@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.optim import AdamW
 
 from trainer import adamw
 from trainer.adamw import OneByOneAdamW, rounded
+from trainer.checkpoint import read_state, write_state
 from trainer.optimizer import OptimizerConfig, Stepper
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -97,5 +99,42 @@ def test_state_of_torchs_optimizer_is_continued_on_the_host() -> None:
     again = model()
     other = Stepper(again, CONFIG.model_copy(update={"offload": True}), None)
     other.load_state_dict(state)
+    for one, two in zip(learn(again, other, range(5, 10)), expected, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_loaded_moments_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device `meta` stands for a GPU."""
+    monkeypatch.setattr(adamw, "_pinned", torch.clone, raising=False)
+    weight = nn.Parameter(torch.empty(4, device="meta"))
+    optimizer = OneByOneAdamW(
+        [{"params": [weight]}], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, on_host=True
+    )
+    moments = {name: torch.full((4,), 0.5) for name in adamw.MOMENTS}
+    groups = optimizer.state_dict()["param_groups"]
+    state = {0: {"step": torch.tensor(3.0), **moments}}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for name, saved in {**moments, "step": torch.tensor(3.0)}.items():
+        loaded = optimizer.state[weight][name]
+        assert loaded.device.type == "cpu"
+        assert torch.equal(loaded, saved)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_checkpoint_is_continued_bit_for_bit_with_and_without_offload(
+    tmp_path: Path, before: bool
+) -> None:
+    trained = model()
+    stepper = Stepper(trained, CONFIG.model_copy(update={"offload": before}), None)
+    learn(trained, stepper, range(5))
+    write_state(stepper.state_dict(), tmp_path)
+    expected = learn(trained, stepper, range(5, 10))
+
+    again = model()
+    other = Stepper(again, CONFIG.model_copy(update={"offload": not before}), None)
+    state = other.state_dict()
+    read_state(state, tmp_path)
+    other.load_state_dict(state)
+    assert other.optimizer.param_groups[0]["fused"]
     for one, two in zip(learn(again, other, range(5, 10)), expected, strict=True):
         assert torch.equal(one, two)
