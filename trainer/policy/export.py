@@ -62,9 +62,16 @@ def _merged(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:
             continue
         whole = read(tensor)
         owner = name.removesuffix(".base_layer.weight")
-        if owner in adapted and not whole.is_meta:
+        if owner in adapted and whole.is_meta:
+            whole = whole.to(torch.promote_types(whole.dtype, _adapter_dtype(adapted[owner])))
+        elif owner in adapted:
             whole = whole + _whole(adapted[owner].get_delta_weight("default"))
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), whole
+
+
+def _adapter_dtype(module: Any) -> torch.dtype:
+    """float32 also over weights in bfloat16: their sum is rounded only if engines hold bfloat16."""
+    return next(each.dtype for name, each in module.named_parameters() if "lora_" in name)
 
 
 def _saved(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -232,6 +232,18 @@ def test_exported_parameters_equal_the_checkpoint(checkpoint: Path) -> None:
             torch.testing.assert_close(weight, saved[name], msg=name)
 
 
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
+def test_announced_types_are_those_of_the_weights_in_bfloat16(
+    checkpoint: Path, lora: LoraSettings | None
+) -> None:
+    """Merged with adapters in float32, a weight is sent in float32."""
+    policy = make_policy(checkpoint, compute_dtype="bfloat16", weights_dtype="bfloat16", lora=lora)
+    named = dict(policy.named_hf_parameters())
+    assert_described(policy, named)
+    types = {torch.bfloat16} if lora is None else {torch.bfloat16, torch.float32}
+    assert {each.dtype for each in named.values()} == types
+
+
 def test_merged_adapters_score_like_the_adapted_model(checkpoint: Path, tmp_path: Path) -> None:
     batch = make_batch(6)
     policy = make_policy(checkpoint, lora=LoraSettings(rank=2))
