@@ -1,11 +1,12 @@
 """A server that calls a Python function, each time in a process of its own.
 
-It is started as `python -m … FD MODULE:ARGUMENT MODULE:FUNCTION`, where ARGUMENT is the class of
-the function's argument. `path/to/file.py` in place of MODULE names a file, which can import the
-modules in its folder. The server imports the function's module once; each call then runs in a fork
-of its own, under a supervisor (`supervisor.py`), and can be killed. Invariant: no call sees the
-effects of another call. Random generators are seeded in each call, because otherwise all forks
-would draw the same numbers.
+It is started as `python -m … FD WALL MODULE:ARGUMENT MODULE:FUNCTION`, where WALL is the file of
+`proxy/wall.py` and ARGUMENT is the class of the function's argument. `path/to/file.py` in place of
+MODULE names a file, which can import the modules in its folder. The server imports the function's
+module once, and makes the first use of a model SDK that it imports (`rehearsal.py`); each call then
+runs in a fork of its own, under a supervisor (`supervisor.py`), and can be killed. Invariant: no
+call sees the effects of another call. Random generators are seeded in each call, because otherwise
+all forks would draw the same numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from agent_loop.processes.supervisor import Body, Job, serve
 
 
 def main() -> None:
-    fd, argument, target = sys.argv[1:]
-    serve(socket.socket(fileno=int(fd)), _body(_imported(argument), target))
+    fd, wall_file, argument, target = sys.argv[1:]
+    serve(socket.socket(fileno=int(fd)), _body(_imported(argument), target), wall_file)
 
 
 def _imported(target: str) -> Callable[..., Any]:
@@ -44,10 +45,19 @@ def _imported(target: str) -> Callable[..., Any]:
 def _body(argument: Callable[..., Any], target: str) -> Body:
     try:
         function = _imported(target)
+        _rehearse()
     except Exception as error:  # noqa: BLE001 (the user's module may raise anything)
         reason = f"importing {target}: {type(error).__name__}: {error}"
         return lambda job, error_fd: _refuse(error_fd, reason)
     return lambda job, error_fd: _call(function, argument, job, error_fd)
+
+
+def _rehearse() -> None:
+    if "openai" in sys.modules:
+        # Imported here, because its HTTP server would make the forks of all other functions slower.
+        from agent_loop.processes.rehearsal import rehearse
+
+        rehearse()
 
 
 def _refuse(error_fd: int, reason: str) -> None:

@@ -121,7 +121,6 @@ class Job:
 
     def _wall(self, behind: Wall, sandbox: int | None) -> dict[str, Any]:
         return {
-            "module": wall.__file__,
             "hide": list(behind.hide),
             "keep": [str(path.absolute()) for path in self.visible],
             "sandbox": sandbox,
@@ -183,7 +182,8 @@ class ProcessHost:
         server_args: Sequence[str] = (),
         server_env: Mapping[str, str] | None = None,
     ) -> None:
-        """The server's command line is `server_argv`, the number of its socket, `server_args`. Its
+        """The server's command line is `server_argv`, the number of its socket, the file of
+        `proxy/wall.py`, `server_args`. Its
         environment is `server_env`, which must hold no secret: jobs can read it in `/proc`."""
         self._server_argv = server_argv
         self._server_args = server_args
@@ -273,7 +273,7 @@ class ProcessHost:
             self._socket, theirs = socket.socketpair()
             with theirs:
                 self._server = subprocess.Popen(
-                    [*self._server_argv, str(theirs.fileno()), *self._server_args],
+                    [*self._server_argv, str(theirs.fileno()), wall.__file__, *self._server_args],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=self._server_env,

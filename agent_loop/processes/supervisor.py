@@ -39,6 +39,8 @@ from typing import Any, NamedTuple, NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
+WALL = "wall"
+"""The name under which `proxy/wall.py` is loaded."""
 Job = dict[str, Any]
 Body = Callable[[Job, int], None]
 """The function that the agent's process runs once it is set up; it does not return."""
@@ -48,8 +50,10 @@ REAP_TIMEOUT_S = 10.0
 by a failed disk, may never end."""
 
 
-def serve(server: socket.socket, body: Body) -> None:
-    """Forks a supervisor for each request, until the other end of the socket closes."""
+def serve(server: socket.socket, body: Body, wall_file: str) -> None:
+    """Forks a supervisor for each request, until the other end of the socket closes. `wall_file`:
+    the file of `proxy/wall.py`, which is loaded once for all forks."""
+    _load_wall(wall_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     gc.freeze()  # so that the collector does not copy shared pages in forks
@@ -320,18 +324,22 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int, ports_fd: in
 def _behind_wall(
     wall: dict[str, Any], become: Callable[[], NoReturn], ports_fd: int, left_over_fd: int
 ) -> None:
-    """Calls `become` behind the wall. Loads `proxy/wall.py` by its path, because this program
-    cannot import the project's packages."""
-    spec = importlib.util.spec_from_file_location("wall", wall["module"])
-    if spec is None or spec.loader is None:
-        raise OSError(f"cannot load {wall['module']}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["wall"] = module
-    spec.loader.exec_module(module)
+    """Calls `become` behind the wall."""
+    module: Any = sys.modules[WALL]
     fds = {"ports_fd": ports_fd, "left_over_fd": left_over_fd}
     if wall["sandbox"] is not None:
         module.join(wall["sandbox"], become, **fds)
     module.enter(wall["hide"], wall["keep"], become, **fds)
+
+
+def _load_wall(file: str) -> None:
+    """Loads the module by its path, because this program cannot import the project's packages."""
+    spec = importlib.util.spec_from_file_location(WALL, file)
+    if spec is None or spec.loader is None:
+        raise OSError(f"cannot load {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[WALL] = module
+    spec.loader.exec_module(module)
 
 
 def execute(job: Job, error_fd: int) -> None:
@@ -354,4 +362,4 @@ def _report(report_fd: int, **fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), execute)
+    serve(socket.socket(fileno=int(sys.argv[1])), execute, sys.argv[2])
