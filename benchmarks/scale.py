@@ -2,8 +2,8 @@
 
 Time is virtual: the clock jumps to the next timer. Each proxy has a real `proxy.routing.Router` and
 a real schedule (`proxy.scheduling`), with its own view of the load, as in a deployment; its CPU
-time is measured. Each fleet runs with and without the schedule. `Model` describes what is
-simulated. `make bench-scale` prints the tables of docs/scale.md.
+time is measured. Each fleet runs with and without the schedule. `benchmarks.simulated_engine`
+describes what is simulated. `make bench-scale` prints the tables of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -12,130 +12,18 @@ import argparse
 import asyncio
 import random
 import time
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
+from benchmarks.simulated_engine import Figures, Model, Replica, replica
 from proxy.config import SchedulingConfig
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
+from proxy.engines.protocol import Sampling
 from proxy.generation import Generation
-from proxy.records import FinishReason, Ids
 from proxy.routing import Router
 from proxy.scheduling.admission import CacheAdmission, RoomClaim
 from tests.agent_loop.virtual_time import run_in_virtual_time
-
-
-@dataclass(frozen=True)
-class Model:
-    """An 8B model on one GPU per replica, and an agent that edits code in a sandbox."""
-
-    turns: int = 20
-    new_tokens: int = 800
-    """Prompt tokens that a turn adds (a tool's output)."""
-    sampled_tokens: int = 300
-    agent_median_s: float = 5.0
-    """Mean time between two calls; log-normal with sigma 1.2."""
-    decode_tokens_s: float = 60.0
-    """Decoding speed of one sequence; all sequences together reach at most `batch_tokens_s`."""
-    batch_tokens_s: float = 3000.0
-    prefill_tokens_s: float = 20_000.0
-    cache_tokens: int = 400_000
-    """Size of a replica's KV cache: about 35 of these conversations when they are half-way."""
-
-
-@dataclass
-class Replica:
-    """Implements `Engine`. It answers after the time that prefill and decoding take at its load."""
-
-    number: int
-    model: Model
-    figures: Figures
-    cached: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    held_tokens: int = 0
-    running: int = 0
-    peak: int = 0
-
-    def __post_init__(self) -> None:
-        self.info = EngineInfo(name=f"gpu-{self.number}", url="")
-        self.info.cache_tokens = self.model.cache_tokens
-
-    def view(self) -> View:
-        return View(self)
-
-    def take(self, session: str, prompt: int) -> float:
-        """Seconds until the answer is complete."""
-        held = self.cached.pop(session, 0)
-        known = min(held, prompt)
-        if asyncio.get_running_loop().time() > self.figures.from_s:
-            self.figures.hit_tokens += known
-            self.figures.prompt_tokens += prompt
-        path = prompt + self.model.sampled_tokens
-        self.cached[session] = path
-        self.held_tokens += path - held
-        while self.held_tokens > self.model.cache_tokens:
-            self.held_tokens -= self.cached.popitem(last=False)[1]
-        self.peak = max(self.peak, self.running)
-        rate = min(self.model.decode_tokens_s, self.model.batch_tokens_s / self.running)
-        prefill_s = (prompt - known) / self.model.prefill_tokens_s * self.running
-        return prefill_s + self.model.sampled_tokens / rate
-
-    def used(self, session: str) -> None:
-        """The cache drops the path first whose last use ended longest ago, as vLLM does."""
-        if session in self.cached:
-            self.cached.move_to_end(session)
-
-
-class View:
-    """A replica as one proxy sees it: the calls in flight are those of this proxy."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self.info = EngineInfo(name=replica.info.name, url="")
-        self.info.cache_tokens = replica.info.cache_tokens
-
-    async def generate(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        take: Take,
-        *,
-        request_id: str,
-        cache_salt: str | None = None,
-        stream: bool = True,
-    ) -> None:
-        replica = self._replica
-        self.info.in_flight += 1
-        replica.running += 1
-        try:
-            await asyncio.sleep(replica.take(request_id, len(prompt_ids)))
-        finally:
-            self.info.in_flight -= 1
-            replica.running -= 1
-            replica.used(request_id)
-        take(Chunk([1], [-1.0], finish_reason=FinishReason.STOP))
-
-    async def abort(self, request_id: str) -> None: ...
-
-    def forget(self, session_id: str) -> None: ...
-
-    async def check(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass
-class Figures:
-    """Covers the calls that began after `from_s`, when the caches are warm."""
-
-    from_s: float
-    hit_tokens: int = 0
-    prompt_tokens: int = 0
-    waits_s: list[float] = field(default_factory=list)
-    longest_pause_s: float = 0.0
-
-    def admitted(self, paused_s: float, overdue: bool) -> None:
-        self.longest_pause_s = max(self.longest_pause_s, paused_s)
 
 
 async def agent(name: str, router: Router, model: Model, until_s: float, figures: Figures) -> None:
@@ -181,7 +69,7 @@ async def simulate(
 ) -> str:
     """A row of the table. Without `scheduling`, every call goes to an engine at once."""
     figures = Figures(from_s=seconds / 2)
-    replicas = [Replica(number, model, figures) for number in range(fleet.gpus)]
+    replicas = [replica(number, model, figures) for number in range(fleet.gpus)]
     routers = []
     for proxy in range(fleet.proxies):
         first = proxy * fleet.share
@@ -189,7 +77,7 @@ async def simulate(
         admission = CacheAdmission(
             scheduling or SchedulingConfig(enabled=False), on_admitted=figures.admitted
         )
-        router = Router([replica.view() for replica in known], admission=admission)
+        router = Router([each.view() for each in known], admission=admission)
         await router.check()
         routers.append(router)
     await asyncio.gather(
@@ -199,13 +87,16 @@ async def simulate(
         )
     )
     hits = figures.hit_tokens / max(1, figures.prompt_tokens)
-    peaks = np.array([replica.peak for replica in replicas])
+    loaded = figures.loaded_tokens / max(1, figures.prompt_tokens)
+    peaks = np.array([each.peak for each in replicas])
     waits = np.array(figures.waits_s)
     way = "no" if scheduling is None else f"{scheduling.max_wait_s:.0f}"
     return (
-        f"| {fleet.gpus} | {fleet.agents:,} | {fleet.proxies} of {fleet.share} | {way} | "
+        f"| {fleet.gpus} | {fleet.agents:,} | {fleet.proxies} of {fleet.share} | "
+        f"{model.host_tokens or 'none'} | {way} | "
         f"{len(waits) / seconds * 2:,.1f} | {np.median(waits):.1f} / {np.quantile(waits, 0.99):.1f}"
         f" | {waits.mean():.1f} | {figures.longest_pause_s:.1f} | {hits:.0%} | "
+        f"{loaded:.0%} | "
         f"{peaks.max() / peaks.mean():.2f} |"
     )
 
@@ -234,6 +125,9 @@ def main() -> None:
         "--seconds", type=float, default=60.0, help="virtual; a schedule settles in 600"
     )
     parser.add_argument("--max-wait-s", type=float, nargs="*", default=[300.0])
+    parser.add_argument(
+        "--host-tokens", type=int, nargs="+", default=[0], help="size of a GPU's host tier; 0: none"
+    )
     parser.add_argument("--gpus", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--agents-per-gpu", type=int, nargs="+", default=[25, 50, 100])
     arguments = parser.parse_args()
@@ -241,9 +135,10 @@ def main() -> None:
     for replicas in (1, 10, 100, 1000):
         print(f"| {replicas} | {choosing_us(replicas, 2000 if replicas > 100 else 10000):.0f} |")
     print(
-        "\n| GPUs | agents | proxies, of replicas each | scheduled: max_wait_s | calls/s | "
-        "call, s (p50 / p99) | mean | longest pause, s | prompt tokens from the cache | "
-        "busiest / mean replica |\n|---|---|---|---|---|---|---|---|---|---|"
+        "\n| GPUs | agents | proxies, of replicas each | host tier, tokens | "
+        "scheduled: max_wait_s | calls/s | call, s (p50 / p99) | mean | "
+        "longest pause, s | prompt tokens from the cache | "
+        "of all prompt tokens from the host | busiest / mean replica |\n|---" + "|---" * 11 + "|"
     )
     ways = [
         None,
@@ -253,8 +148,8 @@ def main() -> None:
         proxies = max(1, gpus // 50)
         for agents in arguments.agents_per_gpu:
             fleet = Fleet(gpus, gpus * agents, proxies, gpus // proxies)
-            for way in ways:
-                row = simulate(fleet, arguments.seconds, Model(), way)
+            for tokens, way in product(arguments.host_tokens, ways):
+                row = simulate(fleet, arguments.seconds, Model(host_tokens=tokens), way)
                 print(run_in_virtual_time(row), flush=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
@@ -25,6 +27,12 @@ SHORT = MappingProxyType(
 """vLLM's short names of arguments."""
 NOT_DIVIDED = ("pipeline-parallel", "data-parallel", "prefill-context-parallel", "nnodes")
 """Beginnings of the arguments that divide a server in ways in which it gets no weights."""
+HOST_TIER = "--kv-offloading-size"
+"""GiB of the machine's memory in which an engine keeps what its KV cache has no room for."""
+RESET_CONNECTORS = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
+"""vLLM's connectors that delete all keys and values with the prefix cache. Of one that cannot, vLLM
+0.32 reports success, and loads keys and values of old weights after an update. None: that of
+HOST_TIER."""
 OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "--device-ids": "engine.env.CUDA_VISIBLE_DEVICES",
@@ -85,9 +93,21 @@ class EnginesConfig(VllmConfig):
                     f"machine that is divided by {GPUS_OF_AN_ENGINE}; use that, or more "
                     "engine.replicas"
                 )
+            if name == HOST_TIER and not _GIB.fullmatch(value):
+                raise ValueError(f"{name} {value!r} is not a number of GiB")
+            if name == "--kv-offloading-backend" and value != "native":
+                raise ValueError(f"{name} {value}: {_NOT_RESET}; use native")
+            if name.startswith("--kv-transfer-config"):
+                _check_transfer(name, value)
             if name == GPUS_OF_AN_ENGINE and (not value.isdigit() or int(value) < 1):
                 raise ValueError(f"{name} {value!r} is not a number of GPUs")
         return args
+
+    @property
+    def host_tier_gib(self) -> float:
+        """The memory of the machine for each engine's host tier; 0: it has none."""
+        sizes = [float(value) for name, value in _named(self.args) if name == HOST_TIER]
+        return sizes[-1] if sizes else 0.0
 
     @property
     def tensor_parallel(self) -> int:
@@ -109,6 +129,28 @@ class EnginesConfig(VllmConfig):
 
     def _is_exact(self, model: ModelConfig) -> bool:
         return model.compute_dtype == self.served_dtype(model) == "float32"
+
+
+_GIB = re.compile(r"\d{1,9}(\.\d{1,9})?(e\d)?")
+_NOT_RESET = (
+    "after an update, the engine would load keys and values of the old weights, because an update "
+    "cannot delete them there"
+)
+
+
+def _check_transfer(name: str, value: str) -> None:
+    """Raises ValueError: keys and values are kept where an update does not reach them."""
+    try:
+        transfer = json.loads(value) if name == "--kv-transfer-config" else None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    if not isinstance(transfer, dict):
+        raise ValueError(f"{name}: give its value as one JSON object, --kv-transfer-config '{{…}}'")
+    connector = transfer.get("kv_connector")
+    if connector not in RESET_CONNECTORS:
+        raise ValueError(f"{name}: {connector}: {_NOT_RESET}; use {HOST_TIER} GIB")
+    if (transfer.get("kv_connector_extra_config") or {}).get("secondary_tiers"):
+        raise ValueError(f"{name}: secondary_tiers: {_NOT_RESET}; leave them out")
 
 
 def _named(args: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ import msgspec
 import orjson
 
 from proxy.engines.upstream import Upstream
+from proxy.engines.vllm_pause import LOAD_S, LOADS, PAUSE, RESET_CACHES, RESUME
 from proxy.errors import EngineError, ProxyError
 from proxy.weights.publication import ProbeScores
 from proxy.weights.pull import LocalWeights
@@ -101,18 +102,13 @@ class EngineWeights:
             "digest": local.manifest.digest,
         }
         await self._stage(written)
-        await self._post("/sleep?level=0&mode=keep")
+        await self._post(PAUSE)
         paused = time.perf_counter()
+        await self._reset_caches()
         await self._start_update()
         await self._post("/update_weights", {"update_info": written})
         await self._post("/finish_weight_update", {"weight_version": str(local.manifest.version)})
-        reset = await self._post("/reset_prefix_cache?reset_running_requests=true")
-        if not isinstance(reset, dict) or not reset.get("success"):
-            raise EngineError(
-                f"{self._upstream.url} did not reset its prefix cache: it would use keys and values"
-                " of the old weights; restart this engine"
-            )
-        await self._post("/wake_up?tags=scheduling")
+        await self._post(RESUME)
         return time.perf_counter() - paused
 
     async def adapters(self, timeout_s: float = CONTROL_TIMEOUT_S) -> set[str]:
@@ -186,6 +182,26 @@ class EngineWeights:
                 raise
             await self._post("/finish_weight_update", {"weight_version": "interrupted"})
             await self._post("/start_weight_update")
+
+    async def _reset_caches(self) -> None:
+        """Deletes all keys and values of the paused engine, as soon as it loads none from its host
+        tier; for that, it may sample again meanwhile."""
+        deadline = time.monotonic() + CONTROL_TIMEOUT_S
+        while True:
+            try:
+                reset = await self._post(RESET_CACHES)
+                break
+            except EngineError as error:
+                if LOADS not in error.message or time.monotonic() > deadline:
+                    raise
+            await self._post(RESUME)
+            await asyncio.sleep(LOAD_S)
+            await self._post(PAUSE)
+        if not isinstance(reset, dict) or not reset.get("success"):
+            raise EngineError(
+                f"{self._upstream.url} did not reset its prefix cache: it would use keys and values"
+                " of the old weights; restart this engine"
+            )
 
     async def _workers(self, method: str, *arguments: str) -> list[Any]:
         """What a method of every worker of the engine returns."""

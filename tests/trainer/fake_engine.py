@@ -32,6 +32,10 @@ class FakeEngine:
         is not healthy."""
         self.never_answers = ""
         """A route whose requests wait until the engine is `released`."""
+        self.refuses_resets = 0
+        """How many resets of its caches it refuses, because it loads keys and values."""
+        self.resets = True
+        """Whether it resets its caches."""
         self.waiting = threading.Event()
         self.released = threading.Event()
 
@@ -56,7 +60,13 @@ class FakeEngine:
             return {"results": [self._report(body["method"], body["args"])]}
         if route == "/v1/models":
             return {"data": [{"id": "m"}, *({"id": n, "parent": "m"} for n in self.adapters)]}
-        return {"weight_version": self.version, "success": True, "world_size": 1}
+        success = True
+        if route == "/reset_prefix_cache":
+            if self.refuses_resets:
+                self.refuses_resets -= 1
+                return {"error": "running requests waiting for remote KV transfer"}
+            success = self.resets and "reset_external=true" in path
+        return {"weight_version": self.version, "success": success, "world_size": 1}
 
     def _report(self, method: str, arguments: Sequence[str]) -> list[str]:
         """A worker's answer to `/collective_rpc`."""
@@ -97,8 +107,10 @@ def _server(
                 return
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length) or b"{}")
-            answer = json.dumps(engine.answer(self.path, body)).encode()
-            self.send_response(503 if engine.is_dead and self.path == "/health" else 200)
+            said = engine.answer(self.path, body)
+            answer = json.dumps(said).encode()
+            dead = engine.is_dead and self.path == "/health"
+            self.send_response(503 if dead else 500 if "error" in said else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()

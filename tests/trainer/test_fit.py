@@ -261,10 +261,10 @@ def test_each_update_reaches_the_engine_with_its_version(checkpoint: Path, new_f
         assert engine.version == str(STEPS)
         assert engine.calls.count("/update_weights") == STEPS + 1
         calls = engine.calls[-8:]
-    calls.remove("/reset_prefix_cache")  # at any time of the pause
     assert calls == [
         "/init_weight_transfer_engine",  # stages the weights
         "/sleep",
+        "/reset_prefix_cache",
         "/start_weight_update",
         "/update_weights",
         "/finish_weight_update",

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.cluster.ranks import ranks_here
-from trainer.engine import GPUS_OF_AN_ENGINE, EnginesConfig
+from trainer.engine import GPUS_OF_AN_ENGINE, HOST_TIER, EnginesConfig
 from trainer.errors import ConfigError
 from trainer.policy.memory import GIB, RankMemory, count_weights, rank_memory
 from trainer.policy.model import ModelConfig, load_settings
@@ -59,6 +59,8 @@ class EngineMemory:
     cache_per_token: int
     cache_per_sequence: int = 0
     """States of linear layers."""
+    host_tier: int = 0
+    """The machine's memory for what the cache has no room for, of all GPUs of the engine."""
 
     def least(self, tokens: int) -> int:
         """The least with which it can serve one sequence of this number of tokens."""
@@ -123,9 +125,13 @@ class DevicePlan:
         if self.engine.cache_per_sequence:
             place = self.engine.cache_per_sequence // self.engine.cache_per_token
             states = f"; the state of a sequence takes the place of {place:,}"
+        host = ""
+        if self.engine.host_tier:
+            held = self.engine.host_tier // (size * self.engine.cache_per_token)
+            host = f"; host tier of {_gib(self.engine.host_tier)}, about {held:,} tokens"
         return (
             f"engine {number}{parallel}, {share:.0%} of the memory (weights "
-            f"{_gib(self.engine.weights)}, cache of about {tokens:,} tokens{states})"
+            f"{_gib(self.engine.weights)}, cache of about {tokens:,} tokens{states}{host})"
         )
 
 
@@ -208,6 +214,7 @@ def _fitting(config: RanksConfig, gpus: tuple[Gpu, ...], local_ranks: int) -> De
         )
     engines = tuple(tuple(free[n * size : (n + 1) * size]) for n in range(replicas))
     shared = shared and bool({gpu for each in engines for gpu in each} & set(ranks))
+    _check_host_tiers(replicas, engine.host_tier)
     share = _check(config, gpus, ranks, engines, rank, engine, shared=shared)
     trainer, copies = config.trainer, config.trainer.weight_copies
     shards = trainer.ranks // copies if copies > 1 else 0
@@ -226,6 +233,20 @@ def _check_without_gpus(config: RanksConfig) -> None:
         )
     if engine.replicas and not engine.urls and engine.sleep:
         raise ConfigError("engine.sleep: the engines use no GPU here; set engine.sleep=false")
+    if engine.replicas and not engine.urls and engine.host_tier_gib:
+        raise ConfigError(
+            f"engine.args: {HOST_TIER}: the engines use no GPU here, and vLLM has host tiers for "
+            "GPUs only; leave it out"
+        )
+
+
+def _check_host_tiers(engines: int, tier_bytes: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if engines * tier_bytes > memory:
+        raise ConfigError(
+            f"engine.args: {HOST_TIER}: {engines} engines would use {_gib(engines * tier_bytes)} "
+            f"of this machine's memory of {_gib(memory)}; lower it"
+        )
 
 
 def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu], local_ranks: int) -> tuple[int, ...]:
@@ -265,7 +286,8 @@ def _memory(config: RanksConfig, size: int) -> tuple[RankMemory, EngineMemory]:
             f"{text.num_attention_heads} attention heads of {config.model.path}"
         )
     cache, states = _cache_bytes(text, width, size)
-    return rank, EngineMemory(count * width // size, cache, states)
+    tier = int(config.engine.host_tier_gib * GIB)
+    return rank, EngineMemory(count * width // size, cache, states, tier)
 
 
 def _cache_bytes(text: Any, width: int, size: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from proxy.engines.address import EngineAddress
+from proxy.engines.vllm_pause import LOAD_S, LOADS, PAUSE, RESET_CACHES, RESUME
 from trainer.errors import WeightSyncError
 
 T = TypeVar("T")
@@ -75,12 +76,11 @@ class EngineControl:
                 raise _died(url, "it staged weights", why)
 
     def pause(self) -> None:
-        """Freezes running requests; they continue after `resume`. Level 0 frees no memory. vLLM's
-        `/pause?mode=keep` does the same and then waits for 20 ms."""
-        self._post_all("/sleep?level=0&mode=keep")
+        """Freezes running requests; they continue after `resume`."""
+        self._post_all(PAUSE)
 
     def resume(self) -> None:
-        self._post_all("/wake_up?tags=scheduling")
+        self._post_all(RESUME)
 
     def sleep(self) -> None:
         """Frees the GPU: weights move to the host's memory, and keys and values are deleted. No
@@ -91,15 +91,11 @@ class EngineControl:
         """Undoes `sleep`."""
         self._post_all("/wake_up")
 
-    def reset_prefix_cache(self) -> None:
-        """Deletes all keys and values; those of running requests are computed again."""
-        answers = self._post_all("/reset_prefix_cache?reset_running_requests=true")
-        for url, answer in zip(self.urls, answers, strict=True):
-            if not answer.get("success"):
-                raise WeightSyncError(
-                    f"{url} did not reset its prefix cache: it would use keys and values of the "
-                    "old weights; restart this engine"
-                )
+    def reset_caches(self) -> None:
+        """Deletes all keys and values of the paused engines, also those in a host tier; the ones of
+        running requests are computed again. An engine that loads keys and values from its host tier
+        refuses, and loads nothing while it is paused; it samples until the load has ended."""
+        list(self._pool.map(self._reset_caches, self.urls))
 
     def weight_versions(self) -> list[str]:
         return [str(answer["weight_version"]) for answer in self._all("GET", "/weight_info", None)]
@@ -187,6 +183,24 @@ class EngineControl:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def _reset_caches(self, url: str) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                answer = self._call("POST", url, RESET_CACHES, None)
+                break
+            except WeightSyncError as error:
+                if LOADS not in str(error) or time.monotonic() > deadline:
+                    raise
+            self._call("POST", url, RESUME, None)
+            time.sleep(LOAD_S)
+            self._call("POST", url, PAUSE, None)
+        if not answer.get("success"):
+            raise WeightSyncError(
+                f"{url} did not reset its prefix cache: it would use keys and values of the "
+                "old weights; restart this engine"
+            )
 
     def _init_transfer(self, url: str, init_info: dict[str, Any]) -> None:
         self._call("POST", url, "/init_weight_transfer_engine", {"init_info": init_info})

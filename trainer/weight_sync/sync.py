@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trainer.errors import WeightSyncError
@@ -60,10 +59,8 @@ class WeightSync:
         self.transport.stage(sent, described)
         self.control.pause()
         paused = time.perf_counter()
-        with ThreadPoolExecutor(1) as beside:
-            reset = beside.submit(self.control.reset_prefix_cache)
-            self.transport.send()
-            reset.result()
+        self.control.reset_caches()  # not beside `send`: it may resume the engines in between
+        self.transport.send()
         self._expect_version(version)
         self.control.resume()
         now = time.perf_counter()

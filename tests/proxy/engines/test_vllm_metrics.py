@@ -218,6 +218,49 @@ def test_cache_size_in_vllm_metrics(metrics: str, tokens: int | None) -> None:
     assert cache_tokens(metrics) == tokens
 
 
+def tiered(
+    *, gib: str, blocks: int = 64, stored: str = "1.572864e+07", storing: str = "0.0"
+) -> str:
+    """As a vLLM 0.32 with a host tier sent it after it had stored 120 blocks of 131,072 bytes."""
+    return (
+        f'vllm:cache_config_info{{block_size="32",engine="0",kv_offloading_backend="native",'
+        f'kv_offloading_size="{gib}",num_cpu_blocks="None",num_gpu_blocks="{blocks}",'
+        'user_specified_block_size="True"} 1.0\n'
+        f'vllm:kv_offload_store_bytes_total{{engine="0",model_name="m"}} {stored}\n'
+        'vllm:kv_offload_store_bytes_created{engine="0",model_name="m"} 1.79e+09\n'
+        'vllm:kv_offload_cpu_allocation_size_bucket{engine="0",le="1.0"} 9.0\n'
+        'vllm:kv_offload_cpu_allocation_size_count{engine="0"} 6.0\n'
+        'vllm:kv_offload_cpu_allocation_size_sum{engine="0"} 120.0\n'
+        f'vllm:kv_offload_cpu_cache_write_usage_perc{{engine="0"}} {storing}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tokens"),
+    [
+        (tiered(gib="0.5"), 4096 * 32),
+        (tiered(gib="1"), 8192 * 32),
+        (tiered(gib="0.5", blocks=5000), 5000 * 32),
+        (tiered(gib="0.5", stored="7.86432e+06", storing=str(60 / 4096)), 4096 * 32),
+        (tiered(gib="0.5", stored="0.0"), 64 * 32),
+        (tiered(gib="None"), 64 * 32),
+    ],
+    ids=["half-a-GiB", "a-GiB", "larger-cache", "stores-not-ended", "nothing-stored", "no-tier"],
+)
+def test_cache_size_counts_the_host_tier(metrics: str, tokens: int) -> None:
+    assert cache_tokens(metrics) == tokens
+
+
+def test_tokens_from_the_host_tier_are_cache_hits() -> None:
+    metrics = (
+        "vllm:prefix_cache_queries_total 1000.0\n"
+        "vllm:prefix_cache_hits_total 200.0\n"
+        "vllm:external_prefix_cache_queries_total 800.0\n"
+        "vllm:external_prefix_cache_hits_total 500.0\n"
+    )
+    assert load_details(metrics) == {"cache_hits": 0.7}
+
+
 async def test_load_of_a_vllm_is_read_with_each_check(
     server: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

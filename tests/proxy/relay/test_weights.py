@@ -32,8 +32,8 @@ async def test_worker_pulls_each_version_and_calls_are_recorded_with_it(
         assert engine.label == str(version)
         assert not engine.paused
         assert await relay.chat() == (200, [version])
-    order = ["/init_weight_transfer_engine", "/sleep", "/start_weight_update", "/update_weights"]
-    order += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
+    order = ["/init_weight_transfer_engine", "/sleep", "/reset_prefix_cache"]
+    order += ["/start_weight_update", "/update_weights", "/finish_weight_update", "/wake_up"]
     assert [path for path in engine.requests if path in order] == 2 * order
 
 
@@ -152,6 +152,21 @@ async def test_engine_whose_update_fails_stays_paused_until_it_has_all_weights(
     await relay.serves()
     assert (engine.label, engine.paused) == ("2", False)
     assert await relay.chat() == (200, [2])
+
+
+async def test_update_waits_until_the_engine_loads_nothing_from_its_host_tier(
+    relay: Relay, engine: WeightsEngine, tmp_path: Path
+) -> None:
+    """A paused vLLM does not end such a load, and refuses the reset until it has ended."""
+    await relay.worker(engine, tmp_path / "weights")
+    engine.fails["/reset_prefix_cache"] = "running requests waiting for remote KV transfer, which"
+    await relay.announce(relay.published.add(1, b"first"))
+    worker = await relay.serves()
+    assert worker["error"] is None
+    order = ["/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights"]
+    assert [path for path in engine.requests if path in order] == [
+        *("/sleep", "/wake_up", "/sleep", "/reset_prefix_cache", "/update_weights", "/wake_up")
+    ]
 
 
 async def test_engine_that_was_restarted_gets_its_weights_before_calls(

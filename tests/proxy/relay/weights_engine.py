@@ -183,8 +183,9 @@ class WeightsEngine(ScriptedEngine):
         self.paused = False
         return web.json_response({})
 
-    async def _reset(self, _: web.Request) -> web.Response:
-        return web.json_response({"success": True})
+    async def _reset(self, request: web.Request) -> web.Response:
+        everything = {"reset_running_requests": "true", "reset_external": "true"}
+        return web.json_response({"success": self.paused and dict(request.query) == everything})
 
 
 def scores_of(score: float) -> ProbeScores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,46 @@ def test_engine_process_sees_its_own_gpus_only(
         cluster.replica(number)
     engines = [each.args[0] for each in made]
     assert [each.env[device_plan.VISIBLE] for each in engines] == ["GPU-a", "7"]
+
+
+def test_host_tier_is_in_the_plan_and_not_more_than_the_machine_has(model: Path) -> None:
+    args = ("--kv-offloading-size", "0.5")
+    plan = planned(model, [LARGE] * 2, engine={"args": args})
+    assert plan.engine.host_tier == 2**29
+    assert "; host tier of 0.5 GiB, about 32,768 tokens" in list(plan.describe())[1]
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size: 2 engines would use 2000000\.0"):
+        planned(model, [LARGE] * 3, engine={"args": ("--kv-offloading-size=1e6",), "replicas": 2})
+    with pytest.raises(ConfigError, match="--kv-offloading-size: the engines use no GPU here"):
+        plan_devices(config(model, engine={"args": args}), [])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--kv-offloading-backend", "lmcache"), "--kv-offloading-backend lmcache: after an upd"),
+        (("--kv-transfer-config", '{"kv_connector": "NixlConnector"}'), "NixlConnector: after an"),
+        (
+            (
+                "--kv-transfer-config",
+                '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": '
+                '{"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}}',
+            ),
+            "secondary_tiers: after an update",
+        ),
+        (("--kv-transfer-config.kv_connector", "NixlConnector"), "as one JSON object"),
+        (("--kv-transfer-config", "{"), "is not JSON"),
+        (("--kv-offloading-size", "much"), "--kv-offloading-size 'much' is not a number of GiB"),
+    ],
+    ids=["lmcache", "connector", "disk", "parts", "no-json", "size"],
+)
+def test_caches_that_an_update_does_not_reset_are_refused(
+    args: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        EnginesConfig(args=args)
+
+
+def test_connector_that_an_update_resets_is_accepted() -> None:
+    extra = '{"kv_connector_extra_config": {"eviction_policy": "arc"}}'
+    config = EnginesConfig(args=("--kv-offloading-size", "2", "--kv-transfer-config", extra))
+    assert config.host_tier_gib == 2.0

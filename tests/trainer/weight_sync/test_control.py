@@ -65,3 +65,27 @@ def test_engine_that_is_not_there_is_named_without_its_key() -> None:
     with pytest.raises(WeightSyncError, match=f"POST {url}/wake_up.* failed: .*is the engine up"):
         control.resume()
     control.close()
+
+
+def test_engine_that_loads_keys_and_values_is_resumed_until_it_can_forget_them() -> None:
+    """A paused vLLM does not end such a load, and refuses the reset until it has ended."""
+    with fake_engine() as (engine, url):
+        engine.refuses_resets = 2
+        control = EngineControl([url])
+        control.pause()
+        control.reset_caches()
+        control.close()
+    assert engine.calls == [
+        *("/sleep", "/reset_prefix_cache", "/wake_up"),
+        *("/sleep", "/reset_prefix_cache", "/wake_up"),
+        *("/sleep", "/reset_prefix_cache"),
+    ]
+
+
+def test_engine_that_keeps_old_keys_and_values_is_refused() -> None:
+    with fake_engine() as (engine, url):
+        engine.resets = False
+        control = EngineControl([url])
+        with pytest.raises(WeightSyncError, match="did not reset its prefix cache"):
+            control.reset_caches()
+        control.close()
