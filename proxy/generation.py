@@ -30,7 +30,7 @@ import asyncio
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -270,11 +270,11 @@ class Generation:
     def _left(self) -> Sampling:
         sampling, done = self._sampling, len(self._ids)
         if self._served is not BASE:
-            sampling = replace(sampling, adapter=self._served.adapter)
+            sampling = structs.replace(sampling, adapter=self._served.adapter)
         if not done:
             return sampling
         seed = None if sampling.seed is None else seed_after(sampling.seed, done)
-        return replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
+        return structs.replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
 
     def _check_of(self, engine: Engine) -> AnswerCheck:
         return AnswerCheck(

@@ -108,15 +108,10 @@ async def read_body(request: web.Request, bodies: BodiesInFlight | None = None) 
             "or uncompressed",
             status=415,
         )
-    waiting = nullcontext() if request.content.is_eof() else asyncio.timeout(BODY_TIMEOUT_S)
-    try:
-        async with waiting:
-            body = await _read(request, bodies)
-    except TimeoutError as error:
-        raise RequestError(
-            f"the request body did not arrive within {BODY_TIMEOUT_S:g} s; send it again",
-            status=408,
-        ) from error
+    if request.content.is_eof():  # all of it has arrived, so nothing waits
+        body = await _read(request, bodies)
+    else:
+        body = await _read_in_body_timeout(request, bodies)
     if body and encoding in _WINDOW_BITS:
         # zlib releases the GIL, so that decompressing a large body delays no other request.
         body = await asyncio.to_thread(_unpack, body, encoding, request.client_max_size)
@@ -196,6 +191,17 @@ def forget_body(request: web.Request) -> int:
     request until its connection brings the next one, so that an idle connection would hold the
     memory of its last body."""
     return len(request.pop(_UNPACKED, b""))
+
+
+async def _read_in_body_timeout(request: web.Request, bodies: BodiesInFlight | None) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(request, bodies)
+    except TimeoutError as error:
+        raise RequestError(
+            f"the request body did not arrive within {BODY_TIMEOUT_S:g} s; send it again",
+            status=408,
+        ) from error
 
 
 async def _read(request: web.Request, bodies: BodiesInFlight | None) -> bytes:

@@ -191,6 +191,11 @@ class Router:
             async with asyncio.timeout(timeout_s):
                 await self._joined.wait()
 
+    @property
+    def schedules(self) -> bool:
+        """Whether a call may have to wait for room in an engine's cache."""
+        return self._admission.active
+
     async def until_admitted(self, claim: RoomClaim, *, trained: bool, adapted: bool) -> None:
         """Waits until the caches have room for the call. To be called once, before the call's
         generation begins; then `left` must be called when it has ended in any way."""

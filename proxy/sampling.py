@@ -8,6 +8,7 @@ recorded log-probabilities. In an EVAL session the agent's parameters apply unle
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from proxy.alternatives import MAX_ALTERNATIVES
@@ -27,6 +28,8 @@ _BENDING = (
     "repetition_penalty",
     "seed",
 )
+_RECORDED = ("max_tokens", *_BENDING, "structured")
+_bending, _recorded = attrgetter(*_BENDING), attrgetter(*_RECORDED)
 PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts", "alternatives"))
 """`routed_experts`: 1 to record which experts the router of each layer chose, 0 not to.
 `alternatives`: number of the most probable tokens to record at each sampled position."""
@@ -53,9 +56,9 @@ def resolve(
     """
     values: dict[str, Any] = {}
     if session.kind is SessionKind.EVAL:
-        values = {name: getattr(options, name) for name in _BENDING}
-    values.update({k: v for k, v in session.sampling.items() if k in _BENDING})
-    values = {name: value for name, value in values.items() if value is not None}
+        given = zip(_BENDING, _bending(options), strict=True)
+        values = {name: value for name, value in given if value is not None}
+    values |= {k: v for k, v in session.sampling.items() if k in _BENDING}
     if sibling and "seed" in values:
         values["seed"] += sibling
     return Sampling(
@@ -95,11 +98,8 @@ def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_record(sampling: Sampling) -> dict[str, Any]:
     """The parameters that the engine got, as a `Turn` records them."""
-    fields = {
-        name: getattr(sampling, name)
-        for name in ("max_tokens", *_BENDING, "structured")
-        if getattr(sampling, name) is not None
-    }
+    values = zip(_RECORDED, _recorded(sampling), strict=True)
+    fields = {name: value for name, value in values if value is not None}
     if sampling.policy:
         fields["policy"] = sampling.policy
     if sampling.stop:

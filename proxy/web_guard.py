@@ -90,17 +90,23 @@ def web_guard(
     """The middleware. `needs_json` decides whether a request that changes state must be JSON.
     `pages` are the paths that other sites may link to."""
 
+    def check_source(request: web.Request) -> None:
+        if request.path not in PROBES:
+            _check_host(request, hosts)
+        if not (request.path in pages and _is_navigation(request)):
+            _check_browser(request)
+        if request.method in _CHANGING and needs_json(request):
+            _check_content_type(request)
+
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             _check_encoding(request)
-            if not _is_unix_socket(request):
-                if request.path not in PROBES:
-                    _check_host(request, hosts)
-                if not (request.path in pages and _is_navigation(request)):
-                    _check_browser(request)
-                if request.method in _CHANGING and needs_json(request):
-                    _check_content_type(request)
+            try:
+                check_source(request)
+            except Refused:
+                if not _is_unix_socket(request):
+                    raise
         except Refused as refused:
             body = {"error": {"code": refused.code, "message": refused.message}}
             return web.json_response(body, status=refused.status)

@@ -198,8 +198,9 @@ class HttpEngine(ABC, Generic[A]):
         answers: list[A] = []
         failure: ProxyError | None = None
         try:
+            decoder = self._decoder_for(sampling)
             for payload in payloads:
-                answers += [self._decode(payload)]
+                answers += [self._decode(decoder, payload)]
         except ProxyError as error:
             failure = error
         yield from self._chunks(answers, sampling, given)
@@ -210,10 +211,13 @@ class HttpEngine(ABC, Generic[A]):
         """The error for an unusable answer of the engine."""
         return self._upstream.fault(words)
 
-    def _decode(self, payload: bytes) -> A:
+    def _decoder_for(self, sampling: Sampling) -> msgspec.json.Decoder[A]:
+        return self._decoder
+
+    def _decode(self, decoder: msgspec.json.Decoder[A], payload: bytes) -> A:
         """Raises EngineError and EngineRefusal."""
         try:
-            answer = self._decoder.decode(payload)
+            answer = decoder.decode(payload)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise self._upstream.fault(f"sent an invalid response: {error}") from error
         if answer.error is not None:

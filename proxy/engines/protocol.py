@@ -16,8 +16,7 @@ from proxy.conversation.messages import Conversation
 from proxy.records import Alternatives, FinishReason, Ids, RoutedExperts, VersionSpan
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """The sampling parameters of a call. None leaves the engine's own default.
 
     Engine clients must send `top_p=1, top_k=-1, min_p=0, repetition_penalty=1` explicitly: the

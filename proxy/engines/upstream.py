@@ -7,15 +7,16 @@ EngineRefusal (the request is at fault, no replica will answer), with the replic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container
-from contextlib import asynccontextmanager, nullcontext
-from typing import Any
+from collections.abc import Awaitable, Callable, Container
+from typing import Any, TypeVar
 
 import orjson
 
 from proxy.engines.address import EngineAddress
 from proxy.engines.connections import Connections, Response, ResponseError
 from proxy.errors import ConfigurationError, EngineError, EngineRefusal
+
+T = TypeVar("T")
 
 MAX_ERROR_BYTES = 4096
 MAX_EVENT_BYTES = 16 * 2**20
@@ -64,8 +65,11 @@ class Upstream:
     async def get(self, path: str, *, timeout_s: float, absent: Container[int] = _MISSING) -> Any:
         """The JSON at `path`; None if the body is empty or the status is one of `absent`. Raises
         EngineError."""
-        async with self._request("GET", path, b"", timeout_s, absent) as response:
-            body = None if response.status in absent else await response.read()
+
+        async def read(response: Response) -> bytes:
+            return b"" if response.status in absent else await response.read()
+
+        body = await self._request("GET", path, b"", read, timeout_s, absent)
         return self.parse(body) if body else None
 
     async def text(self, path: str, *, timeout_s: float) -> str:
@@ -78,14 +82,12 @@ class Upstream:
             if len(body) > MAX_TEXT_BYTES:
                 raise self.fault(f"sent more than {MAX_TEXT_BYTES} bytes at {path}")
 
-        async with self._request("GET", path, b"", timeout_s) as response:
-            await response.pass_to(take)
+        await self._request("GET", path, b"", lambda response: response.pass_to(take), timeout_s)
         return body.decode(errors="replace")
 
     async def post(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
         """The response's body. Without `timeout_s`, only `stall_timeout_s` limits the wait."""
-        async with self._request("POST", path, body, timeout_s) as response:
-            return await response.read()
+        return await self._request("POST", path, body, Response.read, timeout_s)
 
     async def events(
         self,
@@ -113,8 +115,7 @@ class Upstream:
             if payloads:
                 take(payloads)
 
-        async with self._request("POST", path, body) as response:
-            await response.pass_to(split)
+        await self._request("POST", path, body, lambda response: response.pass_to(split))
 
     def parse(self, body: bytes) -> Any:
         try:
@@ -142,36 +143,47 @@ class Upstream:
     async def close(self) -> None:
         self._connections.close()
 
-    @asynccontextmanager
     async def _request(
         self,
         method: str,
         path: str,
         body: bytes,
+        read: Callable[[Response], Awaitable[T]],
         timeout_s: float | None = None,
         absent: Container[int] = (),
-    ) -> AsyncIterator[Response]:
-        """`timeout_s` limits the whole request. A status in `absent` is not an error."""
-        response: Response | None = None
+    ) -> T:
+        """What `read` returns for the response. `timeout_s` limits the whole request. A status in
+        `absent` is not an error."""
         try:
-            async with asyncio.timeout(timeout_s) if timeout_s else nullcontext():
-                response = await self._connections.send(
-                    method, path, body, stall_s=self._stall_timeout_s
-                )
-                if response.status >= 400 and response.status not in absent:
-                    words = _error_message(await response.beginning(MAX_ERROR_BYTES))
-                    if method == "GET":  # nobody's parameters are at fault
-                        raise self._failure(response.status, words)
-                    raise self.refusal(response.status, words)
-                yield response
+            if timeout_s is None:
+                return await self._exchange(method, path, body, read, absent)
+            async with asyncio.timeout(timeout_s):
+                return await self._exchange(method, path, body, read, absent)
         except TimeoutError as error:
             raise EngineError(f"engine {self.url}{path} did not answer in time") from error
         except (ResponseError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise EngineError(f"engine {self.url}{path}: {reason}") from error
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        read: Callable[[Response], Awaitable[T]],
+        absent: Container[int],
+    ) -> T:
+        connections = self._connections
+        response = await connections.send(method, path, body, stall_s=self._stall_timeout_s)
+        try:
+            if response.status >= 400 and response.status not in absent:
+                words = _error_message(await response.beginning(MAX_ERROR_BYTES))
+                if method == "GET":  # nobody's parameters are at fault
+                    raise self._failure(response.status, words)
+                raise self.refusal(response.status, words)
+            return await read(response)
         finally:
-            if response is not None:
-                self._connections.release(response)
+            connections.release(response)
 
 
 def _error_message(body: bytes) -> str:

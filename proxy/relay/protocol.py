@@ -11,12 +11,12 @@ whose bound is the answer's `max_tokens`.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from proxy import alternatives, routed_experts
 from proxy.engines.protocol import Chunk, Sampling
@@ -227,7 +227,7 @@ def unpack_ids(data: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    return dataclasses.asdict(dataclasses.replace(sampling, conversation=None))
+    return structs.asdict(structs.replace(sampling, conversation=None))
 
 
 def sampling_of(fields: dict[str, Any]) -> Sampling:

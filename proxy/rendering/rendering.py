@@ -37,6 +37,8 @@ MAX_OPENINGS = 256
 MAX_CALL_DEPTH = 900
 """Levels of objects and lists in a call; a deeper one is text. Python 3.11 can read about 990
 levels, and Python 3.13 many more; they must not read an answer differently."""
+_USUAL_OPENING = 16
+"""Most answers begin less than this number of tokens after the end-of-turn token before them."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
@@ -303,10 +305,12 @@ class Rendering:
 
     def _answer_opening(self, prompt_end: Ids) -> list[int]:
         """The ids from the end-of-turn token before the answer to the end of the prompt."""
-        end: list[int] = prompt_end[-CONTEXT_TOKENS:].tolist()
-        for at in range(len(end) - 1, -1, -1):
-            if end[at] in self.closes:
-                return end[at:]
+        end: list[int] = []
+        for size in (_USUAL_OPENING, CONTEXT_TOKENS):
+            end = prompt_end[-size:].tolist()
+            for at in range(len(end) - 1, -1, -1):
+                if end[at] in self.closes:
+                    return end[at:]
         return end
 
     def _render(

@@ -49,9 +49,10 @@ class RecentTexts:
 
     def get(self, text: str) -> array[int] | None:
         with self._lock:
-            if text in self._ids:
+            ids = self._ids.get(text)
+            if ids is not None:
                 self._ids.move_to_end(text)
-            return self._ids.get(text)
+        return ids
 
     def put(self, text: str, ids: list[int]) -> array[int]:
         kept = array("i", ids)
@@ -154,6 +155,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        paired = None if self.pairs is None else self.pairs.decode(ids)
+        if paired is not None:
+            return paired
         text: str = self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 

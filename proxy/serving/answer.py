@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,14 +99,22 @@ class LiveAnswer:
         if self._given is not None:
             self._take_given(self._given)
             return
-        router, claim = self._call.backend.router, self._claim
-        policy = self._sampling.policy
+        router = self._call.backend.router
+        if not router.schedules:
+            await self._generate()
+            return
+        claim, policy = self._claim, self._sampling.policy
         await router.until_admitted(claim, trained=self._sampling.trained, adapted=bool(policy))
         try:
-            with suppress(_TextEnded):
-                await self._generation.sample(self._receive, self._resumed)
+            await self._generate()
         finally:
             router.left(claim, len(self._prompt) + len(self._ids), len(self._ids))
+
+    async def _generate(self) -> None:
+        try:
+            await self._generation.sample(self._receive, self._resumed)
+        except _TextEnded:
+            return
 
     def _receive(self, chunk: Chunk) -> None:
         """Raises _TextEnded if the rest of the answer is not wanted."""

@@ -16,8 +16,8 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,15 +49,29 @@ _OF_THE_CONNECTION = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """That the answer to a request has arrived."""
+    """That the answer to a request has arrived; a context in which it is sent, and can be
+    confirmed."""
 
     request: web.Request
     unread_s: float
-    confirmed: asyncio.Future[None] | None
-    """Done when the process that forwarded the request has passed the answer on; None: the request
-    is the agent's own."""
+    awaited: dict[str, asyncio.Future[None]]
+    """By number: the answers that forwarders are to confirm."""
+    number: str | None
+    """That of a forwarded request; None: the request is the agent's own."""
+    confirmed: asyncio.Future[None] | None = None
+    """Done when the process that forwarded the request has passed the answer on."""
+
+    def __enter__(self) -> Arrival:
+        if self.number is not None:
+            self.confirmed = asyncio.get_running_loop().create_future()
+            self.awaited[self.number] = self.confirmed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.number is not None and self.awaited.get(self.number) is self.confirmed:
+            del self.awaited[self.number]
 
     async def wait(self) -> None:
         """Returns when the whole answer, which was written, has arrived.
@@ -80,20 +94,9 @@ class Arrivals:
         self._unread_s = unread_s
         self._awaited: dict[str, asyncio.Future[None]] = {}
 
-    @contextmanager
-    def expected(self, request: web.Request) -> Iterator[Arrival]:
-        """A context in which the answer to the request is sent, and can be confirmed."""
-        number = request.headers.get(FORWARDED)
-        if number is None:
-            yield Arrival(request, self._unread_s, None)
-            return
-        confirmed = asyncio.get_running_loop().create_future()
-        self._awaited[number] = confirmed
-        try:
-            yield Arrival(request, self._unread_s, confirmed)
-        finally:
-            if self._awaited.get(number) is confirmed:
-                del self._awaited[number]
+    def expected(self, request: web.Request) -> Arrival:
+        """That of the answer to the request."""
+        return Arrival(request, self._unread_s, self._awaited, request.headers.get(FORWARDED))
 
     def confirm(self, number: str) -> bool:
         """To be called when the forwarder has passed the answer on. False: nobody waits for it."""

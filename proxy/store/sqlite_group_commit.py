@@ -68,6 +68,8 @@ class GroupWriter:
         self._pending = 0
         self._gathered: list[_Write] = []
         self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
+        self._ended = False
+        """Whether the thread has ended. (`Thread.is_alive` makes ten function calls.)"""
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -87,7 +89,7 @@ class GroupWriter:
                 f"the store's write queue is full ({self._pending} of {self._max_pending}); retry"
                 " later"
             )
-        if not self._thread.is_alive():
+        if self._ended:
             raise StoreError("the store is closed")
         loop = asyncio.get_running_loop()
         write = _Write(apply, loop.create_future(), loop, may_block)
@@ -148,15 +150,18 @@ class GroupWriter:
             self._queue.put(gathered)
 
     def _run(self) -> None:
-        closing = False
-        while not closing:
-            batches, closing = self._take()
-            batch = [write for gathered in batches for write in gathered]
-            for start in range(0, len(batch), MAX_BATCH):
-                part = batch[start : start + MAX_BATCH]
-                self._commit(part)
-                _resolve_from_thread(part)
-            self._done += len(batches)
+        try:
+            closing = False
+            while not closing:
+                batches, closing = self._take()
+                batch = [write for gathered in batches for write in gathered]
+                for start in range(0, len(batch), MAX_BATCH):
+                    part = batch[start : start + MAX_BATCH]
+                    self._commit(part)
+                    _resolve_from_thread(part)
+                self._done += len(batches)
+        finally:
+            self._ended = True
 
     def _take(self) -> tuple[list[list[_Write]], bool]:
         """Waits for writes, then takes all that are in the queue."""

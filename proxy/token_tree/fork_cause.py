@@ -168,7 +168,8 @@ def _holds_reasoning(message: Message, answer: AnswerMarks) -> bool:
 
 
 def _letters(text: str) -> str:
-    return "".join(text.split())
+    """The text without white space."""
+    return text.translate(_ASCII_SPACE) if text.isascii() else "".join(text.split())
 
 
 def _quote(text: str) -> str:
@@ -182,5 +183,6 @@ def _digest(content: str | bytes) -> bytes:
     return blake2b(data, digest_size=8).digest()
 
 
+_ASCII_SPACE = {code: None for code in range(128) if chr(code).isspace()}
 _NOTHING = blake2b(digest_size=8).digest()
 _NO_CALLS = _digest(canonical_calls(Message("assistant")))

@@ -232,8 +232,8 @@ class TokenTree:
 
     def new_messages(self, conversation: Conversation, keys: Sequence[Key]) -> bytes:
         """What a request adds to the conversation of the turn that it continues, to be recorded."""
-        if same := self.same_requests(keys[-1]):
-            return dump_same_request(same[-1].index)
+        if same := self._by_request.get(keys[-1].chain):
+            return dump_same_request(same[-1])
         match = self.match(keys)
         return dump_request(conversation, match.answered, match.node)
 
@@ -241,9 +241,8 @@ class TokenTree:
         self, conversation: Conversation, keys: Sequence[Key], rendering: Rendering
     ) -> Placement:
         """Places a request. Raises RequestError if the conversation cannot be rendered."""
-        same = self.same_requests(keys[-1])
-        if same:
-            return self.sibling(same[-1])
+        if same := self._by_request.get(keys[-1].chain):
+            return self.sibling(self.nodes[same[-1]])
         if conversation.raw is not None:
             return self._place_raw(conversation.raw, rendering)
         match = self.match(keys)

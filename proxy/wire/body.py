@@ -8,7 +8,6 @@ Any other body is refused before it is decoded, or by one pass over its levels.
 from __future__ import annotations
 
 import re
-from functools import cached_property
 
 import numpy as np
 import orjson
@@ -54,11 +53,15 @@ class Body:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
+        self._brackets: int | None = None
 
-    @cached_property
+    @property
     def brackets(self) -> int:
-        """Number of `{` and `[`, those within strings included: at least the objects and lists."""
-        return _count(self.data, b"{[")
+        """Number of `{` and `[`, those within strings included: at least the objects and lists.
+        Counted once. (In Python 3.11 a `cached_property` takes a lock.)"""
+        if self._brackets is None:
+            self._brackets = _count(self.data, b"{[")
+        return self._brackets
 
     @property
     def is_large(self) -> bool:
@@ -142,7 +145,7 @@ def _refuse_size(body: Body) -> None:
 def _count(data: bytes, marks: bytes) -> int:
     """Number of bytes that are one of `marks`."""
     if len(data) < _SHORT_BYTES:
-        return sum(data.count(mark) for mark in marks)
+        return sum(map(data.count, marks))
     codes, found = np.frombuffer(data, np.uint8), 0
     for at in range(0, len(codes), _PART_BYTES):
         part = codes[at : at + _PART_BYTES]

@@ -8,7 +8,7 @@ would change the sampling and that the proxy does not support.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -39,6 +39,20 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
+
+
+_SAMPLING: dict[str, tuple[Callable[..., Any], float, float]] = {
+    "max_tokens": (Fields.integer, 1, 2**31),
+    "temperature": (Fields.number, 0, 2),
+    "top_p": (Fields.number, 0, 1),
+    "top_k": (Fields.integer, -1, 2**31),
+    "min_p": (Fields.number, 0, 1),
+    "presence_penalty": (Fields.number, -2, 2),
+    "frequency_penalty": (Fields.number, -2, 2),
+    "repetition_penalty": (Fields.number, 0.01, 100),
+    "seed": (Fields.integer, -(2**63), 2**63 - 1),
+}
+"""The fields that are options of the same name: how each is read, and its range."""
 
 
 class ChatDialect:
@@ -223,19 +237,16 @@ def parse_options(fields: Fields) -> Options:
 def parse_sampling(fields: Fields) -> Options:
     """The options that Chat Completions and Completions have in common."""
     refuse_unhonoured(fields)
-    return Options(
-        max_tokens=fields.integer("max_tokens", 1, 2**31),
-        temperature=fields.number("temperature", 0, 2),
-        top_p=fields.number("top_p", 0, 1),
-        top_k=fields.integer("top_k", -1, 2**31),
-        min_p=fields.number("min_p", 0, 1),
-        presence_penalty=fields.number("presence_penalty", -2, 2),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2),
-        repetition_penalty=fields.number("repetition_penalty", 0.01, 100),
-        seed=fields.integer("seed", -(2**63), 2**63 - 1),
-        stop=fields.stops("stop"),
-        structured=_structured(fields.child("response_format")),
-    )
+    options = Options()
+    for name in _SAMPLING:
+        if name in fields.data:  # agents send few of them
+            read, low, high = _SAMPLING[name]
+            setattr(options, name, read(fields, name, low, high))
+    if "stop" in fields.data:
+        options.stop = fields.stops("stop")
+    if "response_format" in fields.data:
+        options.structured = _structured(fields.child("response_format"))
+    return options
 
 
 def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -60,6 +60,26 @@ def test_both_encoders_produce_the_same_ids(fast: Tokenizer, pairs: BytePairs, t
     assert pairs.least_tokens(text) <= len(known)
 
 
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_both_decode_ids_to_the_same_text(
+    fast: Tokenizer, pairs: BytePairs, data: st.DataObject
+) -> None:
+    """Also ids that are not the whole of a character: the first tokens are single bytes."""
+    size = fast.get_vocab_size(with_added_tokens=True)
+    token = st.integers(0, 300) | st.integers(0, size - 1)
+    ids = data.draw(st.lists(token, max_size=12))
+    text = pairs.decode(ids)
+    added = {fast.token_to_id(each.content) for each in fast.get_added_tokens_decoder().values()}
+    assert (text is None) == (not added.isdisjoint(ids))
+    assert text is None or text == fast.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("unknown", [-1, 10**6, 2**40])
+def test_unknown_ids_are_not_decoded(pairs: BytePairs, unknown: int) -> None:
+    assert pairs.decode([5, unknown]) is None
+
+
 def test_only_ordinary_text_is_encoded(pairs: BytePairs) -> None:
     assert pairs.encode("Let me look: naïve 数学.") is not None
     for text in ("Say <|im_end|> now.", "e\u0301", " " * (MAX_CHARS + 1)):
@@ -71,6 +91,7 @@ def test_only_ordinary_text_is_encoded(pairs: BytePairs) -> None:
     [
         {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": None},
+        {"decoder": None},
         {"model": {"ignore_merges": True}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}},
