@@ -63,6 +63,7 @@ class TrainerConfig(ProcessesConfig):
             self.relay.problems(self.cluster.backend, self.proxy_server),
             self._one_device_each(),
             self._groups_of_ranks_are_whole(),
+            self._optimizers_have_the_weights_type(),
             self._divided_models_are_supported(),
             self._weights_can_travel(),
             self._sleepers_are_idle(),
@@ -165,11 +166,18 @@ class TrainerConfig(ProcessesConfig):
                 "is sharded over the same number of ranks"
             )
 
-    def _optimizer_has_the_weights_type(self) -> Iterator[str]:
-        optimizer, weights = self.optimizer, self.model.weights_dtype
-        if optimizer.name == "adamw_8bit" and (optimizer.offload or weights != "float32"):
-            key = "optimizer.offload" if optimizer.offload else f"model.weights_dtype={weights}"
-            yield f"{key}: not supported with optimizer.name=adamw_8bit; use adamw"
+    def _optimizers_have_the_weights_type(self) -> Iterator[str]:
+        critic, weights = self.algorithm.critic, self.model.weights_dtype
+        optimizers = {"optimizer": self.optimizer}
+        if critic is not None:
+            optimizers["algorithm.critic.optimizer"] = critic.optimizer
+        for name, section in self.trainer.policies.items():
+            if not section.frozen and section.optimizer != self.optimizer:
+                optimizers[f"trainer.policies.{name}.optimizer"] = section.optimizer
+        for key, each in optimizers.items():
+            if each.name == "adamw_8bit" and (each.offload or weights != "float32"):
+                cause = f"{key}.offload" if each.offload else f"model.weights_dtype={weights}"
+                yield f"{cause}: not supported with {key}.name=adamw_8bit; use adamw"
 
     def _divided_models_are_supported(self) -> Iterator[str]:
         if not self.trainer.parallelism.divides_model:

@@ -227,6 +227,43 @@ def test_places_that_cannot_work_are_refused_in_one_line(
     assert message in line
 
 
+EIGHT_BITS = "{name: adamw_8bit, offload: true}"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["optimizer.name=adamw_8bit", "optimizer.offload=true"], "optimizer.offload"),
+        (
+            [
+                "optimizer.name=adamw_8bit",
+                "model.weights_dtype=bfloat16",
+                "model.compute_dtype=bfloat16",
+            ],
+            "model.weights_dtype=bfloat16",
+        ),
+        (
+            ["algorithm.preset=ppo", f"algorithm.critic.optimizer={EIGHT_BITS}"],
+            "algorithm.critic.optimizer.offload",
+        ),
+        (
+            [
+                "model.lora={update: adapter, policy: a}",
+                f"trainer.policies={{a: {{optimizer: {EIGHT_BITS}}}}}",
+            ],
+            "trainer.policies.a.optimizer.offload",
+        ),
+    ],
+)
+def test_eight_bit_optimizer_with_unsupported_settings_is_refused(
+    config: Path, capfd: pytest.CaptureFixture[str], words: list[str], key: str
+) -> None:
+    assert main(["--config", str(config), "--check", *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"{key}: not supported with " in line
+    assert "name=adamw_8bit; use adamw" in line
+
+
 def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
