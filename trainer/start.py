@@ -44,6 +44,8 @@ from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
 from trainer.run.warned_errors import errors_as_warnings
 
+PLANNED = "model.gradient_checkpointing"
+"""The key whose value `fitted` decides if it is None."""
 Parts = SwarmParts | TaskParts | SftParts
 
 
@@ -72,7 +74,7 @@ def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[
         case "never":
             return _begin_new(parts)
         case "auto":
-            return _begin_or_continue(parts)
+            return _begin_or_continue(parts, config)
         case path:
             return _continue(parts, RunFolder.open(Path(path)))
 
@@ -92,18 +94,18 @@ def _leads(config: TrainerConfig, environment: Mapping[str, str]) -> Parts | Non
     return None if _follows(parts.config, environment) else parts
 
 
-def _begin_or_continue(parts: Parts) -> int:
+def _begin_or_continue(parts: Parts, given: TrainerConfig) -> int:
     """Continues the last run of this folder and configuration, if it has neither ended nor is
-    running; else begins a new run, and says why."""
+    running; else begins a new run, and says why. `given`: the configuration before the plan."""
     config = parts.config
     folder = RunFolder.latest(config.trainer.run_dir)
     if folder is None and (mirrored := _mirrored(config)) is not None:
-        return _continue_on_empty_disk(parts, *mirrored)
+        return _continue_on_empty_disk(parts, given, *mirrored)
     if folder is None or folder.read_summary().get("status") == "done":
         return _begin_new(parts)
     if folder.is_running:
         return _begin_new(parts, f"{folder.path} is running in another process: this is a new run")
-    changed = _changed_keys(folder.config.read_text(), config)
+    changed = _changed_keys(folder.config.read_text(), config, given)
     if not changed:
         return _continue(parts, folder)
     return _begin_new(
@@ -126,13 +128,16 @@ def _begin_new(parts: Parts, *notes: str) -> int:
     return _run(parts, folder, None, *notes)
 
 
-def _changed_keys(written: str, config: Section) -> list[str]:
+def _changed_keys(written: str, config: Section, given: TrainerConfig) -> list[str]:
     """The keys whose values differ from those that a run has written. A key that an earlier release
-    did not have has its default there, so that an upgrade does not begin another run."""
+    did not have has its default there, so that an upgrade does not begin another run; what the plan
+    of GPUs decides may differ, because the run may continue on another machine."""
     before = yaml.safe_load(written)
     with suppress(ValidationError):  # of a run that has a key which is gone
         before = yaml.safe_load(dump(type(config).model_validate(before)))
-    return list(_changed(before, yaml.safe_load(dump(config))))
+    planned = {PLANNED} if given.model.gradient_checkpointing is None else set()
+    changed = _changed(before, yaml.safe_load(dump(config)))
+    return [key for key in changed if key not in planned]
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -155,10 +160,10 @@ def _continue(parts: Parts, folder: RunFolder) -> int:
 
 
 def _continue_on_empty_disk(
-    parts: Parts, mirror: CheckpointMirror, copy: MirroredCheckpoint
+    parts: Parts, given: TrainerConfig, mirror: CheckpointMirror, copy: MirroredCheckpoint
 ) -> int:
     """Continues a run of the same configuration, of which only the mirror is left."""
-    if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config):
+    if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config, given):
         raise ConfigError(
             f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of a "
             f"run with another configuration ({', '.join(changed[:8])}); set it as it was to "

@@ -95,6 +95,17 @@ def test_run_of_a_release_with_fewer_keys_is_continued(
     assert "(trainer.ranks, trainer.weight_copies)" in capsys.readouterr().out
 
 
+def test_run_is_continued_where_the_plan_decides_otherwise(run_until: Any, tmp_path: Path) -> None:
+    run_until("running")
+    written = tmp_path / "run" / "config.yaml"
+    values = yaml.safe_load(written.read_text())
+    values["model"]["gradient_checkpointing"] = True  # as planned for a smaller GPU
+    written.write_text(yaml.safe_dump(values))
+    assert run_until("running") == ("run", 7)
+    assert yaml.safe_load(written.read_text())["model"]["gradient_checkpointing"] is False
+    assert run_until("running", "model.gradient_checkpointing=true") == ("run-2", 0)
+
+
 def test_configuration_that_a_check_prints_can_be_loaded(config: Path, tmp_path: Path) -> None:
     printed = tmp_path / "printed.yaml"
     printed.write_text(start.check_only([config], ["model.activation_offload=true"], {}))
