@@ -2,7 +2,9 @@
 
 Agents talk in turns and pause at their tools in between; each prompt extends the path of the turn
 before by a tool's output. Both ways sample the same calls (same prompts and pauses, temperature 0,
-the same server and code), in turn, with an empty prefix cache at the start of each. The model has
+the same server and code), in turn, with an empty prefix cache at the start of each. With
+`--host-gib`, once more on a server with a host tier (vLLM's own on a GPU; on a CPU
+`tests/e2e/host_tier.py`). The model has
 random weights: the figures are about its size and the cache, not about what it says.
 `make bench-scheduling` prints the table of docs/scale.md.
 """
@@ -27,15 +29,15 @@ from proxy.config import SchedulingConfig
 from proxy.engines.address import EngineAddress
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
-from proxy.engines.vllm_server import VllmConfig, VllmServer
+from proxy.engines.vllm_server import VllmConfig, VllmServer, is_cpu_build
 from proxy.generation import Generation
 from proxy.routing import Router
 from proxy.scheduling.admission import CacheAdmission, RoomClaim
+from tests.e2e.tiered_server import tiered_arguments
 
 TOKENIZER = Path("examples/quickstart/model")
 BLOCK_TOKENS = 32
 """The smallest that vLLM's attention on CPU supports."""
-CACHE_BYTES = 64 * 2**20
 FIRST_TOKENS = 200
 """Tokens of an agent's first prompt: no two agents share them."""
 
@@ -62,7 +64,10 @@ class Figures:
     calls_s: list[float] = field(default_factory=list)
     paused_s: list[float] = field(default_factory=list)
     cached: float = 0.0
-    """Share of the prompt tokens that the engine had in its cache, by its own count."""
+    """Share of the prompt tokens that the engine had in its cache or in its host tier, by its own
+    count."""
+    loaded: float = 0.0
+    """Share that it had in its host tier only."""
 
     @property
     def tokens_s(self) -> float:
@@ -72,13 +77,14 @@ class Figures:
         calls = np.array(self.calls_s)
         return (
             f"| {way} | {self.seconds:.0f} | {self.tokens_s:.1f} | {self.cached:.0%} | "
+            f"{self.loaded:.0%} | "
             f"{np.median(calls):.1f} / {np.quantile(calls, 0.99):.1f} | "
             f"{max(self.paused_s, default=0.0):.1f} |"
         )
 
 
 def write_model(folder: Path, *, layers: int, hidden: int) -> int:
-    """A Qwen3 with random weights. Returns the bytes that a token takes in the KV cache."""
+    """A Qwen3 with random weights. Returns the numbers that a token takes in the KV cache."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -99,7 +105,7 @@ def write_model(folder: Path, *, layers: int, hidden: int) -> int:
     Qwen3ForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, folder)
-    return layers * 2 * 2 * 64 * 4
+    return layers * 2 * 2 * 64
 
 
 def _add_ids(ids: list[int], chunk: Chunk) -> None:
@@ -142,26 +148,30 @@ async def run(server: VllmServer, work: Work, *, scheduled: bool) -> Figures:
     router = Router([engine], vocab_size=1024, admission=admission)
     try:
         await router.check()
-        await request(server, "POST", "/reset_prefix_cache")
-        hits, queries = await prefix_cache(server)
+        await request(server, "POST", "/reset_prefix_cache?reset_external=true")
+        hits, loaded, queries = await prefix_cache(server)
         began = time.perf_counter()
         await asyncio.gather(*(agent(n, router, work, figures) for n in range(work.agents)))
         figures.seconds = time.perf_counter() - began
-        now_hits, now_queries = await prefix_cache(server)
-        figures.cached = (now_hits - hits) / max(1.0, now_queries - queries)
+        now_hits, now_loaded, now_queries = await prefix_cache(server)
+        asked = max(1.0, now_queries - queries)
+        figures.loaded = (now_loaded - loaded) / asked
+        figures.cached = (now_hits - hits) / asked + figures.loaded
         return figures
     finally:
         await router.close()
 
 
-async def prefix_cache(server: VllmServer) -> tuple[float, float]:
-    """The tokens that the server found in its prefix cache, and those that it looked for."""
+async def prefix_cache(server: VllmServer) -> tuple[float, float, float]:
+    """The tokens that the server found in its prefix cache, the further ones that it found in its
+    host tier, and those that it looked for."""
     text = await request(server, "GET", "/metrics")
     counts = {
-        name: sum(map(float, re.findall(rf"^vllm:prefix_cache_{name}_total\S* (\S+)", text, re.M)))
-        for name in ("hits", "queries")
+        name: sum(map(float, re.findall(rf"^vllm:{name}_total\S* (\S+)", text, re.M)))
+        for name in ("prefix_cache_hits", "external_prefix_cache_hits", "prefix_cache_queries")
     }
-    return counts["hits"], counts["queries"]
+    hits, loaded, queries = counts.values()
+    return hits, loaded, queries
 
 
 async def request(server: VllmServer, method: str, path: str) -> str:
@@ -184,26 +194,40 @@ async def compare(arguments: argparse.Namespace) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        token_bytes = write_model(model, layers=arguments.layers, hidden=arguments.hidden)
-        blocks = CACHE_BYTES // token_bytes // BLOCK_TOKENS
-        args = ("--num-gpu-blocks-override", str(blocks), "--block-size", str(BLOCK_TOKENS))
-        config = VllmConfig(max_context_tokens=8192, args=args)
+        numbers = write_model(model, layers=arguments.layers, hidden=arguments.hidden)
+        token_bytes = numbers * (4 if is_cpu_build() else 2)
+        blocks = arguments.cache_mib * 2**20 // token_bytes // BLOCK_TOKENS
         print(f"cache: {blocks * BLOCK_TOKENS} tokens, {token_bytes} bytes each", flush=True)
         log = arguments.log or Path(folder) / "vllm.log"
-        async with VllmServer(config, model, log=log, dtype="float32") as server:
-            await run(server, Work(2, 2, 100, 8, 0.1), scheduled=False)
-            print(
-                "| way | seconds | sampled tokens/s | prompt tokens from the cache | "
-                "call, s (p50 / p99) | longest pause, s |\n|---|---|---|---|---|---|"
-            )
-            ratios = []
-            for _ in range(arguments.repeats):
-                plain = await run(server, work, scheduled=False)
-                print(plain.row("first come first served"), flush=True)
-                planned = await run(server, work, scheduled=True)
-                print(planned.row("scheduled"), flush=True)
-                ratios.append(planned.tokens_s / plain.tokens_s)
-                print(f"\n{ratios[-1]:.2f} x tokens/s; {same_answers(plain, planned)}\n")
+        print(
+            "| way | seconds | sampled tokens/s | prompt tokens cached | of all, from the host | "
+            "call, s (p50 / p99) | longest pause, s |\n|---|---|---|---|---|---|---|"
+        )
+        first: Figures | None = None
+        for gib in (0.0, arguments.host_gib) if arguments.host_gib else (0.0,):
+            args = ("--num-gpu-blocks-override", str(blocks), "--block-size", str(BLOCK_TOKENS))
+            config = VllmConfig(max_context_tokens=8192, args=(*args, *tier_arguments(gib)))
+            dtype = "float32" if is_cpu_build() else "bfloat16"
+            async with VllmServer(config, model, log=log, dtype=dtype) as server:
+                await run(server, Work(2, 2, 100, 8, 0.1), scheduled=False)
+                tier = f", host tier of {gib:g} GiB" if gib else ""
+                for _ in range(arguments.repeats):
+                    plain = await run(server, work, scheduled=False)
+                    first = first or plain
+                    print(plain.row(f"first come first served{tier}"), flush=True)
+                    planned = await run(server, work, scheduled=True)
+                    print(planned.row(f"scheduled{tier}"), flush=True)
+                    print(
+                        f"\n{planned.tokens_s / plain.tokens_s:.2f} x tokens/s, "
+                        f"{planned.tokens_s / first.tokens_s:.2f} x those of the first row; "
+                        f"{same_answers(first, plain)}, {same_answers(first, planned)}\n"
+                    )
+
+
+def tier_arguments(gib: float) -> tuple[str, ...]:
+    if not gib:
+        return ()
+    return tiered_arguments(gib=gib) if is_cpu_build() else ("--kv-offloading-size", str(gib))
 
 
 def same_answers(one: Figures, other: Figures) -> str:
@@ -221,6 +245,8 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.2)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--cache-mib", type=int, default=64)
+    parser.add_argument("--host-gib", type=float, default=0.0, help="host tier; 0: without")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--log", type=Path, help="the server's log; default: not kept")
     asyncio.run(compare(parser.parse_args()))

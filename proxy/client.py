@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -22,6 +23,8 @@ from proxy.records import Origin, Quota, Reward, ServedPolicy, Session, SessionK
 
 __all__ = ["Happening", "ProxyClient", "ProxyClientError", "SessionHandle"]
 
+LARGE_BYTES = 2**20
+"""From this size on, aiohttp warns of a body that is given as bytes."""
 PLACE_TIMEOUT_S = 300.0
 """Seconds that a call waits for a free connection: thousands of trials may begin at once."""
 
@@ -327,7 +330,7 @@ class ProxyClient:
             async with self._client().request(
                 method,
                 self.base_url + path,
-                data=None if body is None else orjson.dumps(body),
+                data=None if body is None else _sent(orjson.dumps(body)),
                 headers=all_headers,
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             ) as response:
@@ -385,6 +388,11 @@ class ProxyClient:
 
 def _session_path(trial_id: str, *parts: str) -> str:
     return "/".join(["/sessions", quote(trial_id, safe="/"), *parts])
+
+
+def _sent(body: bytes) -> bytes | BytesIO:
+    """The body as aiohttp sends it without a warning: in pieces if it is large."""
+    return body if len(body) < LARGE_BYTES else BytesIO(body)
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:

@@ -101,6 +101,16 @@ def parts(count: int) -> list[Part]:
             on_cpu=("--workloads", "single-turn", "--steps", "1"),
         ),
         Part(
+            "host tier",
+            1,
+            module="benchmarks.scheduling",
+            arguments=(
+                *("--layers", "28", "--hidden", "2048", "--agents", "100", "--turns", "20"),
+                *("--pause-s", "1", "--cache-mib", "1600", "--host-gib", "8"),
+            ),
+            on_cpu=("--agents", "4", "--turns", "4", "--cache-mib", "8", "--host-gib", "0.25"),
+        ),
+        Part(
             "memory of shared micro-batches",
             1,
             module="benchmarks.context_parallel",

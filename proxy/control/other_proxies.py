@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
+from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -41,7 +42,7 @@ async def ask_others(
                     request.method,
                     url,
                     params=query,
-                    data=body,
+                    data=BytesIO(body) if body else None,  # not bytes, which may be large
                     headers=_JSON,
                     allow_redirects=False,  # the admin key is for this proxy only
                 ) as response:

@@ -71,7 +71,9 @@ def _merged(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 def _adapter_dtype(module: Any) -> torch.dtype:
     """float32 also over weights in bfloat16: their sum is rounded only if engines hold bfloat16."""
-    return next(each.dtype for name, each in module.named_parameters() if "lora_" in name)
+    dtypes = (each.dtype for name, each in module.named_parameters() if "lora_" in name)
+    dtype: torch.dtype = next(dtypes)
+    return dtype
 
 
 def _saved(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -227,8 +228,11 @@ async def test_error_of_the_reader_is_raised_and_the_connection_is_closed(
 
 async def test_error_of_the_reader_comes_before_that_of_later_bytes() -> None:
     response = Response(asyncio.get_running_loop())
-    response.connection_made(asyncio.Transport())
+    response.connection_made(Mock(spec=asyncio.Transport))
+    sent = asyncio.create_task(response.send(b"", b"", 5.0))
+    await asyncio.sleep(0)
     response.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    await sent
 
     def refuse(part: bytes) -> None:
         raise ValueError("no more")
