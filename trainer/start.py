@@ -37,6 +37,7 @@ from trainer.config_sources import dump, load
 from trainer.errors import ConfigError
 from trainer.fit import Ended
 from trainer.main_sft import SftParts, assemble_sft
+from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.report import write_report
 from trainer.run.control import RunControl, StopRequested
@@ -210,11 +211,24 @@ def _follows(config: ProcessesConfig, environment: Mapping[str, str]) -> bool:
         return False
     check_seat(config, seat)
     if config.cluster.backend == "local":
-        config = fitted(config, gpus_here(), environment)
+        config = _fitted_follower(config, seat, environment)
     for number in (signal.SIGINT, signal.SIGTERM):  # torchrun forwards them; rank 0 handles them
         signal.signal(number, signal.SIG_IGN)
     follow_rank_0(config, seat)
     return True
+
+
+def _fitted_follower(
+    config: ProcessesConfig, seat: Seat, environment: Mapping[str, str]
+) -> ProcessesConfig:
+    """The configuration with what the plan of this machine decides. The engines of the run are on
+    rank 0's machine, where local ranks are ranks."""
+    planned = config
+    if seat.rank != seat.local_rank:
+        engine = config.engine.model_copy(update={"replicas": 0, "sleep": False})
+        planned = config.model_copy(update={"engine": engine})
+    model = fitted(planned, gpus_here(), environment).model
+    return config.model_copy(update={"model": model})
 
 
 def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> int:

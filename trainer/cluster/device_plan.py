@@ -163,6 +163,8 @@ def plan_devices(
 
 def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> C:
     """The configuration with what the plan decides: `model.gradient_checkpointing`, if it is None.
+    Under torchrun on several machines it is on, because each makes a plan of its own, and all ranks
+    must compute alike.
 
     Raises:
         ConfigError: as `plan_devices`.
@@ -170,9 +172,14 @@ def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.e
     plan = plan_devices(config, gpus, environment)
     if config.model.gradient_checkpointing is not None:
         return config
-    return config.model_copy(
-        update={"model": _checkpointing(config, plan is not None and plan.checkpoints)}
-    )
+    on = plan is not None and (plan.checkpoints or _on_several_machines(environment))
+    return config.model_copy(update={"model": _checkpointing(config, on)})
+
+
+def _on_several_machines(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started ranks on other machines, too."""
+    ranks = environment.get("WORLD_SIZE", "1")
+    return environment.get("LOCAL_WORLD_SIZE", ranks) != ranks
 
 
 def _checkpointing(config: RanksConfig, on: bool) -> ModelConfig:

@@ -158,6 +158,8 @@ def load_model(
         prepare=None if adapters is None else adapters.prepare,
         without_head=without_head,
     )
+    if place is not None and trainable and lora is None:
+        _check_one_type(model, config)
     check_model(model, config.path)
     use_packed_rows(model)
     if replays:
@@ -219,6 +221,19 @@ def _check_tokenizer(path: Path, key: str, vocabulary: int) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def _check_one_type(model: Any, config: ModelConfig) -> None:
+    """Checks that ranks can shard the model: FSDP2 gathers weights of one type."""
+    others = {name: each.dtype for name, each in model.named_parameters()}
+    wanted = max(others.values(), key=list(others.values()).count)
+    odd = next((name for name, dtype in others.items() if dtype != wanted), None)
+    if odd is not None:
+        raise ConfigError(
+            f"model.weights_dtype={config.weights_dtype}: {config.path} keeps {odd} in "
+            f"{str(others[odd]).removeprefix('torch.')}, and ranks shard weights of one type; use "
+            "weights_dtype=float32, or one rank"
+        )
 
 
 def _add_lora(lora: LoraSettings, model: Any) -> Any:

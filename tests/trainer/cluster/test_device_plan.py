@@ -11,12 +11,14 @@ import pytest
 from pydantic import ValidationError
 from transformers import Qwen3Config
 
+from trainer import start
 from trainer.cluster import device_plan, local
 from trainer.cluster.device_plan import DevicePlan, Gpu, fitted, plan_devices
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import replica_server
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
+from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
 
@@ -218,6 +220,32 @@ def test_only_the_ranks_that_torchrun_starts_on_this_machine_need_its_gpus(model
     assert plan.rank == planned(model, [LARGE] * 5, **sections).rank
     with pytest.raises(ConfigError, match=r"trainer\.ranks=4, .*: 4 on this machine, which has 3"):
         plan_devices(config(model, **sections), [LARGE] * 3, {})
+
+
+@pytest.mark.parametrize(("on_this_machine", "checkpoints"), [("4", False), ("2", True)])
+def test_ranks_on_several_machines_do_not_differ_in_gradient_checkpointing(
+    model: Path, on_this_machine: str, checkpoints: bool
+) -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    environment = torchrun | {"LOCAL_WORLD_SIZE": on_this_machine}
+    given = config(model, trainer={"ranks": 4, "mode": "separate"})
+    run = fitted(given, [LARGE] * 5, environment)
+    assert run.model.gradient_checkpointing is checkpoints
+
+
+def test_machine_without_rank_0_needs_no_gpus_for_engines(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    torchrun["LOCAL_RANK"] = "1"
+    monkeypatch.setattr(start, "gpus_here", lambda: [LARGE] * 2)
+    given = config(
+        model, trainer={"ranks": 4, "mode": "separate"}, engine={"replicas": 2, "sleep": False}
+    )
+    other = start._fitted_follower(given, Seat(3, 4, "file:///a", 1), torchrun | {"RANK": "3"})
+    assert other.engine == given.engine
+    with pytest.raises(ConfigError, match="GPUs for engines: 2"):
+        start._fitted_follower(given, Seat(1, 4, "file:///a", 1), torchrun | {"RANK": "1"})
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,14 @@ def test_checkpoint_with_a_weight_of_another_shape_is_refused(tmp_path: Path, pl
         load_model(ModelConfig(path=tmp_path), place=(lambda layer: None) if placed else None)
 
 
+def test_weights_of_two_types_are_not_sharded(tmp_path: Path) -> None:
+    saved(tmp_path, "olmo_hybrid")
+    config = ModelConfig(path=tmp_path, compute_dtype="bfloat16", weights_dtype="bfloat16")
+    load_model(config)
+    with pytest.raises(ConfigError, match=r"keeps .*A_log in float32.*weights_dtype=float32"):
+        load_model(config, place=lambda layer: None)
+
+
 def test_critic_needs_no_output_layer(tmp_path: Path) -> None:
     saved(tmp_path, "qwen3")
     rewritten(tmp_path, lambda held: held.pop("lm_head.weight"))
