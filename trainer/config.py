@@ -69,6 +69,7 @@ class TrainerConfig(ProcessesConfig):
             self._sleepers_are_idle(),
             self._pairs_share(),
             self._engines_use_their_gpus(),
+            self._engines_span_nodes(),
             self._pods_reach_the_proxy(),
             self._one_distribution(),
             self._groups_have_a_baseline(),
@@ -262,6 +263,23 @@ class TrainerConfig(ProcessesConfig):
                 f"cluster.address={cluster.address}: the run would not use that Ray cluster; set "
                 "cluster.backend=ray, or remote_agent.ray.address for the agents alone"
             )
+
+    def _engines_span_nodes(self) -> Iterator[str]:
+        cluster, engine = self.cluster, self.engine
+        if (nodes := cluster.engine_nodes) == 1:
+            return
+        key, size = f"cluster.engine_nodes={nodes}", engine.tensor_parallel
+        if cluster.backend != "ray":
+            yield f"{key}: a run without Ray starts engines on its own machine; set backend=ray"
+        if size % nodes:
+            yield f"{key} does not divide the {size} workers of {GPUS_OF_AN_ENGINE} in engine.args"
+        if cluster.strategy == "STRICT_PACK":
+            yield (
+                f"{key}: cluster.strategy=STRICT_PACK places everything on one node; use PACK, "
+                "SPREAD or STRICT_SPREAD"
+            )
+        elif engine.weight_transfer == "ipc":
+            yield f"{key}: engine.weight_transfer=ipc is for one node; use nccl or gloo"
 
     def _pods_reach_the_proxy(self) -> Iterator[str]:
         server = self.proxy_server

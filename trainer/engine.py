@@ -22,10 +22,11 @@ SHORT = MappingProxyType(
         "-dp": "--data-parallel-size",
         "-pcp": "--prefill-context-parallel-size",
         "-n": "--nnodes",
+        "-r": "--node-rank",
     }
 )
 """vLLM's short names of arguments."""
-NOT_DIVIDED = ("pipeline-parallel", "data-parallel", "prefill-context-parallel", "nnodes")
+NOT_DIVIDED = ("pipeline-parallel", "data-parallel", "prefill-context-parallel")
 """Beginnings of the arguments that divide a server in ways in which it gets no weights."""
 HOST_TIER = "--kv-offloading-size"
 """GiB of the machine's memory in which an engine keeps what its KV cache has no room for."""
@@ -36,11 +37,17 @@ HOST_TIER."""
 OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "--device-ids": "engine.env.CUDA_VISIBLE_DEVICES",
+        "--distributed-executor-backend": "cluster.engine_nodes",
         "--dtype": "engine.dtype",
         "--gpu-memory-utilization": "engine.gpu_memory_share",
+        "--headless": "cluster.engine_nodes",
+        "--master-addr": "cluster.engine_nodes",
+        "--master-port": "cluster.engine_nodes",
         "--max-model-len": "engine.max_context_tokens",
         "--max-num-seqs": "engine.max_sequences",
         "--model": "model.path",
+        "--nnodes": "cluster.engine_nodes",
+        "--node-rank": "cluster.engine_nodes",
         "--weight-transfer-config": "engine.weight_transfer",
     }
 )
@@ -89,9 +96,8 @@ class EnginesConfig(VllmConfig):
                 raise ValueError(f"{name} is set by the run; use {key}")
             if name.removeprefix("--").startswith(NOT_DIVIDED) and value != "1":
                 raise ValueError(
-                    f"{name} {value}: an engine gets weights only if it is one server on one "
-                    f"machine that is divided by {GPUS_OF_AN_ENGINE}; use that, or more "
-                    "engine.replicas"
+                    f"{name} {value}: an engine gets weights only if it is one server that is "
+                    f"divided by {GPUS_OF_AN_ENGINE}; use that, or more engine.replicas"
                 )
             if name == HOST_TIER and not _GIB.fullmatch(value):
                 raise ValueError(f"{name} {value!r} is not a number of GiB")

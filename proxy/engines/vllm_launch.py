@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any, TypedDict
 
 from proxy.engines.vllm_key import RequireKey
+from proxy.engines.vllm_nodes import HEADLESS
 from proxy.imports import importing
 from proxy.secrecy import from_pipe
 
@@ -47,10 +48,21 @@ def main() -> None:
             import_module(MODULE)
     finally:  # what an import prints or raises belongs into the log that the orders name
         RequireKey.key = from_pipe(fd).strip() if len(sys.argv) > 1 else _follow_orders(fd)
-    del sys.modules[MODULE]  # it is executed instead
     if _vllm("platforms").current_platform.is_cpu():
         fork_processes()
+    if HEADLESS in sys.argv:
+        return _run_workers()
+    del sys.modules[MODULE]  # it is executed instead
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+
+def _run_workers() -> None:
+    """Runs a part of a server that has only workers, for which MODULE would start a server."""
+    _vllm("entrypoints.serve.utils.api_utils").cli_env_setup()
+    parser = _vllm("utils.argparse_utils").FlexibleArgumentParser()
+    arguments = _vllm("entrypoints.launchers.cli_args").make_arg_parser(parser).parse_args()
+    arguments.api_server_count = 0
+    _vllm("entrypoints.cli.serve").run_headless(arguments)
 
 
 def _follow_orders(fd: int) -> str:

@@ -29,6 +29,7 @@ from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_early import EarlyServer
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_launch import EarlyOrders
+from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
 from proxy.port import usable_port
 from proxy.secrecy import inherited, pipe_with
@@ -102,9 +103,10 @@ class VllmServer:
         served_model_name: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        part: ServerPart | None = None,
     ) -> None:
         """`log` is the file to which the server's standard output and error are appended. `port` 0
-        is any free port.
+        is any free port. `part`: of a server that is divided over nodes; None: the whole server.
 
         Raises:
             ConfigurationError: vLLM is not installed, or the model or port is unusable.
@@ -117,6 +119,7 @@ class VllmServer:
         self.config = config
         self.log = log
         self.host = host
+        self.part = part
         self.port = usable_port("engine port", host, port)
         self._arguments = ["--model", str(model), "--dtype", dtype, "--seed", str(seed)]
         if served_model_name is not None:
@@ -131,12 +134,17 @@ class VllmServer:
         return self._address.with_key
 
     @property
+    def answers(self) -> bool:
+        """Whether it answers at `url`. A part that has only workers does not."""
+        return self.part is None or self.part.answers
+
+    @property
     def url_file(self) -> Path:
         """The file that contains the URL while the server runs, for the same user's commands."""
         return self.log.with_suffix(".url")
 
     async def start(self) -> None:
-        """Starts the server and returns when it is healthy.
+        """Starts the server and returns when it is healthy; a part that has only workers, at once.
 
         Raises:
             EngineError: the server ended, or was not healthy within `start_timeout_s`; the message
@@ -145,19 +153,23 @@ class VllmServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._sockets = _new_socket_folder()
         environment = server_environment(self.config)
-        sockets = {"VLLM_RPC_BASE_PATH": str(self._sockets)}
+        own = {"VLLM_RPC_BASE_PATH": str(self._sockets)}
+        if self.part is not None:
+            own |= {k: v for k, v in node_environment(self.host).items() if k not in environment}
         early = vllm_early.taken(asked_environment(self.config))
         if early is not None:
             self._process = early
             orders = EarlyOrders(
                 key=self._address.key or "",
                 arguments=self._all_arguments,
-                environment=dict((environment | sockets).items() - early.environment.items()),
+                environment=dict((environment | own).items() - early.environment.items()),
                 log=str(self.log.absolute()),
             )
             early.order(orders)
         else:
-            self._process = await self._new_process(environment | sockets)
+            self._process = await self._new_process(environment | own)
+        if not self.answers:
+            return
         try:
             await self._until_healthy()
         except BaseException:
@@ -188,7 +200,8 @@ class VllmServer:
     @property
     def _all_arguments(self) -> list[str]:
         address = ["--host", self.host, "--port", str(self.port)]
-        return self._arguments + address + server_arguments(self.config)
+        part = [] if self.part is None else self.part.arguments
+        return self._arguments + address + server_arguments(self.config) + part
 
     async def wait(self) -> int:
         """Waits until the server has ended, by itself or by `stop`. Returns its exit code."""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from proxy.engines.address import EngineAddress
+from proxy.engines.vllm_nodes import ServerPart
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from tests.e2e.gloo_trainer import RANKS, TOLERANCE
 from tests.e2e.test_gloo_engines import START_TIMEOUT_S
@@ -39,10 +40,17 @@ CONFIG = VllmConfig(
 
 
 class Machine:
-    """A network namespace with a vLLM server."""
+    """A network namespace with a vLLM server, or a part of one."""
 
-    def __init__(self, name: str, address: str, model: Path, folder: Path) -> None:
-        self._name, self._address, self._model = name, address, model
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        model: Path,
+        folder: Path,
+        part: ServerPart | None = None,
+    ) -> None:
+        self.name, self._address, self._model, self._part = name, address, model, part
         self._log = folder / f"{name}.log"
         self._thread = ThreadPoolExecutor(1, initializer=enter, initargs=(name,))
         self._runner = asyncio.Runner()
@@ -56,14 +64,19 @@ class Machine:
     def start(self) -> Future[None]:
         def start() -> None:
             self._server = VllmServer(
-                CONFIG, self._model, log=self._log, dtype="float32", host=self._address
+                CONFIG,
+                self._model,
+                log=self._log,
+                dtype="float32",
+                host=self._address,
+                part=self._part,
             )
             self._runner.run(self._server.start())
 
         return self._thread.submit(start)
 
     def kill_a_worker(self) -> None:
-        *_, last = (pid for pid, name in processes(self._name).items() if "Worker" in name)
+        *_, last = (pid for pid, name in processes(self.name).items() if "Worker" in name)
         os.kill(last, signal.SIGKILL)
 
     def stop(self) -> None:

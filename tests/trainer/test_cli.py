@@ -189,6 +189,15 @@ KUBERNETES = (
 )
 
 
+SPANS = (
+    "cluster.backend=ray",
+    "cluster.strategy=PACK",
+    "cluster.engine_nodes=2",
+    "engine.weight_transfer=gloo",
+    "engine.args=[-tp, '2']",
+)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -212,6 +221,12 @@ KUBERNETES = (
             "cluster.share_gpus: vLLM takes 0.92 of a GPU",
         ),
         (["cluster.backend=ray", "cluster.engine_gpus=2"], "cluster.engine_gpus=2: an engine uses"),
+        (["engine.args=[--nnodes, '2']"], "--nnodes is set by the run; use cluster.engine_nodes"),
+        ([*SPANS, "cluster.backend=local"], "engine_nodes=2: a run without Ray starts engines on"),
+        ([*SPANS, "engine.args=[-tp, '3']"], "engine_nodes=2 does not divide the 3 workers of"),
+        ([*SPANS, "cluster.strategy=STRICT_PACK"], "engine_nodes=2: cluster.strategy=STRICT_PACK"),
+        ([*SPANS, "engine.weight_transfer=shm"], "engine.weight_transfer=shm is for one node"),
+        ([*SPANS, "engine.weight_transfer=ipc"], "engine.weight_transfer=ipc is for one node"),
         (["remote_agent.placement=kubernetes"], "remote_agent.kubernetes, remote_agent.ray or"),
         (
             [*KUBERNETES],

@@ -37,8 +37,13 @@ class ClusterConfig(Section):
     share_gpus: bool = False
     """Engine i and rank i share a GPU, of which Ray reserves half for each; otherwise each has its
     own GPU. Needs `engine.gpu_memory_share`, because no plan divides the memory on Ray."""
+    engine_nodes: int = Field(1, ge=1)
+    """Number of bundles over which the workers of each engine are divided, so that they can be on
+    as many nodes; Ray places each bundle by `strategy`. It divides `--tensor-parallel-size` in
+    `engine.args`. Not with `STRICT_PACK`, and only with `engine.weight_transfer: nccl` or `gloo`.
+    Without GPUs, the two numbers must be equal."""
     engine_cpus: float = Field(1.0, ge=0)
-    """CPUs reserved for each engine."""
+    """CPUs reserved for each engine, in each of its `engine_nodes` bundles."""
     engine_gpus: int | None = Field(None, ge=0)
     """Number of GPUs reserved for each engine, which uses all of them; None: as many as
     `--tensor-parallel-size` in `engine.args` says, or 1, if the cluster has GPUs. A rank has one
@@ -66,7 +71,7 @@ class ProcessesConfig(RanksConfig):
 
 
 class Replica(Protocol):
-    """An engine that the run started, with the whole model."""
+    """An engine that the run started, with the whole model, on one node or on several."""
 
     url: str
 

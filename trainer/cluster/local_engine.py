@@ -34,17 +34,19 @@ def replica_server(
     number: int,
     server: type[VllmServer] = VllmServer,
     plan: DevicePlan | None = None,
+    node: int = 0,
 ) -> MakeServer:
     """Makes the server of replica `number`, on the GPUs of the plan if there is one; each replica
-    has its own seed."""
+    has its own seed. `node`: which of the nodes of an engine that has several; each has a log."""
     engine, model = replica_engine(config), config.model
     if plan is not None:
         engine = plan.engine_config(engine, number, os.environ.get(VISIBLE, ""))
+    name = f"engine-{number}" + (f"-node-{node}" if node else "")
     return partial(
         server,
         engine,
         model.path,
-        log=folder.logs / f"engine-{number}.log",
+        log=folder.logs / f"{name}.log",
         dtype=engine.served_dtype(model),
         seed=config.trainer.seed + number,
     )
@@ -82,6 +84,10 @@ async def until_engine_is_dead(url: str) -> None:
                         return
 
 
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
 class LocalReplica:
     """Example: replica = LocalReplica(replica_server(config, folder, 0))"""
 
@@ -99,7 +105,8 @@ class LocalReplica:
         if self._server is None:
             raise TrainerError("the engine was not started")
         ended = asyncio.create_task(self._server.wait())
-        dead = asyncio.create_task(until_engine_is_dead(self.url))
+        answers = self._server.answers
+        dead = asyncio.create_task(until_engine_is_dead(self.url) if answers else _never())
         try:
             await asyncio.wait({ended, dead}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():  # vLLM would wait for calls that its dead engine never answers

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from proxy.engines.vllm_nodes import ServerPart
 from trainer.cluster.local_engine import LocalReplica, MakeServer
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.cluster.rank_zero import RankRequest
@@ -34,13 +35,21 @@ T = TypeVar("T")
 
 
 class EngineActor:
-    """A vLLM server on the actor's GPUs. Its methods may run at the same time."""
+    """A vLLM server, or a node's part of it, on the actor's GPUs. Its methods may run at the same
+    time."""
 
     def __init__(self, make_server: MakeServer) -> None:
-        self._replica = LocalReplica(partial(make_server, host=ray.util.get_node_ip_address()))
+        self._make_server = partial(make_server, host=ray.util.get_node_ip_address())
+        self._replica = LocalReplica(self._make_server)
 
-    async def start(self) -> str:
-        """Starts the server, and returns its URL when it answers."""
+    async def meeting(self) -> str:
+        """On the first node of an engine: the address at which its workers meet."""
+        return _free_address()
+
+    async def start(self, part: ServerPart | None = None) -> str:
+        """Starts the server, and returns its URL when it answers; a part that does not answer, at
+        once."""
+        self._replica = LocalReplica(partial(self._make_server, part=part))
         await self._replica.start()
         return self._replica.url
 
@@ -108,10 +117,7 @@ class RankActor:
 
     def meeting(self) -> str:
         """On rank 0: the address at which the ranks meet."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        return f"tcp://{_free_address()}"
 
     def join(self, seat: Seat | None, probe: Sequence[int]) -> None:
         """Returns when all ranks have joined and the models are built. Without a `seat` the rank
@@ -133,6 +139,14 @@ class RankActor:
         if self._learners is None:
             raise TrainerError("only rank 0 answers requests, after `join`; ask rank 0")
         return request.on(self._learners)
+
+
+def _free_address() -> str:
+    """The actor's node and a TCP port that is free there: HOST:PORT."""
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 class ActorGoneError(TrainerError):

@@ -1,10 +1,10 @@
 """A run on a Ray cluster: engines, ranks and optionally the proxy are named actors in one placement
 group; the driver awaits them and holds no model.
 
-There is one bundle for each engine and one for each rank; with `share_gpus`, one for each engine
-and its rank together. Invariant: everything is reserved before anything is started; otherwise the
-run ends with an error of one line. After the exit of `ray_cluster` no actor and no placement group
-is left.
+There is one bundle for each node of each engine and one for each rank; with `share_gpus`, one for
+each engine and its rank together. Invariant: everything is reserved before anything is started;
+otherwise the run ends with an error of one line. After the exit of `ray_cluster` no actor and no
+placement group is left.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ from trainer.cluster.ray_actors import (
     until_end,
 )
 from trainer.cluster.ray_here import RayHere
+from trainer.cluster.ray_replica import PartActor, RayReplica
 from trainer.cluster.ray_worker import RayWorker
 from trainer.cluster.relay_config import RelayWorkersConfig
 from trainer.cluster.relay_order import WorkerOrder
+from trainer.engine import GPUS_OF_AN_ENGINE
 from trainer.errors import ConfigError, TrainerError
 from trainer.policy.parallel import Seat
 from trainer.run.control import RunControl, first_to_end
@@ -73,6 +75,7 @@ async def ray_cluster(
     """
     with _connected(config):
         wanted = bundles(config, has_gpus="GPU" in ray.cluster_resources())
+        _check_nodes(config, wanted)
         group = placement_group(wanted, strategy=config.cluster.strategy)
         try:
             await control.wait_for(_reserved(group, wanted, config.cluster))
@@ -82,15 +85,27 @@ async def ray_cluster(
 
 
 def bundles(config: ProcessesConfig, *, has_gpus: bool) -> list[Bundle]:
-    """The bundles to reserve: first those for engines, then those for ranks."""
+    """The bundles to reserve: first those for engines, of which each has its nodes one after the
+    other, then those for ranks."""
     cluster, ranks = config.cluster, config.trainer.ranks
     wanted = config.engine.tensor_parallel if has_gpus else 0
     gpus = wanted if cluster.engine_gpus is None else cluster.engine_gpus
     if cluster.share_gpus:
         return [_bundle(cluster.engine_cpus + cluster.rank_cpus, gpus)] * ranks
     replicas = 0 if config.engine.urls else config.engine.replicas
-    engines = [_bundle(cluster.engine_cpus, gpus)] * replicas
+    nodes = cluster.engine_nodes
+    engines = [_bundle(cluster.engine_cpus, gpus // nodes)] * (replicas * nodes)
     return engines + [_bundle(cluster.rank_cpus, min(gpus, 1))] * ranks
+
+
+def _check_nodes(config: ProcessesConfig, wanted: Sequence[Bundle]) -> None:
+    nodes, workers = config.cluster.engine_nodes, config.engine.tensor_parallel
+    # vLLM takes workers for those of one node by the number of its devices, and a CPU is one.
+    if 1 < nodes < workers and "GPU" not in wanted[0]:
+        raise ConfigError(
+            f"cluster.engine_nodes={nodes}: without GPUs, vLLM can have one worker on each node, "
+            f"not {workers // nodes}; set {GPUS_OF_AN_ENGINE} in engine.args to {nodes}"
+        )
 
 
 def _bundle(cpus: float, gpus: int) -> Bundle:
@@ -129,7 +144,8 @@ class RayCluster:
         return ours | self._ray.ports | engines
 
     def replica(self, number: int) -> RayReplica:
-        return RayReplica(self, number)
+        nodes = range(self._config.cluster.engine_nodes)
+        return RayReplica([self._part(number, node) for node in nodes])
 
     def proxy(self, settings: dict[str, Any]) -> ProxyService:
         if self._config.cluster.proxy == "driver":
@@ -142,11 +158,17 @@ class RayCluster:
     def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[RankZero]:
         return self._trainer(probe)
 
-    def start_engine(self, number: int) -> Any:
+    def _part(self, number: int, node: int) -> PartActor:
+        name = f"engine-{number}" + (f"-node-{node}" if node else "")
+        make = partial(self._start_engine, name, number, node)
+        return PartActor(name, partial(self.placed, make))
+
+    def _start_engine(self, name: str, number: int, node: int) -> Any:
         """A new actor; its server is not started yet."""
-        make = replica_server(self._config, self._folder, number, self._server)
-        cpus = self._config.cluster.engine_cpus
-        return self._actor(EngineActor, f"engine-{number}", number, cpus, make)
+        cluster = self._config.cluster
+        make = replica_server(self._config, self._folder, number, self._server, node=node)
+        bundle = number * cluster.engine_nodes + node
+        return self._actor(EngineActor, name, bundle, cluster.engine_cpus, make)
 
     def start_proxy(self, settings: dict[str, Any], admin_key: str, port: int) -> Any:
         """A new actor; its server is not started yet."""
@@ -226,32 +248,6 @@ class RayCluster:
             raise ConfigError(
                 f"cluster.namespace={self._config.cluster.namespace!r}: {error}; choose another one"
             ) from error
-
-
-class RayReplica:
-    """An engine's actor, which is replaced by another one after it has ended."""
-
-    def __init__(self, cluster: RayCluster, number: int) -> None:
-        self._cluster = cluster
-        self._number = number
-        self._actor: Any = None
-        self.url = ""
-
-    async def start(self) -> None:
-        make = partial(self._cluster.start_engine, self._number)
-        place = partial(self._cluster.placed, make, self._whose)
-        self._actor, self.url = await started(self._actor, place, self._whose)
-
-    async def wait(self) -> str:
-        how, self._actor = await until_end(self._actor, self._whose)
-        return how
-
-    async def stop(self) -> None:
-        await end(self._actor, self._whose)
-
-    @property
-    def _whose(self) -> str:
-        return f"the actor of engine-{self._number}"
 
 
 class RayProxy:

@@ -236,6 +236,33 @@ def test_engines_and_ranks_have_their_own_gpus_or_share_them_in_pairs(tiny_model
     assert all("GPU" not in bundle for bundle in bundles(shared, has_gpus=False))
 
 
+def test_engine_that_spans_nodes_has_a_bundle_for_each_node(tiny_model: Path) -> None:
+    spans = config(tiny_model, cluster={"engine_cpus": 3})
+    engine = EnginesConfig(replicas=2, args=("-tp", "8"))
+    cluster = spans.cluster.model_copy(update={"engine_nodes": 2})
+    spans = spans.model_copy(update={"engine": engine, "cluster": cluster})
+    *engines, rank, other_rank = bundles(spans, has_gpus=True)
+    assert engines == [{"CPU": 3, "GPU": 4}] * 4
+    assert rank == other_rank == {"CPU": 0.1, "GPU": 1}
+    assert bundles(spans, has_gpus=False)[:4] == [{"CPU": 3}] * 4
+
+
+def test_engine_with_several_workers_on_a_node_without_gpus_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = config(tiny_model)
+    engine = EnginesConfig(replicas=1, args=("-tp", "4"), weight_transfer="gloo")
+    cluster = settings.cluster.model_copy(update={"engine_nodes": 2, "strategy": "PACK"})
+    settings = settings.model_copy(update={"engine": engine, "cluster": cluster})
+
+    async def connect() -> None:
+        async with ray_cluster(settings, RunFolder.create(tmp_path / "a"), RunControl()):
+            pass
+
+    with pytest.raises(ConfigError, match=r"engine_nodes=2: .* one worker on each node, not 2; "):
+        asyncio.run(connect())
+
+
 KNOCK = """
 import os, pathlib, socket, sys
 for port in map(int, sys.argv[3:]):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.needs import skip_or_fail
@@ -18,6 +19,7 @@ from trainer.cluster.services import RunServices
 from trainer.errors import TrainerError
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
+from trainer.weight_sync.control import EngineControl
 
 try:
     import ray
@@ -112,3 +114,66 @@ def test_engine_of_a_lost_node_moves_to_another_node_or_the_run_ends(
 
     with pytest.raises(TrainerError, match=r"the actor of engine-\d found no node with room .*CPU"):
         asyncio.run(lose_nodes())
+
+
+async def where(name: str) -> tuple[str, int]:
+    """The node of an engine's actor, and the process id of the guard of its server there."""
+    actor = ray.get_actor(name, namespace="agentic-rl")
+    found: tuple[str, int] = await actor.__ray_call__.remote(
+        lambda self: (ray.get_runtime_context().get_node_id(), self._replica._server.guard)
+    )
+    return found
+
+
+@pytest.mark.long
+def test_engine_that_spans_nodes_ends_as_a_whole_and_starts_again_elsewhere(
+    tiny_model: Path, tmp_path: Path, nodes: Any
+) -> None:
+    settings = config_of(
+        tiny_model,
+        engine={"weight_transfer": "gloo", "args": ["-tp", "2"]},
+        cluster={
+            "backend": "ray",
+            "strategy": "STRICT_SPREAD",
+            "engine_nodes": 2,
+            "engine_cpus": 0.6,
+            "rank_cpus": 0.6,
+            "ready_timeout_s": 300,
+        },
+    )
+    folder = RunFolder.create(tmp_path / "run")
+    names = ("engine-0", "engine-0-node-1")
+
+    async def lose_parts() -> None:
+        async with ray_cluster(settings, folder, RunControl(), FakeServer) as cluster:
+            replica = cluster.replica(0)
+            await replica.start()
+            first, second = [await where(name) for name in names]
+            assert first[0] != second[0]
+
+            lost, left = (
+                (second, first) if second[0] != nodes.head_node.node_id else (first, second)
+            )
+            nodes.add_node(**NODE)
+            node = next(each for each in nodes.list_all_nodes() if each.node_id == lost[0])
+            nodes.remove_node(node, allow_graceful=False)
+            await replica.wait()
+            assert not psutil.pid_exists(left[1])
+            await replica.start()
+            moved = [await where(name) for name in names]
+            assert lost[0] not in {node for node, _ in moved}
+            assert moved[0][0] != moved[1][0]
+
+            headless = ray.get_actor(names[1], namespace="agentic-rl")
+            await headless.__ray_call__.remote(lambda self: self._replica._server.kill())
+            assert "engine-0-node-1.log" in await replica.wait()
+            assert not any(psutil.pid_exists(guard) for _, guard in moved)
+            await replica.start()
+            with closing(EngineControl([replica.url])) as engine:
+                assert engine.weight_versions() == ["0"]
+            again = [await where(name) for name in names]
+            assert [node for node, _ in again] == [node for node, _ in moved]
+            await replica.stop()
+            assert not any(psutil.pid_exists(guard) for _, guard in again)
+
+    asyncio.run(lose_parts())
