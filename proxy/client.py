@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from io import BytesIO
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -18,13 +17,12 @@ import orjson
 
 from proxy.admin_key import client_key
 from proxy.client_answers import Happening, SessionHandle
+from proxy.http_request import sent_body
 from proxy.record_format import CONTENT_TYPE, decode_record, origin_fields
 from proxy.records import Origin, Quota, Reward, ServedPolicy, Session, SessionKind, Turn
 
 __all__ = ["Happening", "ProxyClient", "ProxyClientError", "SessionHandle"]
 
-LARGE_BYTES = 2**20
-"""From this size on, aiohttp warns of a body that is given as bytes."""
 PLACE_TIMEOUT_S = 300.0
 """Seconds that a call waits for a free connection: thousands of trials may begin at once."""
 
@@ -322,16 +320,14 @@ class ProxyClient:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        all_headers = {**self._headers, **(headers or {})}
-        if body is not None:
-            all_headers["Content-Type"] = "application/json"
+        kind = {} if body is None else {"Content-Type": "application/json"}
         await self._take_place(method, path)
         try:
             async with self._client().request(
                 method,
                 self.base_url + path,
-                data=None if body is None else _sent(orjson.dumps(body)),
-                headers=all_headers,
+                data=None if body is None else sent_body(orjson.dumps(body)),
+                headers={**self._headers, **kind, **(headers or {})},
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             ) as response:
                 await _raise_for_status(response)
@@ -388,11 +384,6 @@ class ProxyClient:
 
 def _session_path(trial_id: str, *parts: str) -> str:
     return "/".join(["/sessions", quote(trial_id, safe="/"), *parts])
-
-
-def _sent(body: bytes) -> bytes | BytesIO:
-    """The body as aiohttp sends it without a warning: in pieces if it is large."""
-    return body if len(body) < LARGE_BYTES else BytesIO(body)
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:

@@ -14,6 +14,7 @@ import select
 import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from io import BytesIO
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -24,6 +25,8 @@ from proxy.errors import RequestError
 
 BODY_TIMEOUT_S = 120.0
 """Seconds in which a request body must arrive: 16 MiB at 1.1 Mbit/s."""
+LARGE_BODY_BYTES = 2**20
+"""From this size on, aiohttp's client sends a body in pieces, not to block the loop."""
 IDLE_S = 120
 """Seconds after which a connection without a complete request is closed: longer than the HTTP
 clients of agents and load balancers keep an idle connection."""
@@ -260,3 +263,8 @@ def bounded_number(text: str, name: str, low: float, high: float) -> float:
     if not low <= value <= high:
         raise RequestError(f"{name}: {text!r} is not a number from {low} to {high}")
     return value
+
+
+def sent_body(body: bytes) -> bytes | BytesIO:
+    """A request's body for aiohttp's client, which warns of a large one that is given as bytes."""
+    return body if len(body) < LARGE_BODY_BYTES else BytesIO(body)

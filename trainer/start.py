@@ -37,6 +37,7 @@ from trainer.config_sources import dump, load
 from trainer.errors import ConfigError
 from trainer.fit import Ended
 from trainer.main_sft import SftParts, assemble_sft
+from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.report import write_report
@@ -75,7 +76,7 @@ def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[
         case "never":
             return _begin_new(parts)
         case "auto":
-            return _begin_or_continue(parts, config)
+            return _begin_or_continue(parts, _planned(config.model))
         case path:
             return _continue(parts, RunFolder.open(Path(path)))
 
@@ -95,18 +96,18 @@ def _leads(config: TrainerConfig, environment: Mapping[str, str]) -> Parts | Non
     return None if _follows(parts.config, environment) else parts
 
 
-def _begin_or_continue(parts: Parts, given: TrainerConfig) -> int:
+def _begin_or_continue(parts: Parts, planned: frozenset[str]) -> int:
     """Continues the last run of this folder and configuration, if it has neither ended nor is
-    running; else begins a new run, and says why. `given`: the configuration before the plan."""
+    running; else begins a new run, and says why. `planned`: the keys that the plan decides."""
     config = parts.config
     folder = RunFolder.latest(config.trainer.run_dir)
     if folder is None and (mirrored := _mirrored(config)) is not None:
-        return _continue_on_empty_disk(parts, given, *mirrored)
+        return _continue_on_empty_disk(parts, planned, *mirrored)
     if folder is None or folder.read_summary().get("status") == "done":
         return _begin_new(parts)
     if folder.is_running:
         return _begin_new(parts, f"{folder.path} is running in another process: this is a new run")
-    changed = _changed_keys(folder.config.read_text(), config, given)
+    changed = _changed_keys(folder.config.read_text(), config, planned)
     if not changed:
         return _continue(parts, folder)
     return _begin_new(
@@ -129,14 +130,18 @@ def _begin_new(parts: Parts, *notes: str) -> int:
     return _run(parts, folder, None, *notes)
 
 
-def _changed_keys(written: str, config: Section, given: TrainerConfig) -> list[str]:
+def _planned(model: ModelConfig) -> frozenset[str]:
+    """The keys that the plan of GPUs decides, because they are not given."""
+    return frozenset({PLANNED} if model.gradient_checkpointing is None else ())
+
+
+def _changed_keys(written: str, config: Section, planned: frozenset[str]) -> list[str]:
     """The keys whose values differ from those that a run has written. A key that an earlier release
     did not have has its default there, so that an upgrade does not begin another run; what the plan
     of GPUs decides may differ, because the run may continue on another machine."""
     before = yaml.safe_load(written)
     with suppress(ValidationError):  # of a run that has a key which is gone
         before = yaml.safe_load(dump(type(config).model_validate(before)))
-    planned = {PLANNED} if given.model.gradient_checkpointing is None else set()
     changed = _changed(before, yaml.safe_load(dump(config)))
     return [key for key in changed if key not in planned]
 
@@ -161,10 +166,10 @@ def _continue(parts: Parts, folder: RunFolder) -> int:
 
 
 def _continue_on_empty_disk(
-    parts: Parts, given: TrainerConfig, mirror: CheckpointMirror, copy: MirroredCheckpoint
+    parts: Parts, planned: frozenset[str], mirror: CheckpointMirror, copy: MirroredCheckpoint
 ) -> int:
     """Continues a run of the same configuration, of which only the mirror is left."""
-    if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config, given):
+    if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config, planned):
         raise ConfigError(
             f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of a "
             f"run with another configuration ({', '.join(changed[:8])}); set it as it was to "

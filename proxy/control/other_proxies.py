@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from io import BytesIO
 from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
 
+from proxy.http_request import sent_body
 from proxy.store.protocol import Store
 
 CONNECT_TIMEOUT_S = 2.0
@@ -42,7 +42,7 @@ async def ask_others(
                     request.method,
                     url,
                     params=query,
-                    data=BytesIO(body) if body else None,  # not bytes, which may be large
+                    data=sent_body(body),
                     headers=_JSON,
                     allow_redirects=False,  # the admin key is for this proxy only
                 ) as response:
