@@ -61,9 +61,9 @@ async def test_streamed_and_whole_answers_are_the_same_sample(
     decoded: list[bytes] = []
     decode = engine._decode
 
-    def counted(payload: bytes) -> Any:
+    def counted(decoder: Any, payload: bytes) -> Any:
         decoded.append(payload)
-        return decode(payload)
+        return decode(decoder, payload)
 
     monkeypatch.setattr(engine, "_decode", counted)
     sampling = Sampling(max_tokens=24, temperature=0.8, seed=7)
