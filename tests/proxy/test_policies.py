@@ -63,11 +63,9 @@ class Replicas:
         self.router = router
         self._number = 0
 
-    def generation(self, policy: str, **more: object) -> Generation:
+    def generation(self, policy: str, **more: Any) -> Generation:
         self._number += 1
-        sampling = Sampling(max_tokens=ANSWER_TOKENS, policy=policy, trained=True)
-        for name, value in more.items():
-            object.__setattr__(sampling, name, value)
+        sampling = Sampling(max_tokens=ANSWER_TOKENS, policy=policy, trained=True, **more)
         return Generation(
             self.router,
             PROMPT,
