@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import orjson
 
+from proxy.engines.frames import MISSING_LOGPROB
 from proxy.engines.http_engine import Answer, Choice, HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.engines.vllm import MISSING_LOGPROB, sampling_params
+from proxy.engines.vllm import sampling_params
 from proxy.records import Ids
 
 COMPLETIONS = "/v1/completions"

@@ -127,11 +127,10 @@ class HttpEngine(ABC, Generic[A]):
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> None:
-        body = self._body(prompt_ids, sampling, request_id, cache_salt, stream)
         received = Received(self, sampling, take)
         self._info.in_flight += 1
         try:
-            await (self._stream(body, received) if stream else self._whole(body, received))
+            await self._sample(prompt_ids, received, request_id, cache_salt, stream)
             last = received.end()
         except NotFound as error:
             if sampling.adapter:
@@ -152,8 +151,20 @@ class HttpEngine(ABC, Generic[A]):
             self._info.in_flight -= 1
         take(last)
 
+    async def _sample(
+        self,
+        prompt_ids: Ids,
+        received: Received,
+        request_id: str,
+        cache_salt: str | None,
+        stream: bool,
+    ) -> None:
+        """Sends the request, and passes what the engine answers to `received`."""
+        body = self._body(prompt_ids, received.sampling, request_id, cache_salt, stream)
+        await (self._stream(body, received) if stream else self._whole(body, received))
+
     async def _abandon(self, request_id: str, received: Received) -> None:
-        if received.last is None:
+        if received.last is None and not received.cancels_itself:
             with contextlib.suppress(EngineError):
                 await self.abort(request_id)
 
@@ -300,6 +311,8 @@ class Received:
         """The chunk with the finish reason, once it was received."""
         self.is_unwanted = False
         """Whether `take` has raised an error."""
+        self.cancels_itself = False
+        """Whether the engine learns without an abort request that nobody wants the rest."""
         self.is_complete = False
         """Whether everything up to the finish reason was valid. What follows is read until the
         response ends, for at most END_WAIT_S and MAX_REST events."""
@@ -320,7 +333,7 @@ class Received:
                 )
             return
         for chunk in self._engine.read(said, self.sampling, self._tokens):
-            self._chunk(chunk)
+            self.chunk(chunk)
         if self.last is not None:
             self.is_complete = True
             if self.time_left is not None:
@@ -330,12 +343,13 @@ class Received:
         """The last chunk, for after the response has ended. Raises EngineError if there is none, or
         if there was more after it."""
         for chunk in self._engine.read(self._rest, self.sampling, self._tokens):
-            self._chunk(chunk)
+            self.chunk(chunk)
         if self.last is None:
             raise self._engine.fault("ended its stream without a finish reason")
         return self.last
 
-    def _chunk(self, chunk: Chunk) -> None:
+    def chunk(self, chunk: Chunk) -> None:
+        """Takes one chunk. Raises EngineError, and what the call's `take` raises."""
         if self.last is not None:
             if chunk.ids or chunk.finish_reason is not None:
                 raise self._engine.fault(

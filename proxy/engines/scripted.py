@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +22,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from proxy.engines import sglang, vllm, vllm_metrics
+from proxy.engines.frames import PATH as FRAMES
+from proxy.engines.scripted_frames import ScriptedRefusal, ScriptedSocket
 from proxy.engines.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
 
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
@@ -43,8 +45,10 @@ class ScriptedEngine:
         expect_extension: bool = False,
         remember_calls: bool = True,
         cache_tokens: int | None = None,
+        frames: bool = False,
     ) -> None:
-        """`cache_tokens`: the size of the KV cache that its metrics report; None: no metrics."""
+        """`cache_tokens`: the size of the KV cache that its metrics report; None: no metrics.
+        `frames`: it has the binary route of a vLLM server."""
         self.script = script
         self.model = model
         self.max_context_tokens = max_context_tokens
@@ -52,6 +56,7 @@ class ScriptedEngine:
         self.expect_extension = expect_extension
         self.remember_calls = remember_calls
         self.cache_tokens = cache_tokens
+        self.frames = frames
         self.without_metrics = web.HTTPNotFound.status_code
         """Status of `/metrics` while `cache_tokens` is None."""
         self.adapters: dict[str, Script] = {}
@@ -86,6 +91,7 @@ class ScriptedEngine:
                 *(web.post(wire.route, self._generating(wire)) for wire in WIRES),
                 web.post(vllm.ABORT, self._abort),
                 web.post(sglang.ABORT, self._abort),
+                *([web.get(FRAMES, self._serve_frames)] if self.frames else ()),
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get(vllm_metrics.METRICS, self._metrics),
@@ -133,26 +139,62 @@ class ScriptedEngine:
         async def handle(request: web.Request) -> web.StreamResponse:
             call = wire.read(orjson.loads(await request.read()))
             call.fault = self.faults.pop(0) if self.faults else None
-            return await self._generate(request, call, wire)
+            try:
+                with self._begun(call):
+                    answer = self._stream if call.stream else self._whole
+                    return await answer(request, call, wire)
+            except ScriptedRefusal as refusal:
+                error = {"message": str(refusal), "code": refusal.status}
+                return web.json_response({"error": error}, status=refusal.status)
 
         return handle
 
-    async def _generate(
-        self, request: web.Request, call: ScriptedCall, wire: Wire
-    ) -> web.StreamResponse:
+    async def _serve_frames(self, request: web.Request) -> web.StreamResponse:
+        return await ScriptedSocket(request).serve(self._sample_for_frames)
+
+    async def _sample_for_frames(
+        self, body: dict[str, Any], socket: ScriptedSocket
+    ) -> AsyncIterator[dict[str, Any]]:
+        wire = WIRES[0]
+        call = wire.read(body)
+        call.fault = self.faults.pop(0) if self.faults else None
+        try:
+            with self._begun(call):
+                sent = 0
+                async for at in self._sample(call):
+                    yield wire.write(call, sent, at)
+                    sent = at
+                if call.stream or not call.breaks:
+                    yield wire.write(call, sent, len(call.answer_ids))
+                if call.breaks and call.fault is not None:
+                    await self._break_frames(call, call.fault, socket)
+        except asyncio.CancelledError:
+            self.aborts.append(call.request_id)
+            raise
+
+    async def _break_frames(self, call: ScriptedCall, fault: Fault, socket: ScriptedSocket) -> None:
+        if fault.kind == "error":
+            raise ScriptedRefusal(500, "scripted fault")
+        if fault.kind == "die":
+            await socket.cut()
+        elif fault.kind == "nonsense":
+            await socket.break_off()
+        await call.abort.wait()
+
+    @contextmanager
+    def _begun(self, call: ScriptedCall) -> Iterator[None]:
+        """Raises ScriptedRefusal if the call is not accepted."""
         if "@" in (call.model or "") and call.model not in self.adapters:
-            missing = {"message": f"The model `{call.model}` does not exist.", "code": 404}
-            return web.json_response({"error": missing}, status=404)
+            raise ScriptedRefusal(404, f"The model `{call.model}` does not exist.")
         refusal = self._refusal(call)
         if refusal is not None:
-            return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
+            raise ScriptedRefusal(400, refusal)
         if self.remember_calls:
             self.calls.append(call)
         self._running[call.request_id] = call
         self.called.set()
         try:
-            answer = self._stream if call.stream else self._whole
-            return await answer(request, call, wire)
+            yield
         except asyncio.CancelledError:
             call.finish_reason = "abort"
             call.abort.set()

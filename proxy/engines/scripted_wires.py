@@ -18,6 +18,7 @@ import numpy as np
 
 from proxy import routed_experts
 from proxy.engines import completions, sglang, vllm
+from proxy.engines.frames import MISSING_LOGPROB
 from proxy.records import RoutedExperts
 
 FaultKind = Literal["error", "die", "stall", "abort", "missing_logprob", "nonsense"]
@@ -125,7 +126,7 @@ def _read_vllm(body: dict[str, Any]) -> ScriptedCall:
         cache_salt=body.get("cache_salt"),
         stream=bool(body.get("stream")),
         model=body.get("model"),
-        no_logprob=vllm.MISSING_LOGPROB,
+        no_logprob=MISSING_LOGPROB,
     )
 
 

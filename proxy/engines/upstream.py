@@ -55,12 +55,13 @@ class Upstream:
         }
         try:
             address = EngineAddress.parse(url, key=api_key)
+            self.address = address
             self.url = address.url
             headers |= address.headers
             self._connections = Connections(self.url, headers, connect_timeout_s=connect_timeout_s)
         except ValueError as error:
             raise ConfigurationError(f"engines: {error}") from error
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
 
     async def get(self, path: str, *, timeout_s: float, absent: Container[int] = _MISSING) -> Any:
         """The JSON at `path`; None if the body is empty or the status is one of `absent`. Raises
@@ -174,7 +175,7 @@ class Upstream:
         absent: Container[int],
     ) -> T:
         connections = self._connections
-        response = await connections.send(method, path, body, stall_s=self._stall_timeout_s)
+        response = await connections.send(method, path, body, stall_s=self.stall_timeout_s)
         try:
             if response.status >= 400 and response.status not in absent:
                 words = _error_message(await response.beginning(MAX_ERROR_BYTES))

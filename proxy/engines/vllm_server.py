@@ -27,6 +27,7 @@ from pydantic import Field
 from proxy.engines import guard, vllm_early
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_early import EarlyServer
+from proxy.engines.vllm_frames import FramesRoute
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_launch import EarlyOrders
 from proxy.engines.vllm_nodes import ServerPart, node_environment
@@ -291,6 +292,7 @@ def server_arguments(config: VllmConfig) -> list[str]:
     }
     argv = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     argv += ["--disable-uvicorn-access-log"]
+    argv += ["--middleware", f"{FramesRoute.__module__}.{FramesRoute.__name__}"]
     argv += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     argv += ["--enforce-eager"] if is_cpu_build() else []
     argv += ["--enable-sleep-mode"] if config.sleep else []

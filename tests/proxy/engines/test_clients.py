@@ -27,13 +27,20 @@ ANSWER = [5, 6, 7, 2]
 
 @pytest.fixture
 async def server() -> AsyncIterator[ScriptedEngine]:
-    async with ScriptedEngine(lambda _: ANSWER) as engine:
+    async with ScriptedEngine(lambda _: ANSWER, frames=True) as engine:
         yield engine
 
 
-@pytest.fixture(params=[VllmEngine, CompletionsEngine, SglangEngine])
+class FramesEngine(VllmEngine):
+    """One that has learned that the server has the binary route."""
+
+
+@pytest.fixture(params=[VllmEngine, FramesEngine, CompletionsEngine, SglangEngine])
 async def engine(server: ScriptedEngine, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     client: Engine = request.param(server.url, stall_timeout_s=5.0)
+    if isinstance(client, FramesEngine):
+        await client.check()
+        server.checked.clear()
     yield client
     await client.close()
 
@@ -100,7 +107,7 @@ async def test_vllm_reports_versions_that_change_during_an_answer(server: Script
     await engine.close()
 
 
-@pytest.mark.parametrize("engine", [VllmEngine, SglangEngine], indirect=True)
+@pytest.mark.parametrize("engine", [VllmEngine, FramesEngine, SglangEngine], indirect=True)
 async def test_abort_sends_the_request_id_to_the_engine(
     server: ScriptedEngine, engine: Engine
 ) -> None:
