@@ -10,6 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 
 import uvloop
@@ -21,6 +22,7 @@ PARTS = ("small-calls", "kills", "turns", "streams", "memory")
 TARGETS = (
     "pass-through",
     "ours",
+    "ours-json",
     "ours-2-workers",
     "vllm-router",
     "rllm",
@@ -76,6 +78,7 @@ def _starters(upstream: str, scratch: Path) -> Starters:
     return {
         "pass-through": lambda: targets.pass_through(upstream),
         "ours": lambda: targets.ours(upstream, scratch),
+        "ours-json": lambda: targets.ours(f"{upstream}/json", scratch),
         "ours-2-workers": lambda: targets.ours(upstream, scratch, "--workers", "2"),
         "vllm-router": lambda: peers.vllm_router(upstream, CACHE),
         "rllm": lambda: peers.rllm_gateway(upstream, CACHE, scratch),
@@ -101,38 +104,43 @@ def _turns(_: argparse.Namespace) -> None:
         targets.fake_vllm() as upstream,
         targets.pass_through(upstream) as plain,
         targets.ours(upstream, Path(scratch)) as target,
+        targets.ours(f"{upstream}/json", Path(scratch)) as by_json,
     ):
-        costs = asyncio.run(long_sessions.turn_costs(target, plain, sessions=3))
-    print("| turn | prompt tokens | CPU ms | wall ms | pass-through, CPU ms | its JSON, CPU ms |")
-    print("|---|---|---|---|---|---|")
-    for cost in costs:
-        print(
-            f"| {cost.turn:.0f} | {cost.prompt_tokens:,.0f} | {cost.cpu_ms:.1f} "
-            f"| {cost.wall_ms:.1f} | {cost.plain_cpu_ms:.1f} | {cost.json_ms:.1f} |"
-        )
+        print("| | turn | tokens | CPU ms | wall ms | pass-through, CPU ms | its JSON, CPU ms |")
+        print("|---|---|---|---|---|---|---|")
+        for name, each in {"ours": target, "ours, JSON from the engine": by_json}.items():
+            for cost in asyncio.run(long_sessions.turn_costs(each, plain, sessions=3)):
+                print(
+                    f"| {name} | {cost.turn:.0f} | {cost.prompt_tokens:,.0f} | {cost.cpu_ms:.1f} "
+                    f"| {cost.wall_ms:.1f} | {cost.plain_cpu_ms:.1f} | {cost.json_ms:.1f} |",
+                    flush=True,
+                )
 
 
 def _streams(arguments: argparse.Namespace) -> None:
-    print("| streams | through | gap p50 ms | gap p99 ms | cores | CPU µs/token |")
-    print("|---|---|---|---|---|---|")
+    print("| tokens | streams | through | gap p50 ms | gap p99 ms | cores | CPU µs/token |")
+    print("|---|---|---|---|---|---|---|")
     generate, chat = streams.generate_body(), streams.chat_body()
-    for count in arguments.streams:
+    times = {"each stream at its own times": [], "in steps": ["--in-steps"]}
+    for (when, option), count in product(times.items(), arguments.streams):
         with (
             tempfile.TemporaryDirectory() as scratch,
-            targets.fake_vllm("--tokens-per-s", str(streams.TOKENS_PER_S)) as upstream,
+            targets.fake_vllm("--tokens-per-s", str(streams.TOKENS_PER_S), *option) as upstream,
             targets.pass_through(upstream) as plain,
             targets.ours(upstream, Path(scratch)) as target,
+            targets.ours(f"{upstream}/json", Path(scratch)) as by_json,
         ):
             url, through = f"{upstream}{streams.GENERATE}", f"{plain.origin}{streams.GENERATE}"
             rows = {
                 "direct": streams.measure(url, generate, count, None),
                 plain.name: streams.measure(through, generate, count, plain),
                 "ours": streams.measure(target.url, chat, count, target),
+                "ours, JSON from the engine": streams.measure(by_json.url, chat, count, by_json),
             }
             for name, row in rows.items():
                 gaps = uvloop.run(row)
                 print(
-                    f"| {count} | {name} | {gaps.p50_ms:.1f} | {gaps.p99_ms:.1f} "
+                    f"| {when} | {count} | {name} | {gaps.p50_ms:.1f} | {gaps.p99_ms:.1f} "
                     f"| {gaps.cpu_share:.2f} | {gaps.cpu_us_per_token:.1f} |",
                     flush=True,
                 )

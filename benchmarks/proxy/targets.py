@@ -84,6 +84,7 @@ def ours(upstream: str, folder: Path, *arguments: str) -> Iterator[Target]:
     with started([sys.executable, "-m", "proxy", *argv]) as process:
         until_healthy(f"http://127.0.0.1:{port}/health", process)
         name = "ours, 2 workers" if "--workers" in arguments else "ours, recording"
+        name += ", JSON from the engine" if upstream.endswith("/json") else ""
         url = f"http://127.0.0.1:{port}/s@S@/v1/chat/completions"
         yield Target(name, url, process, kept=lambda: _answered_sessions(store))
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from proxy.engines.address import EngineAddress
 from proxy.engines.completions import CompletionsEngine
+from proxy.engines.frames_client import FramesClient
 from proxy.engines.http_engine import HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
-from proxy.errors import EngineError, EngineRefusal, RequestError
+from proxy.errors import EngineError, EngineRefusal, ProxyError, RequestError
 from proxy.records import FinishReason
 from tests.conftest import TINY_CONTEXT_TOKENS
 from tests.proxy.pushed import chunks_of
@@ -28,10 +30,18 @@ ENDLESS = Sampling(max_tokens=1900, structured={"regex": "[ab]{4000}"})
 """With this grammar, the model cannot end its answer."""
 
 
-@pytest.fixture
-async def engine(vllm: VllmServer) -> AsyncIterator[VllmEngine]:
+@pytest.fixture(params=["frames", "json"])
+async def engine(vllm: VllmServer, request: pytest.FixtureRequest) -> AsyncIterator[VllmEngine]:
+    async with client_of(vllm, request.param) as client:
+        yield client
+
+
+@asynccontextmanager
+async def client_of(vllm: VllmServer, route: str) -> AsyncIterator[VllmEngine]:
     client = VllmEngine(vllm.url)
     await client.check()
+    assert client._has_frames
+    client._has_frames = route == "frames"
     yield client
     await client.close()
 
@@ -55,23 +65,10 @@ async def test_check_learns_model_and_context(engine: VllmEngine) -> None:
     assert engine.info.max_context_tokens == TINY_CONTEXT_TOKENS
 
 
-async def test_streamed_and_whole_answers_are_the_same_sample(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoded: list[bytes] = []
-    decode = engine._decode
-
-    def counted(decoder: Any, payload: bytes) -> Any:
-        decoded.append(payload)
-        return decode(decoder, payload)
-
-    monkeypatch.setattr(engine, "_decode", counted)
+async def test_streamed_and_whole_answers_are_the_same_sample(engine: VllmEngine) -> None:
     sampling = Sampling(max_tokens=24, temperature=0.8, seed=7)
     streamed = await sample(engine, sampling)
-    events = len(decoded)
-    assert events > 1  # they may have arrived together, on a busy machine
     (whole,) = await sample(engine, sampling, stream=False)
-    assert len(decoded) == events + 1
     assert ids(streamed) == whole.ids
     np.testing.assert_allclose(logprobs(streamed), whole.logprobs, atol=1e-4)
     assert streamed[-1].finish_reason is whole.finish_reason is FinishReason.LENGTH
@@ -209,6 +206,67 @@ async def test_completions_route_gives_the_same_sample(
     assert chunks[-1].finish_reason is expected.finish_reason
     assert portable.info.max_context_tokens == TINY_CONTEXT_TOKENS
     await portable.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_both_routes_give_the_same_answers_and_refusals(
+    vllm: VllmServer, stream: bool
+) -> None:
+    plain = Sampling(max_tokens=12, temperature=0.8, seed=11)
+    wanted = [
+        plain,
+        structs.replace(plain, alternatives=4, top_logprobs=3),
+        structs.replace(plain, stop=("a", "e")),
+        structs.replace(plain, structured={"regex": "[ab]{3}"}),
+        structs.replace(plain, top_p=1.5),
+        structs.replace(plain, top_logprobs=24),
+        structs.replace(plain, structured={"regex": "["}),
+        structs.replace(plain, adapter="policy@3"),
+    ]
+
+    async def answer(engine: VllmEngine, sampling: Sampling) -> str:
+        try:
+            chunks = await sample(engine, sampling, stream=stream)
+        except ProxyError as error:
+            return f"{type(error).__name__} {error.message}"
+        return repr((ids(chunks), logprobs(chunks), chunks[-1].finish_reason, chunks[-1].versions))
+
+    # Alone each, because an engine computes other numbers in another batch.
+    async with client_of(vllm, "frames") as frames, client_of(vllm, "json") as json:
+        answers = [(await answer(frames, each), await answer(json, each)) for each in wanted]
+    assert [by_frames for by_frames, _ in answers] == [by_json for _, by_json in answers]
+    kinds = [by_frames.split()[0] for by_frames, _ in answers[-4:]]
+    assert kinds == ["EngineRefusal", "EngineRefusal", "EngineRefusal", "MissingAdapter"]
+
+
+async def test_calls_of_a_lost_connection_are_aborted(vllm: VllmServer) -> None:
+    async with client_of(vllm, "frames") as engine, client_of(vllm, "json") as observer:
+        running = asyncio.create_task(sample(engine, ENDLESS))
+        await reaches(observer, 1.0)
+        await engine._frames.close()
+        with pytest.raises(EngineError, match="closed the connection"):
+            await running
+        await reaches(observer, 0.0)
+
+
+async def reaches(observer: VllmEngine, requests: float) -> None:
+    """Waits until the engine samples so many requests."""
+    async with asyncio.timeout(30):
+        while requests not in await _running_requests(observer):
+            await asyncio.sleep(0.02)
+
+
+async def _running_requests(observer: VllmEngine) -> list[float]:
+    lines = (await observer._upstream.text("/metrics", timeout_s=10.0)).splitlines()
+    return [float(x.split()[-1]) for x in lines if x.startswith("vllm:num_requests_running")]
+
+
+async def test_binary_route_needs_the_key(vllm: VllmServer) -> None:
+    address = EngineAddress.parse(vllm.url)
+    for key in (None, "wrong"):
+        stranger = FramesClient(EngineAddress(address.url, key))
+        assert not await stranger.connect()
+        await stranger.close()
 
 
 @pytest.mark.parametrize("path", ["/weight_info", "/v1/models", "/pause", "/update_weights"])
