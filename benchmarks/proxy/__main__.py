@@ -15,10 +15,10 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.proxy import kills, long_sessions, peers, small_calls, streams, targets
+from benchmarks.proxy import kills, long_sessions, peers, real_vllm, small_calls, streams, targets
 
 CACHE = Path(".cache/bench-proxy")
-PARTS = ("small-calls", "kills", "turns", "streams", "memory")
+PARTS = ("small-calls", "kills", "turns", "streams", "memory", "real-vllm")
 TARGETS = (
     "pass-through",
     "ours",
@@ -51,6 +51,7 @@ def main() -> None:
         "turns": _turns,
         "streams": _streams,
         "memory": _memory,
+        "real-vllm": _real_vllm,
     }
     for part in arguments.parts:
         print(f"\n## {part}\n", flush=True)
@@ -154,6 +155,15 @@ def _memory(arguments: argparse.Namespace) -> None:
     ):
         before, after = asyncio.run(long_sessions.memory_mb(target, arguments.sessions))
     print(f"{arguments.sessions} sessions of 128k tokens: {before:,.0f} MB, then {after:,.0f}")
+
+
+def _real_vllm(_: argparse.Namespace) -> None:
+    async def show() -> None:
+        print(real_vllm.HEADER, flush=True)
+        async for row in real_vllm.rows():
+            print(row, flush=True)
+
+    uvloop.run(show())
 
 
 if __name__ == "__main__":

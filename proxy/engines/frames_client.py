@@ -212,7 +212,8 @@ class _Connection:
             for column in (sampled.calls, sampled.counts, sampled.ids)
         )
         logprobs = np.frombuffer(sampled.logprobs, LOGPROB).tolist()
-        if not len(ids) == len(logprobs) == sum(counts) or min(counts, default=0) < 0:
+        sizes = (len(ids), len(calls), min(counts, default=0) >= 0)
+        if sizes != (len(logprobs), len(counts), True) or sum(counts) != len(ids):
             raise ValueError(f"{len(ids)} ids, {len(logprobs)} log-probabilities, {counts} tokens")
         ranked = _ranked(sampled, len(ids)) if sampled.alternative_counts else None
         ends = {end.call: end for end in sampled.ends}

@@ -79,6 +79,7 @@ class ScriptedEngine:
         """With `expect_extension`: one message per refused prompt."""
         self.faults: list[Fault] = []
         self.url = ""
+        self._sockets: set[ScriptedSocket] = set()
         self._running: dict[str, ScriptedCall] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -117,6 +118,8 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """Stops listening and cuts every connection, like an engine that crashes."""
+        for socket in self._sockets:
+            socket.close()
         if self._runner is not None:
             for call in self._running.values():
                 call.abort.set()
@@ -150,7 +153,12 @@ class ScriptedEngine:
         return handle
 
     async def _serve_frames(self, request: web.Request) -> web.StreamResponse:
-        return await ScriptedSocket(request).serve(self._sample_for_frames)
+        socket = ScriptedSocket(request)
+        self._sockets.add(socket)
+        try:
+            return await socket.serve(self._sample_for_frames)
+        finally:
+            self._sockets.discard(socket)
 
     async def _sample_for_frames(
         self, body: dict[str, Any], socket: ScriptedSocket

@@ -54,6 +54,10 @@ class ScriptedSocket:
     async def cut(self) -> None:
         """Cuts the connection after what has been sampled, like an engine that dies."""
         await self._connection.flush()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection at once."""
         if self._request.transport is not None:
             self._request.transport.abort()
 
