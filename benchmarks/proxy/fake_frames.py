@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 from aiohttp import WSMsgType, web
 
-from proxy.engines.frames import ID, LOGPROB, End, Generate, Sampled, read_request, write
+from proxy.engines.frames import ID, LOGPROB, CallEnd, Sampled, StartCall, read_request, write
 
 TICKS_PER_STEP = 32
 """Streams that have their own times send at one of these times of a step."""
@@ -49,10 +49,10 @@ class FakeFrames:
                 if message.type is not WSMsgType.BINARY:
                     break
                 request = read_request(message.data)
-                if isinstance(request, Generate) and request.request.get("stream"):
+                if isinstance(request, StartCall) and request.request.get("stream"):
                     at = (-ticks % TICKS_PER_STEP) if self._in_steps else -1
                     self._phases[at][request.call] = 0
-                elif isinstance(request, Generate):
+                elif isinstance(request, StartCall):
                     if not self._whole:
                         loop.call_soon(self._answer)
                     self._whole.append(request.call)
@@ -77,7 +77,7 @@ class FakeFrames:
             del running[call]
         self._send(calls, 1, [_end(call, self._tokens) for call in ended])
 
-    def _send(self, calls: list[int], each: int, ends: list[End]) -> None:
+    def _send(self, calls: list[int], each: int, ends: list[CallEnd]) -> None:
         total = len(calls) * each
         ids = self._ids * len(calls) if each > 1 else self._ids[: ID.itemsize] * total
         values = self._logprobs[: LOGPROB.itemsize] * total
@@ -86,5 +86,5 @@ class FakeFrames:
         self._sending = asyncio.ensure_future(self._socket.send_bytes(write(sampled)))
 
 
-def _end(call: int, tokens: int) -> End:
-    return End(call, finish="length", versions=[("1", 0, tokens)])
+def _end(call: int, tokens: int) -> CallEnd:
+    return CallEnd(call, finish="length", versions=[("1", 0, tokens)])

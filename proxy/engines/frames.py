@@ -5,8 +5,8 @@ All calls of a client share one connection. `vllm_frames.py` is the server's sid
 little-endian float64, in which the float32 of an engine is exact. Imports nothing that a vLLM
 server does not have.
 
-Invariant: what a `Sampled` holds of a call comes after what the ones before it held, and its `End`
-is the last.
+Invariant: what a `Sampled` holds of a call comes after what the ones before it held, and its
+`CallEnd` is the last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MISSING_LOGPROB = -9999.0
 """vLLM's value for NaN, minus infinity, or a token that is not in its table."""
 
 
-class Generate(msgspec.Struct, tag="generate", array_like=True, gc=False):
+class StartCall(msgspec.Struct, tag="start", array_like=True, gc=False):
     """Asks for an answer."""
 
     call: int
@@ -35,13 +35,13 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, gc=False):
     """The other fields of the body of `POST /inference/v1/generate`."""
 
 
-class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
+class CancelCall(msgspec.Struct, tag="cancel", array_like=True, gc=False):
     """The client does not want the rest of the call. Nothing more is sent of it."""
 
     call: int
 
 
-class End(msgspec.Struct, array_like=True, gc=False):
+class CallEnd(msgspec.Struct, array_like=True, gc=False):
     """The end of a call: either `finish` or `error` is set."""
 
     call: int
@@ -76,10 +76,10 @@ class Sampled(msgspec.Struct, array_like=True, gc=False):
     """`[A]` int32."""
     alternative_logprobs: bytes = b""
     """`[A]` float64."""
-    ends: list[End] = []
+    ends: list[CallEnd] = []
 
 
-Request = Generate | Cancel
+Request = StartCall | CancelCall
 read_request = msgspec.msgpack.Decoder(Request).decode
 read_sampled = msgspec.msgpack.Decoder(Sampled).decode
 write = msgspec.msgpack.Encoder().encode

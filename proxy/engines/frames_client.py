@@ -23,11 +23,11 @@ from proxy.engines.frames import (
     ID,
     LOGPROB,
     PATH,
-    Cancel,
-    End,
-    Generate,
+    CallEnd,
+    CancelCall,
     Request,
     Sampled,
+    StartCall,
     read_sampled,
     write,
 )
@@ -46,7 +46,7 @@ CLOSE_TIMEOUT_S = 1.0
 Ranked = list[list[tuple[int, float]]]
 """For each token the ids and log-probabilities of the sampled one and the most probable ones."""
 
-Take = Callable[[list[int], list[float], Ranked | None, End | None], None]
+Take = Callable[[list[int], list[float], Ranked | None, CallEnd | None], None]
 """Takes new tokens with their log-probabilities and, if any call requests them, alternatives; and
 the end of the call. An error that it raises ends the call."""
 
@@ -162,7 +162,7 @@ class _Connection:
             self._watch = self._loop.call_later(self._stall_timeout_s, self._look)
         ids = np.ascontiguousarray(prompt_ids, ID).tobytes()
         try:
-            await self._send(Generate(number, ids, request))
+            await self._send(StartCall(number, ids, request))
             await call.ended
         except BaseException:
             if self._calls.pop(number, None) is not None:
@@ -184,7 +184,7 @@ class _Connection:
         """Cancels a call that has not ended. Without a connection it has."""
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
-                await self._send(Cancel(number))
+                await self._send(CancelCall(number))
 
     async def _read(self) -> None:
         """Passes on what arrives. With the connection all its calls end."""
@@ -235,7 +235,7 @@ class _Connection:
         ids: list[int],
         logprobs: list[float],
         ranked: Ranked | None,
-        end: End | None,
+        end: CallEnd | None,
     ) -> None:
         call = self._calls.get(number)
         if call is None or call.ended.done():  # cancelled, or about to be

@@ -17,8 +17,8 @@ from proxy.engines.frames import (
     ID,
     LOGPROB,
     MISSING_LOGPROB,
-    Cancel,
-    End,
+    CallEnd,
+    CancelCall,
     Sampled,
     read_request,
     write,
@@ -26,6 +26,8 @@ from proxy.engines.frames import (
 
 
 class Logprob(Protocol):
+    """An entry of `Output.logprobs`."""
+
     @property
     def logprob(self) -> float: ...
 
@@ -43,7 +45,7 @@ class Output(Protocol):
     routed_experts: Any
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Samples answers."""
 
     def sample(self, body: dict[str, Any]) -> AsyncIterator[Output]:
@@ -66,8 +68,10 @@ class Socket(Protocol):
     async def send(self, data: bytes) -> None: ...
 
 
-class Connection:
-    def __init__(self, source: Source, socket: Socket) -> None:
+class FramesConnection:
+    """Answers the calls of one client."""
+
+    def __init__(self, source: TokenSource, socket: Socket) -> None:
         self._source = source
         self._socket = socket
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -80,7 +84,7 @@ class Connection:
         try:
             while (data := await self._socket.receive()) is not None:
                 request = read_request(data)
-                if not isinstance(request, Cancel):
+                if not isinstance(request, CancelCall):
                     ids = np.frombuffer(request.prompt, ID).tolist()
                     self._start(request.call, {**request.request, "token_ids": ids})
                 elif (task := self._running.get(request.call)) is not None:
@@ -108,7 +112,7 @@ class Connection:
                 self._outbox.add(call, output, ranked)
         except Exception as failure:  # noqa: BLE001 - every error is the client's to know
             code, words = self._source.error(failure)
-            self._outbox.end(End(call, error=words, code=code))
+            self._outbox.end(CallEnd(call, error=words, code=code))
 
     async def _send(self) -> None:
         """Sends all that is sampled. All tasks that a step of the engine woke come before this
@@ -140,7 +144,7 @@ class _Outbox:
         if output.finish_reason is not None:
             self.end(_end(call, output))
 
-    def end(self, end: End) -> None:
+    def end(self, end: CallEnd) -> None:
         self._ends.append(end)
         self.filled.set()
 
@@ -181,7 +185,7 @@ class _Outbox:
         self._alternative_counts: list[int] = []
         self._alternative_ids: list[int] = []
         self._alternative_logprobs: list[float] = []
-        self._ends: list[End] = []
+        self._ends: list[CallEnd] = []
         self.filled.clear()
 
 
@@ -199,8 +203,8 @@ def _packed(numbers: Sequence[float], dtype: np.dtype[Any]) -> bytes:
     return np.array(numbers, dtype).tobytes() if numbers else b""
 
 
-def _end(call: int, output: Output) -> End:
-    return End(
+def _end(call: int, output: Output) -> CallEnd:
+    return CallEnd(
         call,
         finish=output.finish_reason,
         stop=output.stop_reason,

@@ -14,13 +14,15 @@ from typing import Any, cast
 from aiohttp import WSMsgType, web
 
 from proxy import routed_experts
-from proxy.engines.frames_server import Connection, Output
+from proxy.engines.frames_server import FramesConnection, Output
 
 Answer = Callable[[dict[str, Any], "ScriptedSocket"], AsyncIterator[dict[str, Any]]]
 """The bodies of the events of a call, in vLLM's form. Raises ScriptedRefusal."""
 
 
 class ScriptedRefusal(Exception):
+    """The scripted engine does not accept a call, or fails it."""
+
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
         self.status = status
@@ -35,7 +37,7 @@ class ScriptedSocket:
 
     async def serve(self, answer: Answer) -> web.StreamResponse:
         await self._socket.prepare(self._request)
-        self._connection = Connection(_Source(answer, self), self)
+        self._connection = FramesConnection(_Source(answer, self), self)
         await self._connection.serve()
         return self._socket
 
@@ -63,7 +65,7 @@ class ScriptedSocket:
 
 
 class _Source:
-    """Implements `proxy.engines.frames_server.Source`."""
+    """Implements `proxy.engines.frames_server.TokenSource`."""
 
     def __init__(self, answer: Answer, socket: ScriptedSocket) -> None:
         self._answer = answer

@@ -19,7 +19,7 @@ import msgspec
 import orjson
 
 from proxy.alternatives import MAX_ALTERNATIVES
-from proxy.engines.frames import MISSING_LOGPROB, End
+from proxy.engines.frames import MISSING_LOGPROB, CallEnd
 from proxy.engines.frames_client import MAX_PROMPT_TOKENS, FramesClient, Ranked
 from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine, Received
 from proxy.engines.prompt_json import PromptJson
@@ -161,7 +161,7 @@ class VllmEngine(HttpEngine[_Answer[Any]]):
         ids: list[int],
         logprobs: list[float],
         ranked: Ranked | None,
-        end: End | None,
+        end: CallEnd | None,
     ) -> None:
         """Passes on what the binary route has sent. Raises EngineError."""
         sampling, chunk = received.sampling, Chunk(ids, logprobs)

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from proxy.engines.frames import PATH
-from proxy.engines.frames_server import Connection, Output
+from proxy.engines.frames_server import FramesConnection, Output
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -46,11 +46,11 @@ async def _serve(socket: Any) -> None:
         await socket.close()
         return
     await socket.accept()
-    await Connection(_VllmSource(handler), _Socket(socket)).serve()
+    await FramesConnection(_VllmSource(handler), _Socket(socket)).serve()
 
 
 class _VllmSource:
-    """Implements `proxy.engines.frames_server.Source`."""
+    """Implements `proxy.engines.frames_server.TokenSource`."""
 
     def __init__(self, handler: Any) -> None:
         self._handler = copy.copy(handler)

@@ -252,7 +252,7 @@ async def test_calls_of_a_lost_connection_are_aborted(vllm: VllmServer) -> None:
 async def reaches(observer: VllmEngine, requests: float) -> None:
     """Waits until the engine samples so many requests."""
     async with asyncio.timeout(30):
-        while requests not in await _running_requests(observer):
+        while requests not in await _running_requests(observer):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 

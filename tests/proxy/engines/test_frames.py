@@ -22,16 +22,16 @@ from proxy.engines.frames import (
     LOGPROB,
     MISSING_LOGPROB,
     PATH,
-    Cancel,
-    End,
-    Generate,
+    CallEnd,
+    CancelCall,
     Sampled,
+    StartCall,
     read_request,
     read_sampled,
     write,
 )
 from proxy.engines.frames_client import FramesClient
-from proxy.engines.frames_server import Connection, Output
+from proxy.engines.frames_server import FramesConnection, Output
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.vllm import VllmEngine
@@ -61,9 +61,9 @@ class Received:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.ranked: list[Any] = []
-        self.ends: list[End] = []
+        self.ends: list[CallEnd] = []
 
-    def take(self, ids: list[int], logprobs: list[float], ranked: Any, end: End | None) -> None:
+    def take(self, ids: list[int], logprobs: list[float], ranked: Any, end: CallEnd | None) -> None:
         assert len(ids) == len(logprobs)
         assert not self.ends, "tokens after the end"
         self.ids += ids
@@ -71,7 +71,7 @@ class Received:
         self.ends += [] if end is None else [end]
 
 
-Answer = Callable[[web.WebSocketResponse, list[Generate]], Awaitable[None]]
+Answer = Callable[[web.WebSocketResponse, list[StartCall]], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -81,9 +81,9 @@ async def served_by(answer: Answer, calls: int) -> AsyncIterator[FramesClient]:
     async def handle(request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        requests: list[Generate] = []
+        requests: list[StartCall] = []
         async for message in socket:
-            requests.append(cast(Generate, read_request(message.data)))
+            requests.append(cast(StartCall, read_request(message.data)))
             if len(requests) == calls:
                 await answer(socket, requests)
         return socket
@@ -98,9 +98,9 @@ async def served_by(answer: Answer, calls: int) -> AsyncIterator[FramesClient]:
 
 
 async def test_tokens_of_several_calls_in_one_message_reach_their_calls() -> None:
-    async def answer(socket: web.WebSocketResponse, requests: list[Generate]) -> None:
+    async def answer(socket: web.WebSocketResponse, requests: list[StartCall]) -> None:
         first, second = (request.call for request in requests)
-        ends = [End(first, finish="stop"), End(second, finish="length")]
+        ends = [CallEnd(first, finish="stop"), CallEnd(second, finish="length")]
         # The first call twice in one message: its end comes after both.
         counts = np.array([2, 3, 1], ID).tobytes()
         calls = np.array([first, second, first], ID).tobytes()
@@ -134,7 +134,7 @@ async def test_tokens_of_several_calls_in_one_message_reach_their_calls() -> Non
 async def test_columns_that_do_not_belong_together_are_an_engine_error(
     wrong: dict[str, bytes],
 ) -> None:
-    async def answer(socket: web.WebSocketResponse, requests: list[Generate]) -> None:
+    async def answer(socket: web.WebSocketResponse, requests: list[StartCall]) -> None:
         message = sampled({requests[0].call: 2})
         for name, value in wrong.items():
             setattr(message, name, value)
@@ -149,7 +149,7 @@ async def test_columns_that_do_not_belong_together_are_an_engine_error(
 
 @pytest.mark.parametrize("text", [b"", b"\x93\x01", b"\xc0", bytes(range(256))])
 async def test_message_that_is_not_one_is_an_engine_error(text: bytes) -> None:
-    async def answer(socket: web.WebSocketResponse, requests: list[Generate]) -> None:
+    async def answer(socket: web.WebSocketResponse, requests: list[StartCall]) -> None:
         await socket.send_bytes(text)
 
     async with served_by(answer, 2) as client:
@@ -161,11 +161,13 @@ async def test_message_that_is_not_one_is_an_engine_error(text: bytes) -> None:
 async def test_error_of_one_taker_leaves_the_other_calls_alone() -> None:
     cancelled: list[Any] = []
 
-    async def answer(socket: web.WebSocketResponse, requests: list[Generate]) -> None:
+    async def answer(socket: web.WebSocketResponse, requests: list[StartCall]) -> None:
         first, second = (request.call for request in requests)
         await socket.send_bytes(write(sampled({first: 1, second: 1})))
         cancelled.append(read_request((await socket.receive()).data))
-        await socket.send_bytes(write(sampled({first: 1, second: 1}, ends=[End(second, "stop")])))
+        await socket.send_bytes(
+            write(sampled({first: 1, second: 1}, ends=[CallEnd(second, "stop")]))
+        )
 
     def refuse(*_: Any) -> None:
         raise ValueError("enough")
@@ -179,7 +181,7 @@ async def test_error_of_one_taker_leaves_the_other_calls_alone() -> None:
         )
     assert isinstance(outcomes[0], ValueError)
     assert outcomes[1] is None
-    assert cancelled == [Cancel(1)]
+    assert cancelled == [CancelCall(1)]
     assert len(other.ids) == 2
 
 
@@ -285,8 +287,8 @@ class Socket:
             self.ended.set()
 
 
-class Source:
-    """Implements `proxy.engines.frames_server.Source`: each call has two outputs at a time."""
+class TwoOutputs:
+    """Implements `proxy.engines.frames_server.TokenSource`: each call has two outputs at a time."""
 
     def __init__(self) -> None:
         self.began: list[str] = []
@@ -323,14 +325,14 @@ class Source:
         return 400, f"refused: {failure}"
 
 
-def generate(call: int, name: str, alternatives: int = 0) -> Generate:
+def generate(call: int, name: str, alternatives: int = 0) -> StartCall:
     params = {"logprobs": alternatives}
-    return Generate(call, PROMPT.tobytes(), {"request_id": name, "sampling_params": params})
+    return StartCall(call, PROMPT.tobytes(), {"request_id": name, "sampling_params": params})
 
 
 async def test_one_message_has_the_tokens_of_all_calls_and_only_wanted_alternatives() -> None:
     socket = Socket(generate(1, "a"), generate(2, "b", 3), generate(3, "unknown"))
-    await asyncio.wait_for(Connection(Source(), socket).serve(), 10)
+    await asyncio.wait_for(FramesConnection(TwoOutputs(), socket).serve(), 10)
     (message,) = socket.sent
     assert np.frombuffer(message.calls, ID).tolist() == [1, 1, 2, 2, 3, 3]
     logprobs = np.frombuffer(message.logprobs, LOGPROB).tolist()
@@ -342,9 +344,9 @@ async def test_one_message_has_the_tokens_of_all_calls_and_only_wanted_alternati
 
 
 async def test_call_that_is_cancelled_before_it_began_is_never_sampled() -> None:
-    source = Source()
-    socket = Socket(generate(1, "gone"), Cancel(1), Cancel(7), generate(2, "a"))
-    connection = Connection(source, socket)
+    source = TwoOutputs()
+    socket = Socket(generate(1, "gone"), CancelCall(1), CancelCall(7), generate(2, "a"))
+    connection = FramesConnection(source, socket)
     await asyncio.wait_for(connection.serve(), 10)
     assert source.began == ["a"]
     assert {end.call for message in socket.sent for end in message.ends} == {2}
@@ -352,15 +354,15 @@ async def test_call_that_is_cancelled_before_it_began_is_never_sampled() -> None
 
 
 async def test_calls_end_with_their_connection() -> None:
-    source = Source()
+    source = TwoOutputs()
     socket = Socket(generate(1, "waits"), generate(2, "a"))
-    await asyncio.wait_for(Connection(source, socket).serve(), 10)
+    await asyncio.wait_for(FramesConnection(source, socket).serve(), 10)
     assert source.cancelled == ["waits"]
 
 
 async def test_error_of_the_source_ends_its_call() -> None:
-    socket = Socket(Generate(4, PROMPT.tobytes(), {}))
-    await asyncio.wait_for(Connection(Source(), socket).serve(), 10)
+    socket = Socket(StartCall(4, PROMPT.tobytes(), {}))
+    await asyncio.wait_for(FramesConnection(TwoOutputs(), socket).serve(), 10)
     (end,) = socket.sent[0].ends
     assert (end.call, end.code, end.error) == (4, 400, "refused: 'sampling_params'")
 
