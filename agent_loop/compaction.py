@@ -34,6 +34,6 @@ def _quoted(turn: Turn, turns: Sequence[Turn]) -> int | None:
         return None
     answered = [earlier for earlier in turns[: turn.index] if earlier.sampled and earlier.answer]
     for earlier in reversed(answered[-QUOTED_TURNS:]):
-        if is_quoted(request.messages, [AnswerMarks.of(load_answer(earlier.answer))]):
+        if is_quoted(request.messages, {AnswerMarks.of(load_answer(earlier.answer)).quote}):
             return earlier.index
     return None

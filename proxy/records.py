@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -160,8 +161,7 @@ class Origin:
     """The text that answers the first call after the recorded ones, as if it had been sampled."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(msgspec.Struct, frozen=True):
     """Sampled tokens `[start, end)` of a turn were sampled with the weights of `version`.
 
     Example: an answer of 9 tokens during which the weights changed once:
@@ -173,9 +173,9 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One model call from request to answer.
+class Turn(msgspec.Struct, frozen=True):
+    """One model call from request to answer. (A struct, which is made in C, because each call makes
+    two of them.)
 
     Example: the second call of a trial, after a tool's result of 12 tokens:
         Turn(session_id="t-1", index=1, parent=0, shared_tokens=350, fork_cause=None,
@@ -206,9 +206,9 @@ class Turn:
     request: bytes = b""
     """The messages and tools that the request adds, as dialect-independent JSON
     (`conversation.recorded`); empty for a prompt without messages."""
-    sampled_ids: Ids = field(default_factory=lambda: EMPTY_IDS)
+    sampled_ids: Ids = EMPTY_IDS
     """The ids that the engine returned, `[S]`."""
-    logprobs: Logprobs = field(default_factory=lambda: EMPTY_LOGPROBS)
+    logprobs: Logprobs = EMPTY_LOGPROBS
     """`[S]`, one per sampled id."""
     versions: tuple[VersionSpan, ...] = ()
     """Versions of the weights; the spans cover `[0, S)` without gap or overlap."""

@@ -10,11 +10,12 @@ and a call that goes on after the recording continues the recorded ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import orjson
 from msgspec import structs
+from msgspec.structs import replace
 
 from proxy.branching.divergence import RequestDifference, difference, message_text
 from proxy.branching.result_order import in_call_order, result_places, settled

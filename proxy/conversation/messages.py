@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -45,12 +44,11 @@ class Message(msgspec.Struct, gc=False):
     """For a tool result: the id of its call."""
 
 
-@dataclass(slots=True)
-class Conversation:
+class Conversation(msgspec.Struct):
     """Example: Conversation([Message("system", "Be brief."), Message("user", "Hello.")])"""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = []
     """In the form of Chat Completions: `{"type": "function", "function": {"name", …}}`."""
     continues: int | None = None
     """The turn that `messages` follow, if the agent names it instead of repeating its history."""

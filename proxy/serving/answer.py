@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,7 +142,7 @@ class LiveAnswer:
             self._finish = FinishReason.TOOL_CALLS
         said = self._without_prefill(message)
         self.key = self._answer_key(message)
-        turn = replace(
+        turn = structs.replace(
             self._intent,
             sampled_ids=np.array(self._ids, np.int32),
             logprobs=np.array(self._logprobs, np.float32),

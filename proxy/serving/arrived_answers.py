@@ -9,7 +9,8 @@ durable, so that the session stays in memory and other processes forward its cal
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+
+import msgspec
 
 from proxy.serving.sessions import LiveSession
 from proxy.store.protocol import DeliveryMark, Store
@@ -20,8 +21,7 @@ RETRY_DELAY_S = 1.0
 """Delay before marks that the store refused are written again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
+class _Pending(msgspec.Struct, frozen=True):
     live: LiveSession
     mark: DeliveryMark
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from proxy.branching.prefix import Recognised
 from proxy.conversation.message_keys import Key
@@ -10,8 +10,7 @@ from proxy.records import Ids
 from proxy.wire.dialect import Call
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """The caller's data in the HTTP request's headers."""
 
     dialect: str
@@ -24,8 +23,7 @@ class Caller:
     """Whether the client marks the request as a retry (`x-stainless-retry-count` above 0)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A request with its keys."""
 
     request: Call

@@ -33,8 +33,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
+
+import msgspec
 
 from proxy.conversation import Key
 from proxy.errors import EngineError, ProxyError, QuotaReached, StoreError
@@ -56,15 +57,13 @@ MAX_CONFLICTS = 16
 """Number of times that other processes may take a turn's index before the call gives up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fresh:
+class Fresh(msgspec.Struct, frozen=True):
     """Answers to be sampled, each with a recorded intent."""
 
     answers: tuple[LiveAnswer, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(msgspec.Struct, frozen=True):
     """Recorded answers that are sent again."""
 
     turns: tuple[Turn, ...]

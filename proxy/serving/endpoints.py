@@ -15,10 +15,10 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -45,8 +45,7 @@ MAX_PATH_CHARS = 200
 """Characters of a wrong path that its error repeats."""
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(msgspec.Struct):
     """A request, and what is known about it while it is served."""
 
     request: web.Request
@@ -55,7 +54,7 @@ class Exchange:
     """The session that the path names."""
     route: str
     """The path after `/v1/`."""
-    arrived_at: float = field(default_factory=time.monotonic)
+    arrived_at: float = msgspec.field(default_factory=time.monotonic)
     live: LiveSession | None = None
     """The session, once the request is authorised."""
     call: LiveCall | None = None

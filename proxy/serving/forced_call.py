@@ -9,9 +9,8 @@ sampled; the beginning of the call belongs to a prompt, so it is never trained.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from proxy.conversation import ConversationKey
 from proxy.records import FinishReason, ForkCause

@@ -18,10 +18,10 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from proxy.config import ListenConfig
@@ -49,8 +49,7 @@ _OF_THE_CONNECTION = frozenset(
 )
 
 
-@dataclass(slots=True)
-class Arrival:
+class Arrival(msgspec.Struct):
     """That the answer to a request has arrived; a context in which it is sent, and can be
     confirmed."""
 

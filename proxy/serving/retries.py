@@ -25,6 +25,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from proxy.conversation.message_keys import Key
 from proxy.records import TurnStatus
 from proxy.serving.asked import Asked
@@ -34,22 +36,19 @@ if TYPE_CHECKING:
     from proxy.serving.call import LiveCall
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(msgspec.Struct, frozen=True):
     """The recorded answers of these turns are replayed."""
 
     indexes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Resample:
+class Resample(msgspec.Struct, frozen=True):
     """New turns are sampled. The agent rejected the answers of the turns in `supersedes`."""
 
     supersedes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EndedCall:
+class EndedCall(msgspec.Struct, frozen=True):
     """A call of this process that has ended: its turns, its form, and when the agent had it."""
 
     turns: tuple[int, ...]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 
 import asyncpg
 import orjson
+from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, QuotaReached, SessionError, StoreError
 from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus

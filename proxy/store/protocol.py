@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from proxy.records import (
     Quota,
     Reward,
@@ -41,8 +43,7 @@ class SessionFilter:
     """Only sessions that match this search rule; `*` for any rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeliveryMark:
+class DeliveryMark(msgspec.Struct, frozen=True):
     """Whether the answer of a turn arrived at its agent."""
 
     session_id: str

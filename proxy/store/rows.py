@@ -8,11 +8,11 @@ holds only the tokens that its turn adds. Arrays from a row are read-only views 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import orjson
+from msgspec.structs import replace
 
 from proxy import alternatives, routed_experts
 from proxy.errors import ProxyError, SessionError, StoreError

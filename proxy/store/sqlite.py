@@ -14,11 +14,12 @@ import sqlite3
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus

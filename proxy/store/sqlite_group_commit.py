@@ -17,8 +17,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from proxy.errors import StoreError
 
@@ -37,8 +38,7 @@ SLOW_FOR_S = 10.0
 `SLOW_FOR_S`."""
 
 
-@dataclass(slots=True)
-class _Write:
+class _Write(msgspec.Struct):
     apply: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop

@@ -9,9 +9,11 @@ if the record proves it; the most specific one is chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from proxy.conversation.message_keys import ConversationKey, Key, RawKey, canonical_calls
 from proxy.conversation.messages import Message, split_reasoning
@@ -28,8 +30,7 @@ MIN_QUOTE_CHARS = 40
 """Text that repeats this many characters of an answer's longest line counts as a quotation."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerMarks:
+class AnswerMarks(msgspec.Struct, frozen=True):
     """A summary of an answer's content. Example: AnswerMarks.of(Message("assistant", "5"))"""
 
     text: bytes
@@ -77,7 +78,7 @@ def fork_cause(
         other = None if isinstance(key, RawKey) else tree.same_body(key)
         if other is not None and not isinstance(key, RawKey):
             return _cause_at(tree, other, key, messages[position + 1 :], match)
-    recent = [node.marks for node in tree.nodes[-QUOTED_TURNS:] if node.marks is not None]
+    recent = {node.marks.quote for node in tree.nodes[-QUOTED_TURNS:] if node.marks is not None}
     if is_quoted(messages, recent):
         return ForkCause.COMPACTION
     return ForkCause.NEW_CONVERSATION
@@ -119,11 +120,11 @@ def cause_of(message: Message, recorded: Sequence[AnswerMarks], *, follows: bool
     )
 
 
-def is_quoted(messages: Sequence[Message], recorded: Sequence[AnswerMarks]) -> bool:
-    """Whether a message that is not the assistant's repeats a line of a recorded answer."""
-    quotes = {marks.quote for marks in recorded if marks.quote}
+def is_quoted(messages: Sequence[Message], quotes: AbstractSet[str]) -> bool:
+    """Whether a message that is not the assistant's repeats a line of a recorded answer; `quotes`
+    are those of `AnswerMarks`."""
     texts = [message.text for message in messages if message.role != "assistant"]
-    return any(quote in text for quote in quotes for text in texts)
+    return any(quote in text for quote in quotes if quote for text in texts)
 
 
 _LIKELIEST = (

@@ -13,8 +13,8 @@ turns places every request like the tree that recorded them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 from msgspec import structs
 
@@ -32,8 +32,7 @@ FORK_CANDIDATES = 16
 likely ones and the latest ones."""
 
 
-@dataclass(slots=True)
-class Node:
+class Node(msgspec.Struct):
     """A turn in memory: arrays and digests."""
 
     index: int
@@ -42,7 +41,7 @@ class Node:
     prompt_ids: Ids
     request_key: Key
     status: TurnStatus
-    sampled_ids: Ids = field(default_factory=lambda: EMPTY_IDS)
+    sampled_ids: Ids = EMPTY_IDS
     answer_key: Key | None = None
     """None until something was sampled."""
     marks: AnswerMarks | None = None
@@ -65,8 +64,7 @@ class Node:
         return self.prompt_tokens + len(self.sampled_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """The last recorded answer in a conversation."""
 
     answered: int
@@ -75,8 +73,7 @@ class Match:
     """The turn of that answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """A request's place in the tree, and the tokens that it adds there."""
 
     parent: int | None
@@ -91,7 +88,7 @@ class Placement:
         if not len(ids):
             return self
         own, prompt = (np.concatenate([before, ids]) for before in (self.prompt_ids, self.prompt))
-        return replace(self, prompt_ids=own, prompt=prompt)
+        return structs.replace(self, prompt_ids=own, prompt=prompt)
 
 
 class TokenTree:

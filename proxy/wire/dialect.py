@@ -8,7 +8,6 @@ Invariant: a stream and a whole body of the same outcomes have the same content.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -16,23 +15,21 @@ import msgspec
 from proxy.conversation import Conversation, Message
 from proxy.conversation.references import ReferringConversation
 from proxy.errors import ProxyError
-from proxy.records import EMPTY_IDS, FinishReason, Ids
+from proxy.records import FinishReason, Ids
 from proxy.rendering.deltas import Delta
 from proxy.wire.fields import Fields
 
 Headers = Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ForcedCall:
+class ForcedCall(msgspec.Struct, frozen=True):
     """The agent requires a tool call (`tool_choice`)."""
 
     name: str | None = None
     """The required tool; None for any tool."""
 
 
-@dataclass(slots=True)
-class Options:
+class Options(msgspec.Struct):
     """Sampling options of a request; None where the agent sent nothing."""
 
     max_tokens: int | None = None
@@ -57,8 +54,7 @@ class Options:
     """False: the answer ends where a second call begins."""
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct):
     """One request, independent of its dialect."""
 
     model: str
@@ -69,19 +65,15 @@ class Call:
     """Set if the conversation refers to parts of recorded answers, which must be resolved first."""
     n: int = 1
     stream: bool = False
-    opening: Ids = field(default_factory=lambda: EMPTY_IDS)
-    """The beginning of the answer that is not sampled: of a forced call, or the agent's own
-    text."""
     is_small: bool = False
     """Whether the body is so short that its prompt exceeds no bound on characters."""
     is_large: bool = False
     """Whether the call should be keyed and rendered in a thread instead of the event loop."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = {}
     """Values that only the dialect itself uses, when it writes the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """A sampled token, for agents that request log-probabilities."""
 
     text: str
@@ -89,8 +81,7 @@ class SampledToken:
     top: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(msgspec.Struct):
     """One recorded answer."""
 
     message: Message
@@ -100,7 +91,7 @@ class Outcome:
     """Number of prompt tokens that an earlier call of the session already had."""
     completion_tokens: int
     stop_string: str | None = None
-    tokens: list[SampledToken] = field(default_factory=list)
+    tokens: list[SampledToken] = []
     turn: int = 0
     prompt_ids: Ids | None = None
     """The prompt that the engine got."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import orjson
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent_loop.records import AgentEnd, AgentResult, FinishedTrial, Trial
 from proxy.records import (

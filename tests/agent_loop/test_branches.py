@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.records import (
@@ -76,7 +77,9 @@ async def stored(family: Sequence[tuple[Origin | None, list[Turn]]]) -> dict[str
                 await store.create_session(session)
             except SessionError:
                 assert origin is not None
-                await store.create_session(replace(session, origin=replace(origin, salvage=False)))
+                await store.create_session(
+                    dataclasses.replace(session, origin=dataclasses.replace(origin, salvage=False))
+                )
             for each in own:
                 intent = replace(each, session_id=name)
                 await store.begin_turn(intent)

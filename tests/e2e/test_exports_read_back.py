@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from agent_loop.integrations.skyrl import AgentGenerator

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from proxy.records import Reward, SessionStatus
 from proxy.retention import remove_old_sessions, shrink_store

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import SupportsIndex, overload
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxy.control.replay_view import replay_view
 from proxy.records import Origin, Session, Turn

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from proxy.conversation.messages import Conversation, Message, dump_answer
 from proxy.conversation.recorded import dump_request, dump_same_request

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from proxy.client import SessionHandle
@@ -357,7 +358,7 @@ async def test_matched_turns_leave_room_for_others_while_the_store_fails(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await written(store)
-    await store.create_session(replace(a_session("other"), key_hash=b"other"))
+    await store.create_session(dataclasses.replace(a_session("other"), key_hash=b"other"))
     (turn,) = await store.get_turns("s")
     add_mark = store.browser.add_mark
     failed, asked = asyncio.Event(), set[str]()

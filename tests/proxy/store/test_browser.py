@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import numpy as np
 import orjson
+from msgspec.structs import replace
 
 from proxy.records import (
     ForkCause,
@@ -180,7 +181,7 @@ async def test_marks_are_read_with_their_sessions_and_select_them(store: Store) 
     first = Mark("cheats", RuleAction.ZERO_REWARD, 2, 5.0, "rm tests/a.py")
     second = Mark("greets", RuleAction.MARK, 0, 4.0)
     assert await store.browser.add_mark("a", first)
-    assert not await store.browser.add_mark("a", replace(first, turn=7))
+    assert not await store.browser.add_mark("a", dataclasses.replace(first, turn=7))
     assert not await store.browser.add_mark("missing", first)
     assert await store.browser.add_mark("a", second)
     assert await store.browser.add_mark("c", second)
@@ -204,7 +205,7 @@ async def test_marks_are_read_with_their_sessions_and_select_them(store: Store) 
 async def test_rules_are_saved_once_per_name(store: Store) -> None:
     rule = SavedRule("cheats", b'{"edits_tests": true}', 1.0)
     assert await store.browser.save_rule(rule)
-    assert not await store.browser.save_rule(replace(rule, created_at=2.0))
+    assert not await store.browser.save_rule(dataclasses.replace(rule, created_at=2.0))
     assert await store.browser.saved_rules() == [rule]
     assert await store.browser.remove_rule("cheats")
     assert not await store.browser.remove_rule("cheats")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxy.errors import SessionError, StoreError
 from proxy.records import (
@@ -41,7 +42,7 @@ def a_session(session_id: str = "task/7-a", **changes: object) -> Session:
         limits={"max_turns": 3},
         metadata={"task": "ü"},
     )
-    return replace(session, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(session, **changes)  # type: ignore[arg-type]
 
 
 def an_intent(session_id: str = "task/7-a", index: int = 0) -> Turn:
@@ -76,7 +77,7 @@ def answered(turn: Turn) -> Turn:
 
 
 def assert_same(one: Turn, other: Turn) -> None:
-    for name in Turn.__dataclass_fields__:
+    for name in Turn.__struct_fields__:
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, np.ndarray):
             assert a.dtype == b.dtype

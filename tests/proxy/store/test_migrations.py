@@ -5,12 +5,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import asyncpg
 import pytest
+from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError
 from proxy.records import Reward, SessionStatus, TurnStatus

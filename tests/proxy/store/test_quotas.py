@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxy.errors import QuotaReached, SessionError
 from proxy.records import Quota, SessionStatus, Turn, TurnStatus

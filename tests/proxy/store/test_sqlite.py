@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, StoreError
 from proxy.records import Turn, TurnStatus

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
+from msgspec.structs import replace
 from pydantic import SecretStr
 
 from proxy.admin_key import AdminKeys

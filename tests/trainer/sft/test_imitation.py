@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
