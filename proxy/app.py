@@ -59,7 +59,6 @@ ENDPOINTS = web.AppKey("endpoints", AgentEndpoints)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
 CALLS = web.AppKey("calls", Calls)
 RELAY = web.AppKey("relay", RelayHub)
-TRIMMER = web.AppKey("trimmer", Trimmer)
 STORE: web.AppKey[Store] = web.AppKey("store")
 VIEW = web.AppKey("view", ViewApi)
 
@@ -94,20 +93,26 @@ def build_app(
     if config.model is None:
         raise ConfigurationError("model: give the folder of the checkpoint that the engines serve")
     rendering = Rendering(load_tokenizer(config.model), config.rendering)
-    guard = web_guard(
-        hosts(config), needs_json=lambda request: not _is_call(request), pages=(PAGE,)
-    )
+
+    async def call(request: web.Request) -> web.StreamResponse:
+        return await app[ENDPOINTS].handle(request)
+
+    def needs_json(request: web.Request) -> bool:
+        """Not for the data plane, where agents send various content types."""
+        return request.match_info.handler is not call
+
+    guard = web_guard(hosts(config), needs_json=needs_json, pages=(PAGE,))
     app = web.Application(client_max_size=config.limits.body_bytes, middlewares=[guard])
     for method, path, name in ROUTES:
         app.router.add_route(method, path, _control(name), expect_handler=answer_expect)
     add_routes(app, lambda: app[VIEW])
     dialects = open_dialects(config.dialects)
     for route in dialects:
-        app.router.add_post(f"/v1/{route}", _data, expect_handler=answer_expect)
+        app.router.add_post(f"/v1/{route}", call, expect_handler=answer_expect)
     if config.relay.token is not None:
         app.router.add_get(RELAY_PATH, _relay, expect_handler=answer_expect)
     app.router.add_post(CONFIRMED_PATH, _confirmed, expect_handler=answer_expect)
-    app.router.add_route("*", r"/{path:[\s\S]*}", _data, expect_handler=answer_expect)
+    app.router.add_route("*", r"/{path:[\s\S]*}", call, expect_handler=answer_expect)
     app.cleanup_ctx.append(
         _parts(config, rendering, dialects, engines, store, siblings or Siblings())
     )
@@ -119,11 +124,6 @@ def hosts(config: ListenConfig) -> Hosts:
     """The names by which the proxy may be called."""
     urls = [url for url in (config.public_url, config.peer_url) if url is not None]
     return Hosts(config.host, [*config.allowed_hosts, *(host_of(url) for url in urls)])
-
-
-def _is_call(request: web.Request) -> bool:
-    """Whether the request is a call to the data plane, where agents send various content types."""
-    return request.match_info.handler is _data
 
 
 def _parts(
@@ -159,8 +159,11 @@ def _parts(
         app[CALLS] = calls = Calls(backend, sessions, config.sessions)
         if config.relay.token is not None:
             app[RELAY] = _open_relay(config, router)
+        trimmer = Trimmer()
         app[ENDPOINTS] = AgentEndpoints(
-            sessions, calls, dialects, metrics, config.limits, model_name=_model_name(config)
+            *(sessions, calls, dialects, metrics, config.limits),
+            model_name=_model_name(config),
+            on_release=trimmer.after,
         )
         app[CONTROL_PLANE] = ControlPlane(
             *(config, config.limits, sessions, store, router, metrics, make, siblings, deliveries),
@@ -169,7 +172,6 @@ def _parts(
             document=document(DOCUMENTED),
         )
         app[VIEW] = _open_view(config, store, router, rendering, watch)
-        app[TRIMMER] = trimmer = Trimmer()
         async with app[CONTROL_PLANE].policies.followed(), _removing(store, config.retention):
             yield
         trimmer.stop()
@@ -305,10 +307,3 @@ async def _relay(request: web.Request) -> web.StreamResponse:
 
 async def _confirmed(request: web.Request) -> web.StreamResponse:
     return request.app[ENDPOINTS].confirm(request.match_info["number"])
-
-
-async def _data(request: web.Request) -> web.StreamResponse:
-    try:
-        return await request.app[ENDPOINTS].handle(request)
-    finally:
-        request.app[TRIMMER].after(forget_body(request))

@@ -12,7 +12,7 @@ import logging
 import math
 import select
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from io import BytesIO
 from typing import Any
@@ -38,19 +38,21 @@ _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE_BITS = -15
 _WIRE_ERRORS = (HttpProcessingError, RequestPayloadError, PayloadAccessError, ConnectionError)
 _UNPACKED = web.RequestKey("unpacked", bytes)
-_COUNTED = web.RequestKey("counted", int)
 
 
 class BodiesInFlight:
-    """Counts the bytes of all request bodies in memory, so that they are at most `limit_bytes`. A
-    body is counted while it arrives, and until `release`."""
+    """Counts the bytes of all request bodies in memory, so that they are at most `limit_bytes`."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self, limit_bytes: int, on_release: Callable[[int], None] = lambda size: None
+    ) -> None:
+        """`on_release` gets the size of each body that is released."""
         self._limit_bytes = limit_bytes
+        self._on_release = on_release
         self._bytes = 0
 
-    def add(self, request: web.Request, size: int) -> None:
-        """Counts `size` more bytes of the request. Raises RequestError (429) beyond the limit."""
+    def add(self, size: int) -> None:
+        """Raises RequestError (429) beyond the limit."""
         if self._bytes + size > self._limit_bytes:
             raise RequestError(
                 f"the bodies of the requests in flight have {self._bytes} bytes, and with this one "
@@ -60,11 +62,30 @@ class BodiesInFlight:
                 retry_after_s=1.0,
             )
         self._bytes += size
-        request[_COUNTED] = request.get(_COUNTED, 0) + size
 
-    def release(self, request: web.Request) -> None:
-        """Subtracts what was counted of the request."""
-        self._bytes -= request.pop(_COUNTED, 0)
+    def release(self, size: int) -> None:
+        self._bytes -= size
+        self._on_release(size)
+
+
+class HeldBody:
+    """What `BodiesInFlight` counts of one request: its body while it arrives, and until
+    `release`."""
+
+    __slots__ = ("_bodies", "_bytes")
+
+    def __init__(self, bodies: BodiesInFlight) -> None:
+        self._bodies = bodies
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Counts `size` more bytes. Raises RequestError (429) beyond the limit."""
+        self._bodies.add(size)
+        self._bytes += size
+
+    def release(self) -> None:
+        """Subtracts what was counted."""
+        self._bodies.release(self._bytes)
 
 
 def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
@@ -93,17 +114,22 @@ def api_key(headers: Mapping[str, str]) -> str | None:
     return headers.get("x-api-key") or None
 
 
-async def read_body(request: web.Request, bodies: BodiesInFlight | None = None) -> bytes:
-    """The body, decompressed if its `Content-Encoding` is gzip or deflate. Its bytes are counted in
-    `bodies`, as they arrive and once more when they are decompressed.
+async def read_body(request: web.Request) -> bytes:
+    """The body, which may be read several times; see `receive_body`."""
+    if _UNPACKED not in request:
+        request[_UNPACKED] = await receive_body(request)
+    return request[_UNPACKED]
 
-    Raises RequestError: 429 if the limit of `bodies` is reached; 408 if the body does not arrive
+
+async def receive_body(request: web.Request, held: HeldBody | None = None) -> bytes:
+    """The body, decompressed if its `Content-Encoding` is gzip or deflate; to be called once. Its
+    bytes are counted in `held`, as they arrive and once more when they are decompressed.
+
+    Raises RequestError: 429 if the limit of `held` is reached; 408 if the body does not arrive
     within BODY_TIMEOUT_S; 413 if it is larger than `client_max_size`, compressed or not; 415 for
     another encoding; 400 for a body that does not match its encoding. A body whose declared length
     is too large is not read at all.
     """
-    if _UNPACKED in request:
-        return request[_UNPACKED]
     encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower()
     if encoding not in ("identity", "", *_WINDOW_BITS):
         raise RequestError(
@@ -111,16 +137,17 @@ async def read_body(request: web.Request, bodies: BodiesInFlight | None = None) 
             "or uncompressed",
             status=415,
         )
+    if (request.content_length or 0) > request.client_max_size:
+        raise _too_large(request.client_max_size)
     if request.content.is_eof():  # all of it has arrived, so nothing waits
-        body = await _read(request, bodies)
+        body = _read_at_once(request, held)
     else:
-        body = await _read_in_body_timeout(request, bodies)
+        body = await _read_in_body_timeout(request, held)
     if body and encoding in _WINDOW_BITS:
         # zlib releases the GIL, so that decompressing a large body delays no other request.
         body = await asyncio.to_thread(_unpack, body, encoding, request.client_max_size)
-        if bodies is not None:
-            bodies.add(request, len(body))
-    request[_UNPACKED] = body
+        if held is not None:
+            held.add(len(body))
     return body
 
 
@@ -160,6 +187,12 @@ def is_connected(request: web.Request) -> bool:
     return not state.poll(0)
 
 
+def is_sent(request: web.Request) -> bool:
+    """Whether the connection is open, and the kernel has all of the response that was written."""
+    transport = request.transport
+    return transport is not None and not transport.get_write_buffer_size()
+
+
 async def until_sent(request: web.Request) -> None:
     """Returns when the kernel has all of the response that was written, so that it reaches the
     client even if this process is killed.
@@ -189,17 +222,17 @@ async def _read_in_time(request: web.Request, limit_s: float) -> AsyncIterator[N
         raise ConnectionResetError(f"the client read nothing for {limit_s:g} s") from error
 
 
-def forget_body(request: web.Request) -> int:
-    """Frees the body once the request is answered; returns its size in bytes. aiohttp keeps a
-    request until its connection brings the next one, so that an idle connection would hold the
-    memory of its last body."""
-    return len(request.pop(_UNPACKED, b""))
+def forget_body(request: web.Request) -> None:
+    """Frees what `read_body` keeps, once the request is answered. aiohttp keeps a request until its
+    connection brings the next one, so that an idle connection would hold the memory of its last
+    body."""
+    request.pop(_UNPACKED, None)
 
 
-async def _read_in_body_timeout(request: web.Request, bodies: BodiesInFlight | None) -> bytes:
+async def _read_in_body_timeout(request: web.Request, held: HeldBody | None) -> bytes:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read(request, bodies)
+            return await _read(request, held)
     except TimeoutError as error:
         raise RequestError(
             f"the request body did not arrive within {BODY_TIMEOUT_S:g} s; send it again",
@@ -207,9 +240,19 @@ async def _read_in_body_timeout(request: web.Request, bodies: BodiesInFlight | N
         ) from error
 
 
-async def _read(request: web.Request, bodies: BodiesInFlight | None) -> bytes:
-    if (request.content_length or 0) > request.client_max_size:
+def _read_at_once(request: web.Request, held: HeldBody | None) -> bytes:
+    try:
+        body = request.content.read_nowait()
+    except RequestPayloadError as error:
+        raise _broken_chunks() from error
+    if len(body) > request.client_max_size:
         raise _too_large(request.client_max_size)
+    if held is not None:
+        held.add(len(body))
+    return body
+
+
+async def _read(request: web.Request, held: HeldBody | None) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
@@ -218,11 +261,15 @@ async def _read(request: web.Request, bodies: BodiesInFlight | None) -> bytes:
             size += len(part)
             if size > request.client_max_size:
                 raise _too_large(request.client_max_size)
-            if bodies is not None:
-                bodies.add(request, len(part))
+            if held is not None:
+                held.add(len(part))
     except RequestPayloadError as error:
-        raise RequestError("the body's chunked encoding is invalid; send it again") from error
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        raise _broken_chunks() from error
+    return b"".join(parts)
+
+
+def _broken_chunks() -> RequestError:
+    return RequestError("the body's chunked encoding is invalid; send it again")
 
 
 def _unpack(packed: bytes, encoding: str, limit: int) -> bytes:

@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,14 @@ from aiohttp import web
 
 from proxy.config import LimitsConfig
 from proxy.errors import HeldElsewhere, ProxyError, RequestError
-from proxy.http_request import BodiesInFlight, api_key, is_connected, read_body, read_in_time
+from proxy.http_request import (
+    BodiesInFlight,
+    HeldBody,
+    api_key,
+    is_connected,
+    read_in_time,
+    receive_body,
+)
 from proxy.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
@@ -54,6 +61,8 @@ class Exchange(msgspec.Struct):
     """The session that the path names."""
     route: str
     """The path after `/v1/`."""
+    held: HeldBody
+    body: bytes = b""
     arrived_at: float = msgspec.field(default_factory=time.monotonic)
     live: LiveSession | None = None
     """The session, once the request is authorised."""
@@ -73,8 +82,10 @@ class AgentEndpoints:
         limits: LimitsConfig,
         *,
         model_name: str,
+        on_release: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`dialects` are keyed by route; `model_name` is the name in `/v1/models`."""
+        """`dialects` are keyed by route; `model_name` is the name in `/v1/models`; `on_release`
+        gets the size of each body whose request is answered."""
         self._sessions = sessions
         self._calls = calls
         self._dialects = dialects
@@ -84,7 +95,7 @@ class AgentEndpoints:
         self._metrics = metrics
         self._log = CallLog()
         self._in_flight = 0
-        self._bodies = BodiesInFlight(limits.in_flight_body_bytes)
+        self._bodies = BodiesInFlight(limits.in_flight_body_bytes, on_release)
         metrics.in_flight.set_function(lambda: self._in_flight)
         self._process = os.urandom(8).hex()
         self._answers = itertools.count()
@@ -99,14 +110,14 @@ class AgentEndpoints:
             dialect = self._dialects["chat/completions"]
         elif dialect is None or request.method != "POST":
             return self._not_found(request, route)
-        exchange = Exchange(request, dialect, trial, route)
+        exchange = Exchange(request, dialect, trial, route, HeldBody(self._bodies))
         try:
             response = await self._respond(exchange)
         except ProxyError as error:
             error.__traceback__ = None  # its frames refer to the call, and the call to it
             return await self._refuse(exchange, error)
         finally:
-            self._bodies.release(request)
+            exchange.held.release()
         if self._log.wanted and exchange.call is not None:
             self._log_call(exchange, response.status, stream=exchange.call.asked.request.stream)
         return response
@@ -142,7 +153,9 @@ class AgentEndpoints:
                     return await self._write(exchange, exchange.call, request)
                 except HeldElsewhere as held:
                     exchange.call = None
-                    forwarding = forwarding or Forwarding(exchange.request, self._limits.unread_s)
+                    forwarding = forwarding or Forwarding(
+                        exchange.request, exchange.body, self._limits.unread_s
+                    )
                     response = await forwarding.answer(held)
                 if response is not None:
                     return response
@@ -171,7 +184,8 @@ class AgentEndpoints:
 
     async def _parse(self, exchange: Exchange, live: LiveSession) -> Call:
         """Raises RequestError."""
-        body = Body(await read_body(exchange.request, self._bodies))
+        exchange.body = await receive_body(exchange.request, exchange.held)
+        body = Body(exchange.body)
         parse = partial(parse_call, exchange.dialect, body, exchange.request.headers, live.profile)
         return await asyncio.to_thread(parse) if body.is_large else parse()
 

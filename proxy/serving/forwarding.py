@@ -26,7 +26,7 @@ from aiohttp import web
 
 from proxy.config import ListenConfig
 from proxy.errors import HeldElsewhere, ProxyError
-from proxy.http_request import read_body, read_in_time, until_sent
+from proxy.http_request import is_sent, read_body, read_in_time, until_sent
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +77,9 @@ class Arrival(msgspec.Struct):
 
         Raises ConnectionError if the agent disconnects, or does not read it in time.
         """
-        sent = 0 if self.confirmed is None else None
-        async with read_in_time(self.request, self.unread_s, sent):
+        if self.confirmed is None and is_sent(self.request):
+            return
+        async with read_in_time(self.request, self.unread_s):
             await until_sent(self.request)
             if self.confirmed is not None:
                 await self.confirmed
@@ -109,9 +110,10 @@ class Arrivals:
 class Forwarding:
     """Forwards one request, as long as another process holds its session."""
 
-    def __init__(self, request: web.Request, unread_s: float) -> None:
+    def __init__(self, request: web.Request, body: bytes, unread_s: float) -> None:
         """`unread_s`: seconds in which the agent must read what was sent."""
         self._request = request
+        self._body = body
         self._unread_s = unread_s
         self._delays_s = iter(RETRY_DELAYS_S)
 
@@ -125,7 +127,7 @@ class Forwarding:
         """
         if was_forwarded(self._request):
             raise held
-        answer = await forward(self._request, held.address, self._unread_s)
+        answer = await forward(self._request, self._body, held.address, self._unread_s)
         if answer is not None:
             return answer
         delay_s = next(self._delays_s, None)
@@ -165,7 +167,9 @@ def was_forwarded(request: web.Request) -> bool:
     return FORWARDED in request.headers
 
 
-async def forward(request: web.Request, address: str, unread_s: float) -> web.StreamResponse | None:
+async def forward(
+    request: web.Request, body: bytes, address: str, unread_s: float
+) -> web.StreamResponse | None:
     """Forwards the request and passes on the holder's answer as it arrives. Returns None if the
     holder has ended, or no longer holds the session.
 
@@ -177,7 +181,7 @@ async def forward(request: web.Request, address: str, unread_s: float) -> web.St
     async with _client(address, keep_s=2 * unread_s) as http:
         try:
             async with _while_alive(http, address):
-                answer = await _send(http, request, address, number)
+                answer = await _send(http, request, body, address, number)
         except aiohttp.ClientConnectionError:
             return None
         except TimeoutError as error:
@@ -201,7 +205,7 @@ async def send_to_holder(request: web.Request, address: str) -> None:
         async with (
             asyncio.timeout(CONFIRM_TIMEOUT_S),
             _client(address) as http,
-            await _send(http, request, address, "control") as answer,
+            await _send(http, request, await read_body(request), address, "control") as answer,
         ):
             answer.raise_for_status()
     except aiohttp.ClientConnectionError as error:
@@ -256,12 +260,12 @@ def _client(address: str, keep_s: float = 15.0) -> aiohttp.ClientSession:
 
 
 async def _send(
-    http: aiohttp.ClientSession, request: web.Request, address: str, number: str
+    http: aiohttp.ClientSession, request: web.Request, body: bytes, address: str, number: str
 ) -> aiohttp.ClientResponse:
     url = _root(address) + request.path_qs
     headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_THE_CONNECTION}
     headers[FORWARDED] = number
-    return await http.request(request.method, url, data=await read_body(request), headers=headers)
+    return await http.request(request.method, url, data=body, headers=headers)
 
 
 async def _pass_on(

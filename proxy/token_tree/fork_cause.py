@@ -78,8 +78,7 @@ def fork_cause(
         other = None if isinstance(key, RawKey) else tree.same_body(key)
         if other is not None and not isinstance(key, RawKey):
             return _cause_at(tree, other, key, messages[position + 1 :], match)
-    recent = {node.marks.quote for node in tree.nodes[-QUOTED_TURNS:] if node.marks is not None}
-    if is_quoted(messages, recent):
+    if is_quoted(messages, set(tree.quotes[-QUOTED_TURNS:])):
         return ForkCause.COMPACTION
     return ForkCause.NEW_CONVERSATION
 

@@ -98,6 +98,8 @@ class TokenTree:
         """With `follows`, keys include the reasoning (a profile with `history: follow`)."""
         self.follows = follows
         self.nodes: list[Node] = []
+        self.quotes: list[str] = []
+        """Of each turn the answer's `AnswerMarks.quote`; empty if it has none."""
         self.sampled_tokens = 0
         self.sampled_turns = 0
         self._by_answer: dict[bytes, int] = {}
@@ -132,6 +134,7 @@ class TokenTree:
             routed=self.routed(turn.parent, turn.shared_tokens),
         )
         self.nodes.append(node)
+        self.quotes.append("")
         self._by_request.setdefault(node.request_key.chain, []).append(turn.index)
         self._remember_body(node.request_key, turn.index)
         if turn.parent is not None:
@@ -174,6 +177,7 @@ class TokenTree:
         if turn.answer:
             answer = answer or load_answer(turn.answer)
             node.marks = AnswerMarks.of(answer)
+            self.quotes[turn.index] = node.marks.quote
             self._remember_calls(node, answer)
 
     def _remember_calls(self, node: Node, answer: Message) -> None:
