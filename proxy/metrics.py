@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -66,8 +67,13 @@ class Metrics:
             buckets=(0.1, 1, 10, 30, 60, 120, 300, 600),
             registry=self._registry,
         )
-        self._turns_of = {status: self._turns.labels(status.value) for status in TurnStatus}
-        self._shared, self._new = (self._prompt.labels(part) for part in ("shared", "new"))
+        for status in TurnStatus:
+            self._turns.labels(status.value)  # shown from the start
+        for part in ("shared", "new"):
+            self._prompt.labels(part)
+        self._uncounted: defaultdict[tuple[Counter, str], int] = defaultdict(int)
+        """What each call adds to counters, by label; `exposition` passes it on, because a counter
+        takes a lock and four function calls each time."""
         self.in_flight = Gauge(
             "agentic_proxy_in_flight_calls", "Calls being answered", registry=self._registry
         )
@@ -90,12 +96,13 @@ class Metrics:
 
     def recorded(self, turn: Turn, model: str) -> None:
         """A turn is recorded, whose agent requested this model name."""
-        self._turns_of[turn.status].inc()
+        uncounted = self._uncounted
+        uncounted[self._turns, turn.status] += 1
         if turn.fork_cause is not None:
-            self._forks.labels(turn.fork_cause.value).inc()
-        self._shared.inc(turn.shared_tokens)
-        self._new.inc(len(turn.prompt_ids))
-        self._sampled.inc(len(turn.sampled_ids))
+            uncounted[self._forks, turn.fork_cause] += 1
+        uncounted[self._prompt, "shared"] += turn.shared_tokens
+        uncounted[self._prompt, "new"] += len(turn.prompt_ids)
+        uncounted[self._sampled, ""] += len(turn.sampled_ids)
 
     def refused(self, dialect: str, error: ProxyError) -> None:
         self._refused.labels(dialect, str(error.status)).inc()
@@ -123,6 +130,9 @@ class Metrics:
 
     def exposition(self, others: Sequence[bytes] = ()) -> bytes:
         """The metrics in Prometheus' text format, added to those of the expositions in `others`."""
+        for (counter, label), count in self._uncounted.items():
+            (counter.labels(label) if label else counter).inc(count)
+        self._uncounted.clear()
         own = generate_latest(self._registry)
         return generate_latest(_Sum([own, *others])) if others else own
 

@@ -63,9 +63,8 @@ class ConversationKey(NamedTuple):
 
     def then(self, digest: bytes) -> ConversationKey:
         """The key with one more message, which is not a leading system message."""
-        return self._replace(
-            chain=_digest(self.chain + digest, 16), body=_digest(self.body + digest, 16)
-        )
+        chain, body = _digest(self.chain + digest, 16), _digest(self.body + digest, 16)
+        return ConversationKey(chain, self.tools, self.system, body)
 
     def answered(self, answer: Message, *, with_reasoning: bool = False) -> ConversationKey:
         """The key of the conversation with `answer` appended, by which a continuation is found."""

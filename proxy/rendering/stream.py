@@ -49,10 +49,8 @@ _OUTSIDE = (_Channel.START, _Channel.TEXT, _Channel.BETWEEN)
 
 
 class AnswerParser:
-    """Parses one answer while it is sampled. Call `feed` for each batch of ids, then `finish` once.
-
-    Without `markers`, all deltas are returned by `finish`.
-    """
+    """Parses one answer while it is sampled. Call `feed` for each batch of ids, then `finish`
+    once."""
 
     def __init__(
         self,
@@ -67,9 +65,10 @@ class AnswerParser:
         opening: list[int] | None = None,
         plain: bool = False,
     ) -> None:
-        """`opening` holds the ids at the end of the prompt that belong to the answer. With
-        `one_call` the answer ends where a second tool call begins. A `plain` answer (Completions)
-        has neither reasoning nor tool calls, and its white space is kept."""
+        """`markers` may be None for a `plain` answer. `opening` holds the ids at the end of the
+        prompt that belong to the answer. With `one_call` the answer ends where a second tool call
+        begins. A `plain` answer (Completions) has neither reasoning nor tool calls, and its white
+        space is kept."""
         self._rendering = rendering
         self._prompt_end = prompt_end
         self._tools = tools
@@ -105,9 +104,6 @@ class AnswerParser:
 
     def feed(self, ids: list[int]) -> list[Delta]:
         out, self._early = self._early, []
-        if self._markers is None and not self._plain:
-            self._ids += ids
-            return out
         for token in ids:
             self._ids.append(token)
             if self._channel is _Channel.TEXT and token not in self._marks:

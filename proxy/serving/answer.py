@@ -24,6 +24,7 @@ from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.rendering.stream import AnswerParser
+from proxy.rendering.whole import WholeParser
 from proxy.scheduling.admission import RoomClaim
 from proxy.seams import Seam
 from proxy.serving.asked import Asked
@@ -223,9 +224,9 @@ class LiveAnswer:
             piece = Piece(self._choice, tuple(deltas), tuple(tokens), self._intent.index)
             self._call.stream.push(piece)
 
-    def _make_parser(self) -> AnswerParser | PrefixParser:
+    def _make_parser(self) -> AnswerParser | PrefixParser | WholeParser:
         """A whole answer is parsed at its end, a stream in the way its model family allows."""
-        streamed, opening = self._streamed, self._asked.opening.tolist()
+        opening = self._asked.opening.tolist()
         plain = self._asked.request.conversation.raw is not None
         before = self._prompt[-CONTEXT_TOKENS - len(opening) : -len(opening) or None]
         common: dict[str, Any] = {
@@ -236,9 +237,11 @@ class LiveAnswer:
         }
         tools = self._asked.request.conversation.tools
         rendering = self._call.backend.rendering
-        if streamed and not plain and rendering.markers is None:
+        if not plain and not self._streamed:
+            return WholeParser(rendering, before, tools, **common)
+        if not plain and rendering.markers is None:
             return PrefixParser(rendering, before, tools, **common)
-        markers = rendering.markers if streamed else None
+        markers = None if plain else rendering.markers
         return AnswerParser(rendering, before, tools, markers=markers, plain=plain, **common)
 
     @property

@@ -52,7 +52,7 @@ def prefix(turns: Sequence[OwnTokens], index: int | None, length: int, new: Ids 
 def common_prefix(left: Ids, right: Ids) -> int:
     """Length of the longest common prefix of two arrays."""
     size = min(len(left), len(right))
-    if size == 0:
+    if size == 0 or left[0] != right[0]:  # so the turns after a fork differ
         return 0
     differs = left[:size] != right[:size]
     first = int(differs.argmax())

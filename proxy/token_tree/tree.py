@@ -332,22 +332,22 @@ class TokenTree:
             likely += self._by_request.get(key.chain, ())[-2:]
         recent = range(len(self.nodes) - 1, max(-1, len(self.nodes) - 1 - FORK_CANDIDATES), -1)
         best, best_shared = None, 0
-        known: dict[int, int] = {}
+        known: dict[int | None, int] = {None: len(prompt)}
         for index in dict.fromkeys([*likely[:FORK_CANDIDATES], *recent]):
             shared = self._common(index, prompt, known)
             if shared > best_shared:
                 best, best_shared = index, shared
         return self.owner(best, best_shared), best_shared
 
-    def _common(self, index: int, prompt: Ids, known: dict[int, int]) -> int:
+    def _common(self, index: int, prompt: Ids, known: dict[int | None, int]) -> int:
         """Length of the common prefix of a turn's path and a prompt. `known` holds the results of
-        earlier turns, so that each turn's own tokens are compared once."""
+        earlier turns (None: of the root), so that each turn's own tokens are compared once."""
         chain = []
         at: int | None = index
-        while at is not None and at not in known:
+        while at not in known:
             chain.append(at)
             at = self.nodes[at].parent
-        shared = len(prompt) if at is None else known[at]
+        shared = known[at]
         for at in reversed(chain):
             node = self.nodes[at]
             if shared >= node.shared_tokens:

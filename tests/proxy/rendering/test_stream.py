@@ -13,6 +13,7 @@ from proxy.conversation import Message, ToolCall
 from proxy.rendering.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stream import AnswerParser
+from proxy.rendering.whole import WholeParser
 
 PIECES = (
     "<think>",
@@ -113,9 +114,9 @@ def test_concatenated_deltas_equal_the_parsed_message(
             deltas += streaming.feed(ids[at : at + size])
             at += size
         rest, streamed = streaming.finish()
-        whole = AnswerParser(rendering, prompt_end, [], markers=None, **more)
+        whole = WholeParser(rendering, prompt_end, [], **more)
         whole.feed(ids)
-        _, expected = whole.finish()
+        at_once, expected = whole.finish()
 
         text, reasoning, tool_calls = put_together(deltas + rest)
         assert (text, reasoning or None, tool_calls) == (
@@ -125,6 +126,12 @@ def test_concatenated_deltas_equal_the_parsed_message(
         )
         assert (streamed.text, streamed.reasoning) == (expected.text, expected.reasoning)
         assert without_ids(streamed.tool_calls) == without_ids(expected.tool_calls)
+        text, reasoning, tool_calls = put_together(at_once)
+        assert (text, reasoning or None, tool_calls) == (
+            expected.text,
+            expected.reasoning,
+            expected.tool_calls,
+        )
 
     check()
 
