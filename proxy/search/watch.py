@@ -111,6 +111,8 @@ class RuleWatch:
 
     def recorded(self, session_id: str, turn: Turn) -> None:
         """Takes a turn that is recorded; `session_id` is the session that made the call."""
+        if not self._rules and not self._matching.locked() and self._knows_rules:
+            return
         kept = turn if self._bytes + _bytes_of(turn) <= WAITING_BYTES else None
         self._bytes += _bytes_of(kept)
         self._waiting.setdefault(session_id, {})[turn.index] = kept
@@ -149,8 +151,13 @@ class RuleWatch:
                     await asyncio.sleep(RETRY_S)
             self._arrived.clear()
 
+    @property
+    def _knows_rules(self) -> bool:
+        """Whether the rules were read within READ_S."""
+        return time.monotonic() - self._read_at < READ_S
+
     async def _read_rules(self) -> None:
-        if time.monotonic() - self._read_at < READ_S:
+        if self._knows_rules:
             return
         self._read_at = time.monotonic()
         configured = {rule.name for rule in self._configured}

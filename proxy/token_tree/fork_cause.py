@@ -30,7 +30,7 @@ MIN_QUOTE_CHARS = 40
 """Text that repeats this many characters of an answer's longest line counts as a quotation."""
 
 
-class AnswerMarks(msgspec.Struct, frozen=True):
+class AnswerMarks(msgspec.Struct, frozen=True, gc=False):
     """A summary of an answer's content. Example: AnswerMarks.of(Message("assistant", "5"))"""
 
     text: bytes

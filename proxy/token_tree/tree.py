@@ -32,7 +32,7 @@ FORK_CANDIDATES = 16
 likely ones and the latest ones."""
 
 
-class Node(msgspec.Struct):
+class Node(msgspec.Struct, gc=False):
     """A turn in memory: arrays and digests."""
 
     index: int
@@ -344,7 +344,7 @@ class TokenTree:
         earlier turns (None: of the root), so that each turn's own tokens are compared once."""
         chain = []
         at: int | None = index
-        while at not in known:
+        while at is not None and at not in known:
             chain.append(at)
             at = self.nodes[at].parent
         shared = known[at]
@@ -352,11 +352,10 @@ class TokenTree:
             node = self.nodes[at]
             if shared >= node.shared_tokens:
                 shared = node.shared_tokens
-                for own in (node.prompt_ids, node.sampled_ids):
-                    same = common_prefix(own, prompt[shared:])
-                    shared += same
-                    if same < len(own):
-                        break
+                same = common_prefix(node.prompt_ids, prompt[shared:])
+                shared += same
+                if same == len(node.prompt_ids):
+                    shared += common_prefix(node.sampled_ids, prompt[shared:])
             known[at] = shared
         return shared
 
