@@ -12,9 +12,10 @@ whose first turns are another session's (`Origin`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from struct import pack
 from typing import Any
 
 import msgspec
@@ -37,6 +38,18 @@ order. A row of fewer tokens ends with ids -1 of log-probability minus infinity.
 
 EMPTY_IDS: Ids = np.zeros(0, np.int32)
 EMPTY_LOGPROBS: Logprobs = np.zeros(0, np.float32)
+
+
+def ids_of(tokens: Sequence[int]) -> Ids:
+    """A read-only array of a list's ids. NumPy itself takes twice the time, because it looks at
+    each value's type."""
+    return np.frombuffer(pack(f"{len(tokens)}i", *tokens), np.int32)
+
+
+def logprobs_of(values: Sequence[float]) -> Logprobs:
+    """The same for finite or NaN log-probabilities."""
+    return np.frombuffer(pack(f"{len(values)}f", *values), np.float32)
+
 
 FOLDER = "folder"
 """The entry of a session's metadata that names the folder in which its agent works."""

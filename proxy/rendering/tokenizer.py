@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
+from struct import pack
 from typing import Any, Self
 
 import orjson
@@ -55,7 +56,7 @@ class RecentTexts:
         return ids
 
     def put(self, text: str, ids: list[int]) -> array[int]:
-        kept = array("i", ids)
+        kept = array("i", pack(f"{len(ids)}i", *ids))
         cost = _cost(text, kept)
         if cost > self._limit_bytes // 4:
             return kept

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec import structs
 
 from proxy.alternatives import CollectedAlternatives
@@ -19,7 +18,15 @@ from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.generation import Generation
-from proxy.records import FinishReason, ForkCause, Ids, Turn, TurnStatus
+from proxy.records import (
+    FinishReason,
+    ForkCause,
+    Ids,
+    Turn,
+    TurnStatus,
+    ids_of,
+    logprobs_of,
+)
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
@@ -145,8 +152,8 @@ class LiveAnswer:
         self.key = self._answer_key(message)
         turn = structs.replace(
             self._intent,
-            sampled_ids=np.array(self._ids, np.int32),
-            logprobs=np.array(self._logprobs, np.float32),
+            sampled_ids=ids_of(self._ids),
+            logprobs=logprobs_of(self._logprobs),
             versions=self._generation.versions,
             finish_reason=self._finish,
             status=TurnStatus.CUT if cut else self._ended_as,

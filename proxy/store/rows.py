@@ -8,6 +8,7 @@ holds only the tokens that its turn adds. Arrays from a row are read-only views 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ TURN_COLUMNS = ", ".join(
 """A turn as `lineage` has it: its row, its owner, and whether the session trains it."""
 IN_LINEAGE = "t.session_id = l.session_id AND t.idx >= l.low AND t.idx < l.high"
 _NO_END = 2**31 - 1
+_SPAN = Struct("<3i")
 
 
 def unrecorded(session_id: str, index: int, *, exists: bool) -> ProxyError:
@@ -304,7 +306,7 @@ def _logprobs_from(blob: bytes) -> Logprobs:
 
 
 def _versions(spans: tuple[VersionSpan, ...]) -> bytes:
-    return np.array([(v.version, v.start, v.end) for v in spans], "<i4").tobytes()
+    return b"".join(_SPAN.pack(v.version, v.start, v.end) for v in spans)
 
 
 def _versions_from(blob: bytes) -> tuple[VersionSpan, ...]:
