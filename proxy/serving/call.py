@@ -122,7 +122,7 @@ class LiveCall:
         self.live.retries.running[self.asked.request_key] = self
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.backend.call_timeout_s, self._time_out)
-        self._task = asyncio.create_task(self._run())
+        self._task = loop.create_task(self._run())
         self._task.add_done_callback(self._end)
 
     def abort(self, why: ProxyError) -> None:
