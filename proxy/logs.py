@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import orjson
 
+from proxy.valid_json import valid_json, valid_text
+
 LogKind = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 CALLS = "proxy.calls"
@@ -48,7 +50,14 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+        try:
+            return orjson.dumps(line, default=_valid).decode()
+        except orjson.JSONEncodeError:  # such as a lone surrogate in an error's message
+            return orjson.dumps(valid_json(line), default=_valid).decode()
+
+
+def _valid(value: object) -> str:
+    return valid_text(str(value))
 
 
 class CallLog:

@@ -6,10 +6,12 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from proxy.engines.vllm_server import VllmConfig, VllmServer
+from proxy.valid_json import valid_json
 from tests.needs import skip_or_fail
 from tests.postgres_server import binaries, postgres_server
 
@@ -27,7 +29,11 @@ PROGRAM_FOLDERS = {Path(__file__).parent / name for name in ("attacks", "e2e")}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests that `make test-fast` leaves out; leaves long ones to `make test-long`."""
+    """Marks the tests that `make test-fast` leaves out; leaves long ones to `make test-long`.
+
+    Files with programs come first: a worker of xdist that is left alone with the last file then has
+    little to do.
+    """
     if "long" not in config.option.markexpr:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
@@ -38,6 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folders = PROGRAM_FOLDERS & set(item.path.parents)
         if fixtures or markers or folders or "postgres" in parameters:
             item.add_marker("programs")
+    items.sort(key=lambda item: not PROGRAM_FOLDERS & set(item.path.parents))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Iterator[Any]:
+    """A test's log can hold lone surrogates, which a worker of xdist cannot send."""
+    return valid_json((yield))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

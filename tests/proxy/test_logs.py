@@ -76,6 +76,21 @@ def test_exception_is_logged_on_one_line() -> None:
     assert orjson.loads(text)["exception"].endswith("two\nlines")
 
 
+def test_line_with_half_a_character_is_logged() -> None:
+    """Such as what an agent's server said in an error."""
+
+    class Value:
+        def __str__(self) -> str:
+            return "value \ud800"
+
+    error = ValueError("said \ud800")
+    given = {"msg": "it \udfff", "exc_info": (type(error), error, None), "fields": {"a": Value()}}
+    line = orjson.loads(JsonLines().format(logging.makeLogRecord(given)))
+    assert line["message"] == "it ?"
+    assert line["exception"] == "ValueError: said ?"
+    assert line["a"] == "value ?"
+
+
 @pytest.mark.parametrize(
     ("kind", "level", "root", "calls"),
     [
