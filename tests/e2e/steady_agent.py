@@ -30,7 +30,7 @@ def call(messages: list[dict[str, str]]) -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     headers["Authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    for _ in range(600):
+    for _ in range(6000):  # as long as the test waits: an engine starts slowly on a busy machine
         try:
             request = urllib.request.Request(url, json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request) as response:

@@ -1,5 +1,8 @@
 """`agentic-train` whose only engine is behind the relay: the worker pulls each version of the
-weights, or of an adapter, and every trained token was sampled with a published one."""
+weights, or of an adapter, and every trained token was sampled with a published one.
+
+CI runs each type of numbers once, and each kind of weights once; the other two pairs are long.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def configured(
     return path, published
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 async def test_two_steps_with_an_engine_that_pulls_its_weights(
     tiny_model: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -97,7 +100,7 @@ async def sampled_by(run: RunFolder, policy: str) -> set[int]:
     return sampled
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 async def test_run_that_is_continued_with_an_engine_that_pulls_its_adapters(
     tiny_model: Path, tmp_path: Path, dtype: str
 ) -> None:
