@@ -133,6 +133,7 @@ async def test_trial_of_a_lost_server_fails_and_the_next_one_goes_to_another(
     tmp_path: Path, trial: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "ATTEMPTS", 1)
+    monkeypatch.setattr(client, "LONG_POLL_S", 0.5)  # a server that ends waits for the poll's end
     lost, present = ScriptedTrials(), ScriptedTrials()
     async with AsyncExitStack() as first, serving(tmp_path / "present", present) as url:
         other = await first.enter_async_context(serving(tmp_path / "lost", lost))
