@@ -116,6 +116,8 @@ def test_qwen3_5_without_fla_does_not_fit_on_one_gpu(
 ) -> None:
     monkeypatch.setattr(assembly, "gpus_here", lambda: (H100,))
     monkeypatch.setattr(memory, "has_fla", lambda: False)
+    # What is kept grows with the tokens alone, and a pass without fla is a loop over them.
+    monkeypatch.setattr(memory, "SAMPLED_TOKENS", 512)
     words = [word for file in layers("qwen3.5-4b", "codex") for word in ("--config", str(file))]
     # Another batch size than in the tests before, whose plans are kept.
     given = [f"model.path={published / 'qwen3.5-4b'}", "rollout.concurrency=31"]
