@@ -1,4 +1,4 @@
-"""A hub in this process, and workers in processes of their own (`python -m proxy.relay`)."""
+"""A hub in this process, and workers in processes of their own (`eager_worker.py`)."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def start_worker(server: ScriptedEngine, model: Path) -> AsyncIterator[Sta
     ) -> Worker:
         process = await asyncio.create_subprocess_exec(
             *wrapper,
-            *(sys.executable, "-m", "proxy.relay"),
+            *(sys.executable, "-m", "tests.proxy.relay.eager_worker"),
             *("--proxy", url or f"ws://127.0.0.1:{proxy.port if proxy else 0}"),
             *("--engine", engine or server.url, "--model", str(model), "--name", name),
             *flags,
