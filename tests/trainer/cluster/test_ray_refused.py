@@ -55,6 +55,8 @@ def test_missing_cluster_is_refused_with_the_command_that_starts_one(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    # Ray looks at all processes of the machine, and another worker of pytest may run a cluster.
+    monkeypatch.setattr("ray._private.services._find_address_from_flag", lambda _: set())
     with pytest.raises(ConfigError, match=r"cluster\.address='auto': no Ray .*ray start --head"):
         open_once(config(checkpoint, address="auto"), tmp_path)
 
