@@ -137,6 +137,7 @@ class _Call:
     def fail(self, error: Exception) -> None:
         if not self.ended.done():
             self.ended.set_exception(error)
+            self.ended.exception()  # its task may be cancelled before it raises it
 
 
 class _Connection:
@@ -154,6 +155,8 @@ class _Connection:
         self.is_lost = False
 
     async def sample(self, prompt_ids: Ids, request: dict[str, Any], take: Take) -> None:
+        if self.is_lost:  # since the call began to wait for the connection
+            raise self._fault("closed the connection")
         self._last_number += 1
         number = self._last_number
         call = _Call(take, self._loop.create_future(), self._loop.time())

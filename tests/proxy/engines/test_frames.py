@@ -214,6 +214,19 @@ async def test_calls_reconnect_after_a_lost_connection() -> None:
         await engine.close()
 
 
+async def test_call_that_meets_a_connection_that_was_just_lost_fails_at_once() -> None:
+    async with ScriptedEngine(lambda _: ANSWER, frames=True) as server:
+        client = FramesClient(EngineAddress(server.url))
+        assert await client.connect()
+        connection = client._connection
+        assert connection is not None
+        await connection.close()
+        with pytest.raises(EngineError, match="closed the connection"):
+            await client.sample(PROMPT, REQUEST, Received().take)
+        assert connection._calls == {}
+        await client.close()
+
+
 async def test_server_without_the_route_gets_json(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ScriptedEngine(lambda _: ANSWER, frames=True) as server:
         engine = VllmEngine(server.url)
