@@ -30,9 +30,11 @@ class StartCall(msgspec.Struct, tag="start", array_like=True, gc=False):
     call: int
     """The client's number of the call on this connection."""
     prompt: bytes
-    """The token ids."""
+    """The token ids; with `prefix` only those after it."""
     request: dict[str, Any]
     """The other fields of the body of `POST /inference/v1/generate`."""
+    prefix: bytes = b""
+    """Digest of the prompt that this one extends (`prompt_parts.py`); empty: it is whole."""
 
 
 class CancelCall(msgspec.Struct, tag="cancel", array_like=True, gc=False):
@@ -42,7 +44,7 @@ class CancelCall(msgspec.Struct, tag="cancel", array_like=True, gc=False):
 
 
 class CallEnd(msgspec.Struct, array_like=True, gc=False):
-    """The end of a call: either `finish` or `error` is set."""
+    """The end of a call: either `finish`, `error` or `unknown_prefix` is set."""
 
     call: int
     finish: str | None = None
@@ -54,6 +56,8 @@ class CallEnd(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     code: int = 500
     """HTTP status of the error."""
+    unknown_prefix: bool = False
+    """The call was not begun, because the server does not have what its prompt extends."""
 
 
 class Sampled(msgspec.Struct, array_like=True, gc=False):

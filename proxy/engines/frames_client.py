@@ -31,6 +31,7 @@ from proxy.engines.frames import (
     read_sampled,
     write,
 )
+from proxy.engines.prompt_parts import SentPrompts, UnknownPrefixError
 from proxy.errors import EngineError
 from proxy.records import Ids
 
@@ -94,6 +95,11 @@ class FramesClient:
         assert self._connection is not None
         await self._connection.sample(prompt_ids, request, take)
 
+    def forget(self, session_id: str) -> None:
+        """Frees what is kept of a session that has ended."""
+        if self._connection is not None:
+            self._connection.sent.forget(session_id)
+
     async def close(self) -> None:
         """Closes the connection. Calls that are running fail."""
         if self._opening is not None:
@@ -150,11 +156,22 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, _Call] = {}
         self._last_number = 0
+        self.sent = SentPrompts()
         self._watch: asyncio.TimerHandle | None = None
         self._reader = asyncio.create_task(self._read())
         self.is_lost = False
 
     async def sample(self, prompt_ids: Ids, request: dict[str, Any], take: Take) -> None:
+        session_id = request["request_id"].rpartition("#")[0]
+        try:
+            await self._sample(prompt_ids, session_id, request, take)
+        except UnknownPrefixError:  # the server had no room for it
+            self.sent.forget(session_id)
+            await self._sample(prompt_ids, session_id, request, take)
+
+    async def _sample(
+        self, prompt_ids: Ids, session_id: str, request: dict[str, Any], take: Take
+    ) -> None:
         if self.is_lost:  # since the call began to wait for the connection
             raise self._fault("closed the connection")
         self._last_number += 1
@@ -163,9 +180,9 @@ class _Connection:
         self._calls[number] = call
         if self._watch is None:
             self._watch = self._loop.call_later(self._stall_timeout_s, self._look)
-        ids = np.ascontiguousarray(prompt_ids, ID).tobytes()
+        prefix, new = self.sent.part(prompt_ids, session_id)
         try:
-            await self._send(StartCall(number, ids, request))
+            await self._send(StartCall(number, new, request, prefix))
             await call.ended
         except BaseException:
             if self._calls.pop(number, None) is not None:
@@ -246,6 +263,9 @@ class _Connection:
         call.heard_at = now
         if end is not None:
             del self._calls[number]
+            if end.unknown_prefix:
+                call.fail(UnknownPrefixError())
+                return
         try:
             call.take(ids, logprobs, ranked, end)
         except Exception as error:  # noqa: BLE001 - raised again in the call's task

@@ -18,11 +18,12 @@ from proxy.engines.frames import (
     LOGPROB,
     MISSING_LOGPROB,
     CallEnd,
-    CancelCall,
     Sampled,
+    StartCall,
     read_request,
     write,
 )
+from proxy.engines.prompt_parts import ReceivedPrompts, UnknownPrefixError
 
 
 class Logprob(Protocol):
@@ -76,6 +77,7 @@ class FramesConnection:
         self._socket = socket
         self._running: dict[int, asyncio.Task[None]] = {}
         self._outbox = _Outbox()
+        self._prompts = ReceivedPrompts()
 
     async def serve(self) -> None:
         """Returns when the client has disconnected. Raises msgspec.DecodeError for an invalid
@@ -84,9 +86,8 @@ class FramesConnection:
         try:
             while (data := await self._socket.receive()) is not None:
                 request = read_request(data)
-                if not isinstance(request, CancelCall):
-                    ids = np.frombuffer(request.prompt, ID).tolist()
-                    self._start(request.call, {**request.request, "token_ids": ids})
+                if isinstance(request, StartCall):
+                    self._start(request)
                 elif (task := self._running.get(request.call)) is not None:
                     task.cancel()
         finally:
@@ -100,7 +101,14 @@ class FramesConnection:
         if self._outbox.filled.is_set():
             await self._socket.send(write(self._outbox.take()))
 
-    def _start(self, call: int, body: dict[str, Any]) -> None:
+    def _start(self, request: StartCall) -> None:
+        call = request.call
+        try:
+            ids = self._prompts.whole(request.prefix, request.prompt)
+        except UnknownPrefixError:
+            self._outbox.end(CallEnd(call, unknown_prefix=True))
+            return
+        body = {**request.request, "token_ids": ids.tolist()}
         task = asyncio.create_task(self._answer(call, body))
         self._running[call] = task
         task.add_done_callback(lambda _: self._running.pop(call))

@@ -1,21 +1,15 @@
 """Serialises prompts as JSON. A prompt that extends its session's last one costs only the new ids.
 
-Invariant: the result of `dump` does not depend on the cache, which holds at most `limit_bytes`, and
-nothing of a session after `forget`.
+Invariant: the result of `dump` does not depend on what is kept.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 import orjson
 
+from proxy.engines.last_prompts import LIMIT_BYTES, MIN_TOKENS, LastPrompts
 from proxy.records import Ids
-
-LIMIT_BYTES = 128 * 2**20
-MIN_TOKENS = 1024
-"""Serialising a shorter prompt is faster than comparing it with the cached one."""
 
 
 class PromptJson:
@@ -23,40 +17,26 @@ class PromptJson:
     the size of what it keeps, in bytes."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self._bytes = 0
-        self._last: OrderedDict[str, tuple[Ids, bytes]] = OrderedDict()
+        self._last = LastPrompts[bytes](limit_bytes)
 
     def __len__(self) -> int:
-        return self._bytes
+        return len(self._last)
 
     def dump(self, ids: Ids, session_id: str) -> bytes:
         """The ids, `[T]`, as a JSON list."""
         if len(ids) < MIN_TOKENS:
             return _dump(ids)
-        before, text = self._last.get(session_id, (ids[:0], b"[]"))
-        known = len(before)
-        if known == 0 or known > len(ids) or not np.array_equal(ids[:known], before):
+        known, text = self._last.extended_by(ids, session_id) or (0, b"")
+        if known == 0:
             text = _dump(ids)
         elif known < len(ids):
             text = b"%b,%b" % (text[:-1], _dump(ids[known:])[1:])
-        self._keep(session_id, ids, text)
+        self._last.keep(ids, session_id, text, len(text))
         return text
 
     def forget(self, session_id: str) -> None:
         """Frees the session's prompt, if one is kept."""
-        self._subtract(self._last.pop(session_id, None))
-
-    def _keep(self, session_id: str, ids: Ids, text: bytes) -> None:
-        self.forget(session_id)
-        self._last[session_id] = (ids, text)
-        self._bytes += ids.nbytes + len(text)
-        while self._bytes > self._limit_bytes:
-            self._subtract(self._last.popitem(last=False)[1])
-
-    def _subtract(self, entry: tuple[Ids, bytes] | None) -> None:
-        if entry is not None:
-            self._bytes -= entry[0].nbytes + len(entry[1])
+        self._last.forget(session_id)
 
 
 def _dump(ids: Ids) -> bytes:

@@ -104,6 +104,7 @@ class VllmEngine(HttpEngine[_Answer[Any]]):
 
     def forget(self, session_id: str) -> None:
         self._prompts.forget(session_id)
+        self._frames.forget(session_id)
 
     async def check(self) -> None:
         try:

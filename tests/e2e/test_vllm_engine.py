@@ -239,6 +239,30 @@ async def test_both_routes_give_the_same_answers_and_refusals(
     assert kinds == ["EngineRefusal", "EngineRefusal", "EngineRefusal", "MissingAdapter"]
 
 
+async def test_conversation_that_is_sent_in_parts_has_the_answers_of_whole_prompts(
+    vllm: VllmServer,
+) -> None:
+    path = np.arange(TINY_CONTEXT_TOKENS - 40, dtype=np.int32) % 90 + 20
+
+    async def answers(engine: VllmEngine) -> list[str]:
+        out = []
+        for turn, tokens in enumerate(range(1100, len(path), 100)):
+            call = chunks_of(
+                *(engine, path[:tokens], Sampling(max_tokens=8, temperature=0.0)),
+                request_id=f"s#{turn}",
+                cache_salt=str(id(engine)),
+                stream=False,
+            )
+            (chunk,) = [each async for each in call]
+            out.append(repr((chunk.ids, chunk.logprobs)))
+        return out
+
+    async with client_of(vllm, "frames") as frames, client_of(vllm, "json") as json:
+        assert await answers(frames) == await answers(json)
+        assert frames._frames._connection is not None
+        assert len(frames._frames._connection.sent) > 0
+
+
 async def test_calls_of_a_lost_connection_are_aborted(vllm: VllmServer) -> None:
     async with client_of(vllm, "frames") as engine, client_of(vllm, "json") as observer:
         running = asyncio.create_task(sample(engine, ENDLESS))

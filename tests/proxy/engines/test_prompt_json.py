@@ -7,7 +7,8 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engines.prompt_json import MIN_TOKENS, PromptJson
+from proxy.engines.last_prompts import MIN_TOKENS
+from proxy.engines.prompt_json import PromptJson
 
 steps = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(-40, 40), st.booleans()), min_size=1, max_size=12

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from proxy.engines.prompt_json import MIN_TOKENS, PromptJson
+from proxy.engines.last_prompts import MIN_TOKENS
+from proxy.engines.prompt_json import PromptJson
 from proxy.serving.call import LiveCall
 from proxy.wire.dialect import Call
 from tests.proxy.conftest import StartProxy
