@@ -191,7 +191,7 @@ def test_engines_accept_weights_as_those_that_a_run_starts(
         wanted.remove(word)
     if engines == "relay":  # only its own pod reaches it, so it has no key
         assert "--host=127.0.0.1" in engine.command
-        at = wanted.index("--middleware")
+        at = wanted.index("proxy.engines.vllm_key.RequireKey") - 1
         del wanted[at : at + 2]
     given = [word for argument in engine.command for word in argument.split("=", 1)]
     assert [word for word in wanted if word not in given] == []
