@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from pydantic import ValidationError
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
@@ -36,7 +37,7 @@ GRADE = "import sys; sys.exit('Answer 2' in open('answer').read())"
 def rollout(*logprobs: float) -> Rollout:
     """A chain of turns of two sampled tokens each, with these log-probabilities."""
     turns = [
-        replace(
+        structs.replace(
             turn(index, index - 1 if index else None, 3 * index, [1], [2, 3]),
             logprobs=np.array([logprob, logprob], np.float32),
         )
