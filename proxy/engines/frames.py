@@ -38,7 +38,7 @@ class StartCall(msgspec.Struct, tag="start", array_like=True, gc=False):
 
 
 class CancelCall(msgspec.Struct, tag="cancel", array_like=True, gc=False):
-    """The client does not want the rest of the call. Nothing more is sent of it."""
+    """The client does not want the rest of the call, and ignores what is still sent of it."""
 
     call: int
 

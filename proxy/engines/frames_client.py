@@ -40,7 +40,6 @@ MAX_PROMPT_TOKENS = 3 * 2**20
 MAX_MESSAGE_BYTES = 2**30
 CANCEL_TIMEOUT_S = 30.0
 """Long, because a server that is slow is not dead."""
-
 CLOSE_TIMEOUT_S = 1.0
 """For the server's reply to the end of the connection, on which nothing depends."""
 

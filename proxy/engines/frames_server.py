@@ -142,10 +142,12 @@ class _Outbox:
         """`ranked`: how many alternatives the call requests."""
         ids, known = output.token_ids, output.logprobs
         if ids:
+            # Before anything is added, because it fails for an output that is not as expected.
+            logprobs = [_sampled_logprob(token, k) for token, k in zip(ids, known, strict=True)]
             self._calls.append(call)
             self._counts.append(len(ids))
             self._ids += ids
-            self._logprobs += map(_sampled_logprob, ids, known)
+            self._logprobs += logprobs
             if ranked:
                 self._add_alternatives([list(k.items())[:ranked] if k else [] for k in known])
             self.filled.set()

@@ -373,6 +373,21 @@ async def test_calls_end_with_their_connection() -> None:
     assert source.cancelled == ["waits"]
 
 
+async def test_output_without_its_logprobs_fails_its_call_alone() -> None:
+    class Broken(TwoOutputs):
+        def output(self, body: dict[str, Any], at: int) -> Output:
+            output = super().output(body, at)
+            if body["request_id"] == "broken":
+                output.logprobs = []
+            return output
+
+    socket = Socket(generate(1, "a"), generate(2, "broken"), generate(3, "b"))
+    await asyncio.wait_for(FramesConnection(Broken(), socket).serve(), 10)
+    (message,) = socket.sent
+    assert np.frombuffer(message.calls, ID).tolist() == [1, 1, 3, 3]
+    assert {end.call: end.finish for end in message.ends} == {1: "stop", 2: None, 3: "stop"}
+
+
 async def test_error_of_the_source_ends_its_call() -> None:
     socket = Socket(StartCall(4, PROMPT.tobytes(), {}))
     await asyncio.wait_for(FramesConnection(TwoOutputs(), socket).serve(), 10)
