@@ -231,7 +231,7 @@ class LiveAnswer:
             piece = Piece(self._choice, tuple(deltas), tuple(tokens), self._intent.index)
             self._call.stream.push(piece)
 
-    def _make_parser(self) -> AnswerParser | PrefixParser | WholeParser:
+    def _make_parser(self) -> AnswerParser | PrefixParser:
         """A whole answer is parsed at its end, a stream in the way its model family allows."""
         opening = self._asked.opening.tolist()
         plain = self._asked.request.conversation.raw is not None
