@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.proxy import kills, long_sessions, peers, real_vllm, small_calls, streams, targets
 
 CACHE = Path(".cache/bench-proxy")
-PARTS = ("small-calls", "kills", "turns", "streams", "memory", "real-vllm")
+PARTS = ("small-calls", "in-turns", "kills", "turns", "streams", "memory", "real-vllm")
 TARGETS = (
     "pass-through",
     "ours",
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds per row of small calls")
+    parser.add_argument("--rounds", type=int, default=12, help="of measurements in turns")
     parser.add_argument("--calls", type=int, default=500, help="answered before a kill")
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--sessions", type=int, default=1000, help="128k-token sessions in memory")
@@ -47,6 +48,7 @@ def main() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     parts = {
         "small-calls": _small_calls,
+        "in-turns": _in_turns,
         "kills": _kills,
         "turns": _turns,
         "streams": _streams,
@@ -72,6 +74,17 @@ def _small_calls(arguments: argparse.Namespace) -> None:
                 for n in arguments.clients:
                     cell = small_calls.measure(target, n, arguments.seconds)
                     print(small_calls.row(cell, direct[n]), flush=True)
+
+
+def _in_turns(arguments: argparse.Namespace) -> None:
+    with ExitStack() as running, tempfile.TemporaryDirectory() as scratch:
+        starters = _starters(running.enter_context(targets.fake_vllm()), Path(scratch))
+        ratios = [
+            running.enter_context(starters[n]()) for n in ("pass-through", "ours", "ours-json")
+        ]
+        print(small_calls.RATIOS, flush=True)
+        for row in small_calls.in_turns(started, clients=32, rounds=arguments.rounds):
+            print(row, flush=True)
 
 
 def _starters(upstream: str, scratch: Path) -> Starters:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import truediv
+from statistics import median, quantiles
 
 from benchmarks.proxy.targets import Target
 
@@ -53,6 +56,9 @@ def run_load(url: str, headers: dict[str, str], clients: int, seconds: float) ->
     return result
 
 
+TURN_S = 1.5
+"""Seconds of a target in a round."""
+RATIOS = "| target | CPU ms/request | over the first | quartiles |\n|---|---|---|---|"
 HEADER = (
     "| target | clients | requests/s | added p50 ms | added p99 ms | CPU ms/request | failed |\n"
     "|---|---|---|---|---|---|---|"
@@ -72,3 +78,16 @@ def row(c: Cell, d: dict[str, float]) -> str:
         f"| {c.target} | {c.clients} | {c.requests_per_s:,.0f} | {c.p50_ms - d['p50_ms']:.2f} "
         f"| {c.p99_ms - d['p99_ms']:.2f} | {c.cpu_ms_per_request:.3f} | {c.failures} |"
     )
+
+
+def in_turns(running: list[Target], clients: int, rounds: int) -> Iterator[str]:
+    """Rows of the processor time per request over that of the first target. All are measured in
+    each round, because the speed of a machine changes within a run; the medians of the rounds."""
+    spent: list[list[float]] = [[] for _ in running]
+    for _ in range(rounds + 1):
+        for cpu_ms, target in zip(spent, running, strict=True):
+            cpu_ms.append(measure(target, clients, TURN_S).cpu_ms_per_request)
+    for cpu_ms, target in zip(spent, running, strict=True):
+        own, first = cpu_ms[1:], spent[0][1:]  # without the first round, which warms up
+        low, middle, high = quantiles(map(truediv, own, first), n=4)
+        yield f"| {target.name} | {median(own):.3f} | {middle:.2f} | {low:.2f} to {high:.2f} |"
