@@ -79,7 +79,7 @@ def _small_calls(arguments: argparse.Namespace) -> None:
 def _in_turns(arguments: argparse.Namespace) -> None:
     with ExitStack() as running, tempfile.TemporaryDirectory() as scratch:
         starters = _starters(running.enter_context(targets.fake_vllm()), Path(scratch))
-        ratios = [
+        started = [
             running.enter_context(starters[n]()) for n in ("pass-through", "ours", "ours-json")
         ]
         print(small_calls.RATIOS, flush=True)
