@@ -217,11 +217,13 @@ class ProcessHost:
 
     async def _run(self, job: Job, sandbox: int | None, lifeline: socket.socket | None) -> Ended:
         more: dict[str, int] = {}
-        if job.wall is not None and job.wall.ports:
-            more["ports"] = await self._ports.descriptor(job.wall.ports)
         if lifeline is not None:
             more["lifeline"] = lifeline.fileno()
-        cancel_fd, report_fd = self._request(job, sandbox, more)
+        rules = supervisor.NO_RULES
+        if job.wall is not None and job.wall.ports:
+            more["ports"] = await self._ports.descriptor(job.wall.ports)
+            rules = self._ports.number if sandbox is None else rules
+        cancel_fd, report_fd = self._request(job, sandbox, rules, more)
         if lifeline is not None:
             lifeline.close()
         report = asyncio.ensure_future(_read(report_fd))
@@ -246,16 +248,18 @@ class ProcessHost:
         self._socket = self._server = None
         self._ports.close()
 
-    def _request(self, job: Job, sandbox: int | None, more: Mapping[str, int]) -> tuple[int, int]:
-        """Sends the job to the server, with `more` descriptors by their names. Returns two
-        descriptors: closing the first one ends the job, and the report is read from the second
-        one."""
+    def _request(
+        self, job: Job, sandbox: int | None, rules: int, more: Mapping[str, int]
+    ) -> tuple[int, int]:
+        """Sends the job to the server, with the number of its rule set and `more` descriptors by
+        their names. Returns two descriptors: closing the first one ends the job, and the report is
+        read from the second one."""
         cancel_read, cancel_write = os.pipe()
         report_read, report_write = os.pipe()
         job_file = job.as_file(sandbox, tuple(more))
         try:
             fds = [job_file, cancel_read, report_write, *more.values()]
-            socket.send_fds(self._running(), [b"j"], fds)
+            socket.send_fds(self._running(), [supervisor.RULES.pack(rules)], fds)
         except OSError as error:
             os.close(cancel_write)
             os.close(report_read)
@@ -288,6 +292,8 @@ class RefusedPorts:
     change, because that takes 0.1 s."""
 
     def __init__(self) -> None:
+        self.number = supervisor.NO_RULES
+        """Number of the last rule set."""
         self._ports: frozenset[int] = frozenset()
         self._fd = -1
         self._making = asyncio.Lock()
@@ -306,6 +312,7 @@ class RefusedPorts:
                     raise LaunchError(f"cannot refuse ports: {error}") from error
                 self.close()
                 self._ports, self._fd = ports, made
+                self.number += 1
             return self._fd
 
     def close(self) -> None:

@@ -5,10 +5,18 @@ that are Python functions, `function_server.py` runs it with their module import
 for the descriptors that arrive on its socket it forks one supervisor. The supervisor reads a JSON
 job from the first descriptor (a file), starts the agent, ends it when the second descriptor closes,
 and writes one JSON line about the agent's end to the third. The job names those that follow:
-`ports`, the rule set of the ports that are refused to the agent, and `lifeline`, a connection that
-ends the agent when it closes, and that the supervisor holds until it exits. `ProcessHost` in
-`host.py` is the caller. A fork takes a millisecond, even where the agent's module takes seconds to
-import.
+`lifeline`, a connection that ends the agent when it closes, and that the supervisor holds until it
+exits, and `ports`, the last one, the rule set of the ports that are refused to the agent.
+`ProcessHost` in `host.py` is the caller. A fork takes a millisecond, even where the agent's module
+takes seconds to import.
+
+    server ─fork─▶ supervisor ─fork─▶ agent
+      └─fork─▶ restricted server, which has taken a rule set ─fork─▶ supervisor ─fork─▶ agent
+
+A process inherits its parent's rule set for nothing, but takes one itself in 20 ms, because the
+kernel copies a rule for each of 65,000 ports. So a restricted server takes it for all agents behind
+a light wall. An agent behind a strict wall takes it itself, because a process with a rule set
+cannot join a sandbox that was started without it.
 
 Invariant: when a supervisor exits, no descendant of its agent is alive. The supervisor is the
 *child subreaper* of all processes below it (prctl(2)): even a daemon that forks twice, opens a
@@ -39,6 +47,10 @@ from typing import Any, NamedTuple, NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
+RULES = struct.Struct("i")
+NO_RULES = 0
+MAX_FDS = 5
+"""Descriptors of one job."""
 WALL = "wall"
 """The name under which `proxy/wall.py` is loaded."""
 Job = dict[str, Any]
@@ -51,18 +63,33 @@ by a failed disk, may never end."""
 
 
 def serve(server: socket.socket, body: Body, wall_file: str) -> None:
-    """Forks a supervisor for each request, until the other end of the socket closes. `wall_file`:
-    the file of `proxy/wall.py`, which is loaded once for all forks."""
+    """Forks a supervisor for each request, until the other end of the socket closes. A request is
+    the number of the job's rule set (`NO_RULES`: it has none) and the descriptors. `wall_file`: the
+    file of `proxy/wall.py`, which is loaded once for all forks."""
     _load_wall(wall_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is forked
     gc.freeze()  # so that the collector does not copy shared pages in forks
+    _serve(server, body, NO_RULES)
+
+
+def _serve(server: socket.socket, body: Body, own_rules: int) -> None:
+    restricted: RestrictedServer | None = None
     while True:
-        _, fds, _, _ = socket.recv_fds(server, 1, 5)
+        asked, fds, _, _ = socket.recv_fds(server, RULES.size, MAX_FDS)
         if not fds:
             return
-        if os.fork() == 0:
+        (rules,) = RULES.unpack(asked)
+        if rules != own_rules:
+            if restricted is None or not restricted.takes(rules, asked, fds):
+                if restricted is not None:
+                    restricted.socket.close()
+                restricted = RestrictedServer(server, rules, fds, body)
+                restricted.takes(rules, asked, fds)
+        elif os.fork() == 0:
             server.close()
+            if restricted is not None:
+                restricted.socket.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             supervise(fds, body)
@@ -71,11 +98,46 @@ def serve(server: socket.socket, body: Body, wall_file: str) -> None:
             os.close(fd)
 
 
+class RestrictedServer:
+    """A fork of the server that has taken a rule set, and serves the jobs with it until its socket
+    closes."""
+
+    def __init__(self, server: socket.socket, rules: int, fds: list[int], body: Body) -> None:
+        """`fds`: descriptors of the first job, which holds the rule set."""
+        self.rules = rules
+        self.socket, theirs = socket.socketpair()
+        if os.fork() == 0:
+            server.close()
+            self.socket.close()
+            try:
+                sys.modules[WALL].take_rules(fds[-1])
+            except OSError as error:
+                refusal = f"cannot refuse ports: {error}".encode()
+                body = lambda job, error_fd: _refuse(error_fd, refusal)  # noqa: E731
+            for fd in fds:
+                os.close(fd)
+            _serve(theirs, body, rules)
+            os._exit(0)
+        theirs.close()
+
+    def takes(self, rules: int, asked: bytes, fds: list[int]) -> bool:
+        """Passes on a request. False: it has another rule set, or was killed."""
+        if rules != self.rules:
+            return False
+        try:
+            socket.send_fds(self.socket, [asked], fds)
+        except OSError:
+            return False
+        return True
+
+
 def supervise(fds: list[int], body: Body) -> None:
     job_fd, cancel_fd, report_fd, *others = fds
     with open(job_fd, "rb") as file:
         job = json.load(file)
-    named = dict(zip(job["descriptors"], others, strict=True))
+    named = job["named"] = dict(zip(job["descriptors"], others, strict=True))
+    if "ports" in named and job["wall"]["sandbox"] is None:
+        os.close(named.pop("ports"))  # the server has taken it
     cancel_fds = [cancel_fd, *([named["lifeline"]] if "lifeline" in named else [])]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Blocked before the fork, so that no SIGCHLD is missed; the agent gets an empty signal mask.
@@ -84,7 +146,7 @@ def supervise(fds: list[int], body: Body) -> None:
         _report(report_fd, launch_error="it was cancelled before it started")
         return
     try:
-        agent = Agent(job, body, (*cancel_fds, report_fd), named.get("ports", -1))
+        agent = Agent(job, body, (*cancel_fds, report_fd))
     except OSError as error:
         _report(report_fd, launch_error=str(error))
         return
@@ -124,7 +186,7 @@ class ChildFds(NamedTuple):
 class Agent:
     """The agent's main process and its output."""
 
-    def __init__(self, job: Job, body: Body, private_fds: tuple[int, ...], ports_fd: int) -> None:
+    def __init__(self, job: Job, body: Body, private_fds: tuple[int, ...]) -> None:
         self.started = time.monotonic()
         self.log = BoundedLog(job["log"], job["log_bytes"])
         output_fd, output_write_fd = os.pipe()
@@ -143,7 +205,7 @@ class Agent:
             files = (log.fileno() for logs in self.logs.values() for log in logs)
             for fd in {*private_fds, *self.logs, *files, error_fd, self._left_over_fd}:
                 os.close(fd)
-            _become_agent(job, body, child, parent, ports_fd)
+            _become_agent(job, body, child, parent)
         for fd in set(child):
             os.close(fd)
         if error := os.read(error_fd, READ_BYTES):
@@ -292,7 +354,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int, ports_fd: int) -> None:
+def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
     """Sets up the forked child and runs `body` in it; never returns."""
 
     def become() -> NoReturn:
@@ -315,21 +377,20 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int, ports_fd: in
         os.setpgid(0, 0)
         if job["wall"] is None:
             become()
-        _behind_wall(job["wall"], become, ports_fd, fds.left_over)
+        _behind_wall(job, become, fds.left_over)
     except (OSError, ValueError) as error:
         os.write(fds.error, str(error).encode())
     os._exit(127)
 
 
-def _behind_wall(
-    wall: dict[str, Any], become: Callable[[], NoReturn], ports_fd: int, left_over_fd: int
-) -> None:
-    """Calls `become` behind the wall."""
+def _behind_wall(job: Job, become: Callable[[], NoReturn], left_over_fd: int) -> None:
+    """Calls `become` behind the job's wall."""
     module: Any = sys.modules[WALL]
-    fds = {"ports_fd": ports_fd, "left_over_fd": left_over_fd}
+    wall = job["wall"]
     if wall["sandbox"] is not None:
-        module.join(wall["sandbox"], become, **fds)
-    module.enter(wall["hide"], wall["keep"], become, **fds)
+        rules_fd = job["named"].get("ports", -1)
+        module.join(wall["sandbox"], become, rules_fd=rules_fd, left_over_fd=left_over_fd)
+    module.enter(wall["hide"], wall["keep"], become, left_over_fd=left_over_fd)
 
 
 def _load_wall(file: str) -> None:
@@ -348,6 +409,12 @@ def execute(job: Job, error_fd: int) -> None:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvpe(job["argv"][0], job["argv"], job["env"])
+
+
+def _refuse(error_fd: int, reason: bytes) -> NoReturn:
+    """The body of an agent that cannot be started."""
+    os.write(error_fd, reason)
+    os._exit(127)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -57,14 +57,14 @@ def place(tmp_path: Path) -> Place:
     return Place(run, trial, tasks / "answers.jsonl", trial / "output")
 
 
-def behind(place: Place, script: str, *, user: int = 0, ports_fd: int = -1) -> int:
+def behind(place: Place, script: str, *, user: int = 0, rules_fd: int = -1) -> int:
     """Runs a shell script behind the wall; returns its exit code. Output: `place.output`."""
-    with start(place, script, user=user, ports_fd=ports_fd) as gate:
+    with start(place, script, user=user, rules_fd=rules_fd) as gate:
         return gate.wait()
 
 
 def start(
-    place: Place, script: str, *, user: int = 0, ports_fd: int = -1
+    place: Place, script: str, *, user: int = 0, rules_fd: int = -1
 ) -> subprocess.Popen[bytes]:
     job = {
         "script": textwrap.dedent(script),
@@ -72,10 +72,10 @@ def start(
         "keep": str(place.trial),
         "output": str(place.output),
         "user": user,
-        "ports_fd": ports_fd,
+        "rules_fd": rules_fd,
     }
     command = [sys.executable, "-m", walled.__name__, json.dumps(job)]
-    descriptors = (ports_fd,) if ports_fd >= 0 else ()
+    descriptors = (rules_fd,) if rules_fd >= 0 else ()
     return subprocess.Popen(command, cwd=ROOT, pass_fds=descriptors)
 
 
@@ -141,10 +141,10 @@ def test_agent_can_connect_to_all_but_the_refused_ports(place: Place, user: int)
         socket.create_server(("127.0.0.1", 0)) as open_,
     ):
         ports = [server.getsockname()[1] for server in (refused, open_)]
-        ports_fd = landlock.refuse_ports([ports[0]])
+        rules_fd = landlock.refuse_ports([ports[0]])
         script = "".join(f"(exec 3<>/dev/tcp/127.0.0.1/{port}) && echo {port}\n" for port in ports)
-        behind(place, script, user=user, ports_fd=ports_fd)
-        os.close(ports_fd)
+        behind(place, script, user=user, rules_fd=rules_fd)
+        os.close(rules_fd)
     lines = place.output.read_text().splitlines()
     assert str(ports[1]) in lines
     assert str(ports[0]) not in lines

@@ -29,7 +29,9 @@ def main(job: dict[str, Any]) -> NoReturn:
         os.setresuid(user, user, user)
         wall._prctl(wall.PR_SET_DUMPABLE, 1)  # as after an exec
     try:
-        wall.enter(job["hide"], [job["keep"]], body, ports_fd=job["ports_fd"])
+        if (rules := job["rules_fd"]) >= 0:
+            wall.take_rules(rules)
+        wall.enter(job["hide"], [job["keep"]], body)
     except OSError as error:
         Path(job["output"]).write_text(repr(error))
     os._exit(111)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from agent_loop.processes.listening import listening_ports
+from agent_loop.processes.listening import ListeningPorts
 from proxy.engines import guard
 from proxy.engines.vllm_server import socket_folder
 from proxy.secrecy import inherited, pipe_with
@@ -95,6 +95,7 @@ class LocalCluster:
         self._folder = folder
         self._control = control
         self._plan = plan_devices(config, gpus_here())
+        self._listening = ListeningPorts([os.getpid()])
 
     @property
     def private_paths(self) -> list[Path]:
@@ -106,7 +107,7 @@ class LocalCluster:
 
     def private_ports(self) -> frozenset[int]:
         engines = {urlsplit(url).port or 80 for url in self._config.engine.urls}
-        return listening_ports([os.getpid()]) | engines | rendezvous_ports(os.environ)
+        return self._listening.now() | engines | rendezvous_ports(os.environ)
 
     def replica(self, number: int) -> LocalReplica:
         make = replica_server(self._config, self._folder, number, plan=self._plan)

@@ -27,7 +27,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from agent_loop.processes.listening import listening_ports
+from agent_loop.processes.listening import ListeningPorts
 from proxy.engines.vllm_server import VllmServer, socket_folder
 from trainer.cluster.cluster import ClusterConfig, ProcessesConfig, ProxyService
 from trainer.cluster.local_engine import replica_server
@@ -133,6 +133,7 @@ class RayCluster:
         self._reserved = reserved
         self._server = server
         self._ray = RayHere.find()
+        self._listening = ListeningPorts([os.getpid(), *self._ray.processes])
 
     @property
     def private_paths(self) -> list[Path]:
@@ -140,8 +141,7 @@ class RayCluster:
 
     def private_ports(self) -> frozenset[int]:
         engines = {urlsplit(url).port or 80 for url in self._config.engine.urls}
-        ours = listening_ports([os.getpid(), *self._ray.processes])
-        return ours | self._ray.ports | engines
+        return self._listening.now() | self._ray.ports | engines
 
     def replica(self, number: int) -> RayReplica:
         nodes = range(self._config.cluster.engine_nodes)
