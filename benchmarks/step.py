@@ -102,7 +102,7 @@ def _used(trainer: psutil.Process) -> Cost:
             if part:
                 cost[part] += times.user + times.system
     machine = psutil.cpu_times()
-    cost[REST] = machine.user + machine.system - cost.total()
+    cost[REST] = machine.user + machine.system + machine.nice - cost.total()
     return cost
 
 

@@ -79,7 +79,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """The one vLLM server of the test run. Who updates its weights puts the old ones back."""
-    config = VllmConfig(max_sequences=32, weight_transfer="shm")
+    config = VllmConfig(max_sequences=32, weight_transfer="shm", nice=1)
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     with asyncio.Runner() as runner:
         server = VllmServer(config, tiny_model, log=log, dtype="float32", served_model_name="tiny")

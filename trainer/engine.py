@@ -61,6 +61,10 @@ class EnginesConfig(VllmConfig):
     """URLs of running vLLM servers in development mode; empty: start `replicas` servers."""
     replicas: int = Field(1, ge=0)
     """Number of servers to start, each with the whole model; 0 only with relay workers."""
+    nice: int = Field(10, ge=0, le=19)
+    """On a CPU: how far the servers give way to the machine's other processes (nice value), so that
+    agents that are ready to run go first. More of their calls then share each step of the engine,
+    which costs nearly the same for many calls as for one."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Type of the engine's weights and activations. `auto`: the same as `model.compute_dtype`; with
     any other type, the log-probabilities of trainer and engine differ at every token."""

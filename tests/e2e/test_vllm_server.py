@@ -113,6 +113,18 @@ def _descendants(pid: int) -> list[int]:
     return children + [below for child in children for below in _descendants(child)]
 
 
+def test_processes_of_a_server_give_way_to_others(vllm: VllmServer) -> None:
+    assert vllm._process is not None
+    _guard, *server = [vllm._process.pid, *_descendants(vllm._process.pid)]
+    assert len(server) >= 2  # the API server, the engine's core
+    for pid in server:
+        threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+        assert {os.getpriority(os.PRIO_PROCESS, each) for each in threads} == {vllm.config.nice}
+        group = Path(f"/proc/{pid}/autogroup")
+        if group.exists():  # a kernel that groups the processes of a session
+            assert group.read_text().split()[-1] == str(vllm.config.nice)
+
+
 def test_no_environment_and_no_command_line_contains_the_key(vllm: VllmServer) -> None:
     key = EngineAddress.parse(vllm.url).key
     assert key
