@@ -90,6 +90,7 @@ class RelayWorker:
         self._window = 1
         self._grace_s = 0.0
         self._expiry: asyncio.TimerHandle | None = None
+        """Ends the calls of a connection that was lost, unless it is replaced in time."""
         self._socket: ClientConnection | None = None
         self._outbox: asyncio.Queue[ToProxy] | None = None
         """`_socket` and `_outbox` are None while there is no connection."""
@@ -133,7 +134,8 @@ class RelayWorker:
                 return refused
             finally:
                 self._socket = self._outbox = None
-            self._expiry = asyncio.get_running_loop().call_later(self._grace_s, self._abandon)
+            if self._expiry is None:  # counts from the loss, not from the last attempt to reconnect
+                self._expiry = asyncio.get_running_loop().call_later(self._grace_s, self._abandon)
             delay_s = self._backoff()
             log.warning("relay: %s; reconnecting in %.1f s", reason, delay_s)
             await asyncio.sleep(delay_s)
@@ -210,10 +212,14 @@ class RelayWorker:
         self._window, self._grace_s = welcome.window, welcome.grace_s
         if self._expiry is not None:
             self._expiry.cancel()
+            self._expiry = None
         for number in set(self._calls) - set(welcome.resumed):
             self._end(number)
         self._outbox = outbox = asyncio.Queue[ToProxy]()
         for number, wanted in welcome.resumed.items():
+            if number not in self._calls:  # it was abandoned during the handshake
+                outbox.put_nowait(Frame(number, wanted, error="the worker has ended the call"))
+                continue
             for frame in self._calls[number].kept:
                 if frame.number >= wanted:
                     outbox.put_nowait(frame)
@@ -344,6 +350,7 @@ class RelayWorker:
             await asyncio.wait_for(self._idle.wait(), self._config.drain_s)
 
     def _abandon(self) -> None:
+        self._expiry = None
         if self._calls:
             log.warning(
                 "relay: aborting %d calls that the proxy no longer waits for", len(self._calls)
