@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from proxy.openapi import Schema
 from proxy.policies import MAX_ADAPTER_CHARS
-from proxy.weights.publication import check_name
+from proxy.weights.publication import check_name, version_of
 
 PATIENCE_S = 600.0
 
@@ -23,6 +23,12 @@ class NewWeights(Schema):
     """The run that publishes them, to which they then belong; empty: they belong to none."""
     patience_s: float = Field(PATIENCE_S, ge=0, le=86400)
     """Seconds for which workers that still serve the weights before them get calls."""
+
+    @model_validator(mode="after")
+    def _has_its_version(self) -> Self:
+        if version_of(self.publication) != self.version:
+            raise ValueError(f"version {self.version} is not that of {self.publication}")
+        return self
 
 
 class TensorsView(Schema):

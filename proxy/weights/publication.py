@@ -169,6 +169,11 @@ def check_name(name: str) -> str:
     return name
 
 
+def version_of(name: str) -> int:
+    """The version in the name of a publication."""
+    return int(name.rpartition("/v")[2].partition("-")[0])
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     return msgspec.json.encode(manifest)
 

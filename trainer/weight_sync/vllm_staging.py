@@ -63,8 +63,10 @@ class StagingEngine(ReloadingEngine[Init, Update]):
         return twin
 
     def _adopt(self, twin: Twin) -> None:
-        twin.adopt()
-        self._thread.submit(twin.discard)
+        try:
+            twin.adopt()
+        finally:
+            self._thread.submit(twin.discard)
 
     def _load_unstaged(self, tensors: list[Named], size_bytes: int) -> None:
         """Loads the weights by vLLM, and learns how to stage the next ones if it can."""

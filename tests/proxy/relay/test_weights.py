@@ -383,3 +383,9 @@ async def test_only_names_of_publications_are_accepted(relay: Relay, name: str) 
     with pytest.raises(ProxyClientError, match="publication") as at:
         await relay.proxy.control.publish_weights(publication=name, version=1)
     assert at.value.status == 400
+
+
+async def test_version_is_that_of_the_publication(relay: Relay) -> None:
+    with pytest.raises(ProxyClientError, match="version 2 is not that of a/v000001-") as at:
+        await relay.proxy.control.publish_weights(publication="a/v000001-000000000001", version=2)
+    assert at.value.status == 400
