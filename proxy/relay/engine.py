@@ -243,7 +243,10 @@ class RelayEngine:
         if self._wanted is not None and not self.has_wanted:
             self._post(self._wanted)
         for call in unheard:
-            self._post(call.request)
+            if call.received:  # the worker's grace time began earlier, and has ended
+                call.cut(f"worker {self._info.name!r} has abandoned the call")
+            else:
+                self._post(call.request)
 
     def detach(self, connection: Connection, *, gone: bool) -> None:
         """Handles the end of `connection`. `gone`: the worker closed it on purpose, so its calls

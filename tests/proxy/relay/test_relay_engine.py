@@ -1,0 +1,86 @@
+"""The proxy's side of a worker whose connections come and go, with raw messages."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proxy.engines.protocol import Sampling
+from proxy.errors import EngineError
+from proxy.relay.engine import RelayEngine
+from proxy.relay.protocol import (
+    PROTOCOL_VERSION,
+    Fingerprint,
+    Frame,
+    Generate,
+    Hello,
+    ToWorker,
+    pack_ids,
+)
+from tests.proxy.relay.conftest import PROMPT
+
+GRACE_S = 3600.0
+
+
+class Connection:
+    """Keeps what is sent to the worker."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToWorker] = []
+
+    def post(self, message: ToWorker) -> None:
+        self.sent.append(message)
+
+    def drop(self, reason: str) -> None: ...
+
+
+def hello(*calls: int) -> Hello:
+    """What a worker says that still knows these calls."""
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        name="gpu-0",
+        incarnation="i-1",
+        fingerprint=Fingerprint("t", "a"),
+        model="m",
+        version=0,
+        max_context_tokens=100,
+        max_calls=8,
+        calls=calls,
+    )
+
+
+@pytest.fixture
+def engine() -> RelayEngine:
+    return RelayEngine(hello(), window=8, grace_s=GRACE_S, on_lost=lambda engine: None)
+
+
+def frame(number: int, *ids: int) -> Frame:
+    return Frame(0, number, ids=pack_ids(ids), logprobs=b"\0\0\0\0" * len(ids))
+
+
+@pytest.mark.parametrize("received", [0, 1])
+async def test_call_that_the_worker_has_abandoned_is_sent_again_only_if_nothing_came_of_it(
+    engine: RelayEngine, received: int
+) -> None:
+    first, second = Connection(), Connection()
+    engine.attach(first, hello())
+    read: list[int] = []
+    call = asyncio.create_task(
+        engine.generate(
+            PROMPT, Sampling(max_tokens=9), lambda chunk: read.extend(chunk.ids), request_id="r"
+        )
+    )
+    await asyncio.sleep(0)
+    for number in range(received):
+        engine.receive(frame(number, 7))
+    engine.detach(first, gone=False)
+    engine.attach(second, hello())  # its grace time, which began earlier, has ended
+    again = [message for message in second.sent if isinstance(message, Generate)]
+    assert [message.prompt for message in again] == [pack_ids(PROMPT)] * (1 - received)
+    if received:
+        with pytest.raises(EngineError, match="'gpu-0'.* has abandoned the call"):
+            async with asyncio.timeout(1):
+                await call
+    call.cancel()
+    assert read == [7] * received
