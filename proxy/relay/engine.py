@@ -189,6 +189,8 @@ class RelayEngine:
 
     async def check(self) -> None:
         health = await self.probe()
+        if self._connection is None:  # since the answer came
+            raise EngineError(f"worker {self._info.name!r} lost its connection")
         self._info.version = health.version
         error = health.error or self._why_not
         self._info.healthy = error is None and not self._leaving

@@ -11,9 +11,11 @@ from proxy.errors import EngineError
 from proxy.relay.engine import RelayEngine
 from proxy.relay.protocol import (
     PROTOCOL_VERSION,
+    Check,
     Fingerprint,
     Frame,
     Generate,
+    Health,
     Hello,
     ToWorker,
     pack_ids,
@@ -84,3 +86,19 @@ async def test_call_that_the_worker_has_abandoned_is_sent_again_only_if_nothing_
                 await call
     call.cancel()
     assert read == [7] * received
+
+
+async def test_worker_that_answers_a_check_and_loses_its_connection_is_not_healthy(
+    engine: RelayEngine,
+) -> None:
+    connection = Connection()
+    engine.attach(connection, hello())
+    check = asyncio.create_task(engine.check())
+    await asyncio.sleep(0)
+    (question,) = (message for message in connection.sent if isinstance(message, Check))
+    engine.receive(Health(question.number, version=0))
+    engine.detach(connection, gone=False)  # before the check's task runs
+    with pytest.raises(EngineError, match="'gpu-0' lost its connection"):
+        await check
+    assert not engine.info.healthy
+    await engine.close()
