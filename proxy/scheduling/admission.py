@@ -124,9 +124,7 @@ class CacheAdmission:
         """The call has ended, with these numbers of tokens."""
         if answer_tokens:
             self._answer_tokens += WEIGHT * (answer_tokens - self._answer_tokens)
-        now_s = asyncio.get_running_loop().time()
-        own = self._openings.own(session_id, path_tokens)
-        self._grant(self.schedule.ended(call_id, own, now_s))
+        self._leave(call_id, self._openings.own(session_id, path_tokens))
 
     def forget(self, session_id: str) -> None:
         """The session has ended."""
@@ -152,14 +150,18 @@ class CacheAdmission:
                 await asyncio.wait([future], timeout=left_s)
             return future.result() if future.done() else self.schedule.overdue(call_id)
         except asyncio.CancelledError:
-            now_s = asyncio.get_running_loop().time()
             if future.done() and future.result() is not None:
-                self._grant(self.schedule.ended(call_id, 0, now_s))
+                self._leave(call_id, 0)
             else:
-                self.schedule.left(call_id, now_s)
+                self.schedule.left(call_id, asyncio.get_running_loop().time())
             raise
         finally:
             self._waiting.pop(call_id, None)
+
+    def _leave(self, call_id: str, tokens: int) -> None:
+        """A call that was granted has ended. Its session may now be away for long."""
+        self._grant(self.schedule.ended(call_id, tokens, asyncio.get_running_loop().time()))
+        self._look_again()
 
     def _grant(self, grants: Iterable[RoomGrant]) -> None:
         for grant in grants:

@@ -265,3 +265,19 @@ def test_nothing_waits_if_scheduling_is_off_or_a_replica_does_not_report_its_cac
 
     in_virtual_time(main())
     assert waits.waited == []
+
+
+def test_paused_call_goes_when_a_session_that_left_after_it_came_has_been_away_for_long() -> None:
+    waits = Waits()
+
+    async def main() -> None:
+        await waits.arrive("a#0", 800)
+        paused = asyncio.create_task(waits.arrive("b#0", 400))
+        await asyncio.sleep(1)
+        waits.admission.ended("a", "a#0", 800, 0)
+        await paused
+
+    in_virtual_time(main())
+    ((_, _), (waited_s, overdue)) = waits.waited
+    assert not overdue
+    assert waited_s == pytest.approx(1 + waits.admission.schedule.away.usual_s, abs=0.1)
