@@ -180,8 +180,13 @@ class CacheAdmission:
         """Sets the timer for sessions that will have been away for long."""
         loop = asyncio.get_running_loop()
         due_s = self.schedule.due_s(loop.time())
-        if self._timer is None and due_s is not None:
-            self._timer = loop.call_at(due_s + TIMER_S, self._due)
+        if due_s is None:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= due_s + TIMER_S:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due_s + TIMER_S, self._due)
 
     def _due(self) -> None:
         self._timer = None

@@ -281,3 +281,27 @@ def test_paused_call_goes_when_a_session_that_left_after_it_came_has_been_away_f
     ((_, _), (waited_s, overdue)) = waits.waited
     assert not overdue
     assert waited_s == pytest.approx(1 + waits.admission.schedule.away.usual_s, abs=0.1)
+
+
+def test_call_does_not_wait_for_the_timer_of_one_that_has_to_wait_for_longer() -> None:
+    waits = Waits()
+    waits.admission.report("cpu", 1000)
+
+    async def main() -> None:
+        for replica in ("gpu", "cpu"):  # cpu's session leaves 20 s after gpu's
+            waits.usable = [replica]
+            await waits.arrive(f"{replica}#0", 800)
+            waits.admission.ended(replica, f"{replica}#0", 800, 0)
+            await asyncio.sleep(20)
+        for replica in ("cpu", "gpu"):
+            waits.usable = [replica]
+            paused.append(asyncio.create_task(waits.arrive(f"{replica}-next#0", 400)))
+            await asyncio.sleep(0)
+        await paused[1]
+        assert not paused[0].done()
+        await paused[0]
+
+    paused: list[asyncio.Task[str | None]] = []
+    waits.admission.schedule.away.usual_s = 50.0
+    in_virtual_time(main())
+    assert [waited_s for waited_s, _ in waits.waited[2:]] == pytest.approx([10, 30], abs=0.1)
