@@ -79,12 +79,11 @@ class WeightUpdates:
 
     def want(self, weights: Weights) -> None:
         """Begins to pull and load these weights, unless the engine has them."""
-        if self._wanted == weights and self._task is not None and not self._task.done():
+        updating = self._task is not None and not self._task.done()
+        if self._wanted == weights and updating:
             return
         self._wanted = weights
-        if self._served is not None and self._served.publication == weights.publication:
-            self._report(self._served)
-        else:
+        if updating or not self._report_if_served(weights):
             self._start(weights)
 
     async def held_dtypes(
@@ -160,6 +159,8 @@ class WeightUpdates:
         update, which may be changing the engine's weights."""
         if before is not None:
             await asyncio.wait({before})
+            if not superseded.is_set() and self._report_if_served(weights):
+                return
         while not superseded.is_set():
             try:
                 await self._update(weights, superseded)
@@ -176,6 +177,13 @@ class WeightUpdates:
                 await asyncio.wait_for(superseded.wait(), RETRY_S)
             except TimeoutError:
                 continue
+
+    def _report_if_served(self, weights: Weights) -> bool:
+        served = self._served
+        if served is None or served.publication != weights.publication:
+            return False
+        self._report(served)
+        return True
 
     def _fail(self, weights: Weights, reason: str) -> None:
         self._problem = f"it does not have the weights {weights.publication}: {reason}"
