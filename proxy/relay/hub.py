@@ -155,6 +155,10 @@ class RelayHub:
         try:
             hello = await _hello(socket)
             engine = await self._admit(hello)
+        except TimeoutError:
+            log.warning("relay: a worker sent no hello within %g s", HANDSHAKE_S)
+            await socket.close(code=WSCloseCode.TRY_AGAIN_LATER)  # it is slow, or its network is
+            return
         except (ProtocolError, _RefusedError) as error:
             log.warning("relay: a worker was refused: %s", error)
             await socket.send_bytes(encode(Refuse(str(error))))
@@ -281,10 +285,8 @@ class _Connection:
 
 
 async def _hello(socket: web.WebSocketResponse) -> Hello:
-    try:
-        message = await socket.receive(HANDSHAKE_S)
-    except TimeoutError as error:
-        raise ProtocolError(f"no hello within {HANDSHAKE_S:g} s") from error
+    """Raises TimeoutError, and ProtocolError if it gets something else."""
+    message = await socket.receive(HANDSHAKE_S)
     if message.type is not WSMsgType.BINARY:
         raise ProtocolError(f"got a {message.type.name} message, expected a hello")
     hello = decode_to_proxy(message.data)

@@ -9,8 +9,9 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import WSMsgType
+from aiohttp import WSCloseCode, WSMsgType
 
+from proxy.relay import hub
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.protocol import (
     PATH,
@@ -90,6 +91,15 @@ async def test_another_architecture_is_refused(open_proxy: OpenProxy, model: Pat
 async def test_invalid_bytes_instead_of_a_hello_are_refused(open_proxy: OpenProxy) -> None:
     assert "a message of 5 bytes" in await refusal(await open_proxy(), b"noise")
     assert "got Frame, expected a hello" in await refusal(await open_proxy(), encode(Frame(0, 0)))
+
+
+async def test_worker_whose_hello_is_late_may_try_again(
+    open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "HANDSHAKE_S", 0.05)
+    async with Socket(await open_proxy()) as socket:
+        message = await socket.receive(timeout=10)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, WSCloseCode.TRY_AGAIN_LATER)
 
 
 async def test_worker_beyond_the_limit_gets_503_with_retry_after(
