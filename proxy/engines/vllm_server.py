@@ -156,6 +156,7 @@ class VllmServer:
                 contains the cause from its log.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.touch()  # an early server may end before it has opened it
         self._sockets = _new_socket_folder()
         environment = server_environment(self.config)
         own = {"VLLM_RPC_BASE_PATH": str(self._sockets)}

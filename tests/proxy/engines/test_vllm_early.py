@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from proxy.engines import vllm_early
+from proxy.engines import vllm_early, vllm_server
 from proxy.engines.vllm_early import EarlyServer
 from proxy.engines.vllm_launch import MODULE, EarlyOrders
+from proxy.engines.vllm_server import VllmConfig, VllmServer
+from proxy.errors import EngineError
 from tests.processes import assert_all_end, command_line, descendants, watched
 
 STAND_IN = """
@@ -138,6 +140,20 @@ async def test_import_that_fails_is_in_the_log_and_in_the_exit_code(
     assert await early.wait() == 1
     early.stdin.close()
     assert "ImportError: no such engine" in log.read_text()
+
+
+async def test_server_that_is_killed_before_it_has_a_log_is_an_error_of_the_engine(
+    environment: dict[str, str], imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = EarlyServer(environment, grace_s=5.0)
+    imported.read_text()
+    (server,) = descendants(early.pid)
+    os.kill(server, signal.SIGKILL)  # as when the machine has no memory left
+    monkeypatch.setattr(vllm_early, "taken", lambda asked: early)
+    monkeypatch.setattr(vllm_server, "_require_vllm", lambda: None)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(EngineError, match=r"did not start \(exit code 137\): its log is empty"):
+        await VllmServer(VllmConfig(), tmp_path, log=tmp_path / "logs" / "engine.log").start()
 
 
 def test_server_that_died_while_it_waited_is_not_taken(
