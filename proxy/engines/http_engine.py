@@ -30,6 +30,8 @@ from proxy.rendering.tokenizer import Tokenizer
 
 CONTROL_TIMEOUT_S = 30.0
 """Long, because a server that compiles, or whose machine is overloaded, is slow but not dead."""
+FIRST_LABEL = "default"
+"""vLLM's and SGLang's label of the weights with which an engine was started."""
 END_WAIT_S = 1.0
 """How long to wait for the end of a stream after the finish reason. The remaining events are
 checked, and a connection that is read to its end can be reused."""
@@ -256,11 +258,14 @@ class HttpEngine(ABC, Generic[A]):
         return _FINISH[name]
 
     def _version(self, label: object) -> int:
-        """The version in an engine's weight label, which is `default` until a number is set.
+        """The version in an engine's weight label, which is `default` until a number is set: the
+        version of these weights is 0, also where an answer reports them after an update.
 
         Raises EngineError.
         """
         text = str(label)
+        if text == FIRST_LABEL:
+            return 0
         if not (text.isascii() and text.isdigit()):
             return self._info.version
         if len(text) > len(str(MAX_VERSION)) or int(text) > MAX_VERSION:

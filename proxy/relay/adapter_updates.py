@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from proxy.engines.http_engine import FIRST_LABEL
 from proxy.errors import EngineError
-from proxy.relay.engine_weights import FIRST_LABEL, EngineWeights
+from proxy.relay.engine_weights import EngineWeights
 from proxy.weights.publication import Adapter, ProbeScores
 from proxy.weights.pull import LocalWeights, WeightStore
 

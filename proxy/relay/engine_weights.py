@@ -29,8 +29,6 @@ from proxy.errors import EngineError, ProxyError
 from proxy.weights.publication import ProbeScores
 from proxy.weights.pull import LocalWeights
 
-FIRST_LABEL = "default"
-"""vLLM's label of the weights with which it was started."""
 CONTROL_TIMEOUT_S = 600.0
 """Seconds that a step of an update may take: loading hundreds of GiB from disk is slow."""
 _HELD = "held_dtypes"

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from proxy.engines.http_engine import FIRST_LABEL
 from proxy.errors import EngineError
 from proxy.relay.adapter_updates import AdapterUpdates
-from proxy.relay.engine_weights import FIRST_LABEL, EngineWeights
+from proxy.relay.engine_weights import EngineWeights
 from proxy.relay.protocol import Serves, Weights
 from proxy.weights.publication import Manifest, check_name
 from proxy.weights.published_files import PullError, PullStopped

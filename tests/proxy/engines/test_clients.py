@@ -16,7 +16,7 @@ from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.upstream import Upstream
-from proxy.engines.vllm import VllmEngine
+from proxy.engines.vllm import VllmEngine, _Version
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, VersionSpan
 from tests.proxy.pushed import chunks_of
@@ -104,6 +104,17 @@ async def test_vllm_reports_versions_that_change_during_an_answer(server: Script
         versions = chunk.versions or versions
     assert versions == (VersionSpan(0, 0, 1), VersionSpan(4, 1, 4))
     assert engine.info.version == 4
+    await engine.close()
+
+
+async def test_vllm_answer_that_began_before_the_first_update_has_version_0_until_then(
+    server: ScriptedEngine,
+) -> None:
+    engine = VllmEngine(server.url)
+    server.version = 1
+    await engine.check()  # the engine has the update, which the running answer saw later
+    spans = [_Version("default", 0, 2), _Version("1", 2, 4)]
+    assert engine._versions(spans) == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 4))
     await engine.close()
 
 

@@ -81,7 +81,7 @@ async def test_call_that_the_worker_has_abandoned_is_sent_again_only_if_nothing_
     again = [message for message in second.sent if isinstance(message, Generate)]
     assert [message.prompt for message in again] == [pack_ids(PROMPT)] * (1 - received)
     if received:
-        with pytest.raises(EngineError, match="'gpu-0'.* has abandoned the call"):
+        with pytest.raises(EngineError, match="'gpu-0' has abandoned the call"):
             async with asyncio.timeout(1):
                 await call
     call.cancel()
