@@ -297,6 +297,10 @@ class RelayWorker:
             failed = Frame(call.number, call.frames, error=error.message, refused=refused)
             failed.lacks_adapter = lacks
             self._post(call, failed)
+        except Exception as error:  # such as an id that does not fit into a frame
+            log.exception("relay: the call %s failed", request.request_id)
+            words = f"{type(error).__name__}: {error}"
+            self._post(call, Frame(call.number, call.frames, error=words))
 
     def _post(self, call: _Call, frame: Frame) -> None:
         call.frames += 1

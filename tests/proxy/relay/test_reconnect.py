@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from pydantic import SecretStr
 
+from proxy.engines.protocol import Chunk, Take
 from proxy.engines.scripted import ScriptedEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.relay import worker as worker_module
@@ -105,3 +106,25 @@ async def test_call_that_ended_in_the_handshake_is_an_error_of_that_call_alone(
     assert outbox.get_nowait() == Frame(0, 5, error="the worker has ended the call")
     assert outbox.empty()
     assert list(worker._calls) == [1]
+
+
+async def test_answer_that_cannot_be_sent_is_an_error_of_its_call_alone(
+    worker: RelayWorker, server: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.token_delay_s = 60.0
+    outbox = worker._resume(Welcome(window=8, grace_s=GRACE_S, resumed={}))
+    worker._begin(Generate(0, "r#0", pack_ids(PROMPT), {"max_tokens": 9}, None, stream=True))
+
+    async def nonsense(ids: object, sampling: object, take: Take, **_: object) -> None:
+        take(Chunk([2**31], [-0.5]))
+
+    await server.called.wait()
+    monkeypatch.setattr(worker._engine, "generate", nonsense)
+    worker._begin(Generate(1, "r#1", pack_ids(PROMPT), {"max_tokens": 9}, None, stream=True))
+    async with asyncio.timeout(10):
+        frame = await outbox.get()
+    assert isinstance(frame, Frame)
+    assert (frame.call, frame.number) == (1, 0)
+    assert "OverflowError" in (frame.error or "")
+    assert not frame.refused
+    assert list(worker._calls) == [0, 1]
