@@ -157,6 +157,7 @@ class _Connection:
         self._last_number = 0
         self.sent = SentPrompts()
         self._watch: asyncio.TimerHandle | None = None
+        self._heard_at = self._loop.time()
         self._reader = asyncio.create_task(self._read())
         self.is_lost = False
 
@@ -238,6 +239,7 @@ class _Connection:
         ends = {end.call: end for end in sampled.ends}
         last = {number: at for at, number in enumerate(calls)} if ends else {}
         now, start = self._loop.time(), 0
+        self._heard_at = now
         for at, (number, count) in enumerate(zip(calls, counts, strict=True)):
             stop = start + count
             own = None if ranked is None else ranked[start:stop]
@@ -275,14 +277,17 @@ class _Connection:
 
     def _look(self) -> None:
         """Fails the calls that got nothing for `stall_timeout_s`, and looks again when the next one
-        would have."""
+        would have. If no call got anything, the connection may be dead, and is not used again."""
         now, self._watch = self._loop.time(), None
         waiting = [call for call in self._calls.values() if not call.ended.done()]
         for call in waiting:
             if call.heard_at + self._stall_timeout_s <= now:
                 call.fail(self._fault("did not answer in time"))
         heard = [call.heard_at for call in waiting if not call.ended.done()]
-        if heard:
+        if len(heard) < len(waiting) and self._heard_at + self._stall_timeout_s <= now:
+            self.is_lost = True
+            self._reader.cancel()
+        elif heard:
             self._watch = self._loop.call_at(min(heard) + self._stall_timeout_s, self._look)
 
     def _fault(self, words: str) -> EngineError:
