@@ -244,10 +244,11 @@ class AsyncProducer:
             if written is not None:
                 await written
             self._settle(number, await run.run())
-        except Exception as error:  # noqa: BLE001 (a bug of this package: it must end the training)
+            self._running.pop(number, None)
+            self._admit()
+        except Exception as error:  # noqa: BLE001 (of a task source, or a bug: it ends the training)
+            self._running.pop(number, None)
             self._failure = error
-        self._running.pop(number, None)
-        self._admit()
         self._changed.set()
 
     def _settle(self, number: int, group: Group) -> None:

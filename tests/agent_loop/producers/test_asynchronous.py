@@ -426,3 +426,25 @@ def test_resumed_run_neither_loses_nor_repeats_a_group(tmp_path: Path) -> None:
     for version, groups in enumerate(later, start=1):
         for group in groups:
             assert all(r.newest_version <= version for r in group.rollouts)
+
+
+def test_error_of_a_task_source_reaches_the_trainer_that_waits_for_a_batch() -> None:
+    class Failing(TaskStream):
+        def draw(self) -> Task:
+            if self.cursor.draws == 2:
+                raise OSError("the tasks cannot be read")
+            return super().draw()
+
+    async def main() -> None:
+        policy = RolloutConfig(
+            groups_per_step=2, group_size=2, max_staleness=0, drop_uniform_groups=True
+        )
+        loop = ScriptedLoop(duration=lambda seed: 5.0, reward=lambda task, seed: 1.0)
+        tasks = Failing([Source("a", [Task("a0", {}, "a")])], seed=0)
+        with closing(ReplayBuffer(":memory:")) as buffer:
+            async with AsyncProducer(loop, tasks, policy, seed=3, buffer=buffer) as producer:
+                producer.start(0)
+                await producer.next_batch(0)
+
+    with pytest.raises(OSError, match="cannot be read"):
+        run_in_virtual_time(main())
