@@ -2,6 +2,7 @@
 
     offline ──▶ booting ──▶ rolling ──▶ syncing ──▶ rolling …      start, hello, batch, next request
                                └──▶ draining ──▶ syncing           with `left_over` drop or train
+                                        └──▶ rolling               its batch is not full any more
     any state ──▶ offline (stopped, or the training is done), error (the trainer ended by itself)
 
 Invariant: a batch is handed to the current trainer only after it is marked on disk. It counts as
@@ -270,12 +271,16 @@ class Swarm:
         return self.episodes.collected.is_full and (carries or nobody_open)
 
     def _drain(self) -> None:
-        """Starts to drain if the batch is full and waits for open episodes."""
+        """Starts to drain if the batch is full and waits for open episodes. Stops it if the batch
+        is not full any more: another client has joined `all_clients`."""
         rules = self.episodes.plan.swarm
         is_full = self.episodes.collected.is_full
         if self.state is EngineState.ROLLING and is_full and rules.left_over != "carry":
             self._drain_until = time.monotonic() + rules.drain_timeout_s
             self.set_state(EngineState.DRAINING)
+        elif self.state is EngineState.DRAINING and not is_full:
+            self._drain_until = None
+            self.set_state(EngineState.ROLLING)
 
     async def _hand_over(self, selection: Selection) -> BatchView:
         number, before = self._status.batch + 1, self.state
@@ -339,9 +344,10 @@ class Swarm:
         """`_agreed` holds only clients that are present."""
         rule = self.episodes.plan.swarm.stop_rule
         everyone = bool(self._clients) and len(self._agreed) == len(self._clients)
-        self.episodes.collected.is_agreed = (
-            everyone if rule == "all_clients" else bool(self._agreed)
-        )
+        is_agreed = everyone if rule == "all_clients" else bool(self._agreed)
+        if is_agreed != self.episodes.collected.is_agreed:
+            self.episodes.collected.is_agreed = is_agreed
+            self._notify()
         self.episodes.admission.look_at_batch()
 
     def _snapshot(self) -> Status:

@@ -195,3 +195,27 @@ async def test_client_reports_a_server_that_is_not_a_swarm_server(
         with pytest.raises(SwarmError) as caught:
             await lost.status()
     assert caught.value.code in ("protocol", "not_found")
+
+
+async def test_client_that_joins_while_episodes_are_drained_gets_an_episode(
+    start_swarm: StartSwarm,
+) -> None:
+    """With `all_clients` its presence undoes the agreement, so that there is nothing to drain."""
+    swarm = await start_swarm(stop_rule="all_clients", left_over="drop", drain_timeout_s=60)
+    slow = await swarm.client.begin_episode(task_id="b", timeout_s=5)
+    assert await swarm.call(slow) == 200
+    await swarm.play("a", 1.0)
+    await swarm.client.agree_sync_weights()
+    async with asyncio.timeout(5):
+        status = await swarm.client.status()
+        while status.state is not EngineState.DRAINING:
+            status = await swarm.swarm.status(since=status.change, wait_s=5)
+    async with AsyncSwarmClient(swarm.url, TOKEN) as other:
+        late = await other.begin_episode(task_id="c", timeout_s=5)
+        assert await swarm.call(late) == 200
+        await other.end_episode(late, reward=0.0)
+        await swarm.client.end_episode(slow, reward=1.0)
+        await other.agree_sync_weights()
+        batch = await swarm.trainer.next_batch()
+    assert batch is not None
+    assert sum(map(len, batch.groups)) == 3
