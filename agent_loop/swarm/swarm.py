@@ -215,6 +215,7 @@ class Swarm:
         except SwarmError as error:  # `begin` tries again, and a restarted server does the same
             _log.error("cannot record the trainer's end: %s", error.message)
         self.episodes.disconnect()
+        self._drain_until = None
         self.set_state(state, detail)
 
     def _notify(self) -> None:

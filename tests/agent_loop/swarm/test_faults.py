@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,3 +220,24 @@ async def test_client_that_joins_while_episodes_are_drained_gets_an_episode(
         batch = await swarm.trainer.next_batch()
     assert batch is not None
     assert sum(map(len, batch.groups)) == 3
+
+
+async def test_deadline_of_a_draining_ends_with_its_trainer(
+    start_swarm: StartSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = await start_swarm(left_over="drop", drain_timeout_s=60, **ONE)
+    await swarm.client.begin_episode(task_id="b", timeout_s=5)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    async with asyncio.timeout(5):
+        status = await swarm.client.status()
+        while status.state is not EngineState.DRAINING:
+            status = await swarm.swarm.status(since=status.change, wait_s=5)
+    await swarm.swarm.trainer_ended(EngineState.ERROR, "killed")
+    swarm.trainer.sections["rollout"] = {"groups_per_step": 2, "group_size": 2}
+    await swarm.client.start_engine(timeout_s=5)
+    episode = await swarm.client.begin_episode(task_id="c", timeout_s=5)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 61)
+    monkeypatch.setattr("agent_loop.swarm.swarm.time", later)
+    await swarm.swarm._look()
+    assert await swarm.client.can_continue_episode(episode)
