@@ -150,12 +150,17 @@ def supervise(fds: list[int], body: Body) -> None:
     except OSError as error:
         _report(report_fd, launch_error=str(error))
         return
-    ended_by = _watch(agent, cancel_fds, job["timeout_s"], job["grace_s"])
-    wall_s = time.monotonic() - agent.started
-    status, left_over = _end_everything(agent.pid)
-    left_over += agent.left_behind_wall()
-    agent.drain()
-    agent.close_logs()
+    try:
+        ended_by = _watch(agent, cancel_fds, job["timeout_s"], job["grace_s"])
+        wall_s = time.monotonic() - agent.started
+        status, left_over = _end_everything(agent.pid)
+        left_over += agent.left_behind_wall()
+        agent.drain()
+        agent.close_logs()
+    except OSError as error:  # a full disk
+        _end_everything(agent.pid)
+        _report(report_fd, launch_error=f"its output cannot be kept: {error}")
+        return
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = resource.getrusage(resource.RUSAGE_SELF)
     _report(

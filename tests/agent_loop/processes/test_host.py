@@ -150,3 +150,13 @@ async def test_limit_of_processor_time_kills_the_program(tmp_path: Path) -> None
     ended = await host.run(busy)
     assert "signal" in (ended.failure or "")
     await host.close()
+
+
+async def test_full_disk_ends_an_agent_with_its_daemons(tmp_path: Path) -> None:
+    host = ProcessHost()
+    code = DAEMON + "print('more', flush=True); time.sleep(600)"
+    full = replace(job(tmp_path, code), log=Path("/dev/full"))
+    with pytest.raises(LaunchError, match="No space left on device"):
+        await host.run(full)
+    assert not alive(tmp_path / "daemon.pid")
+    await host.close()
