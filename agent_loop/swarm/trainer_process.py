@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.swarm import Swarm
 from agent_loop.swarm.wire import EngineState
 from proxy.engines import guard
@@ -51,9 +52,31 @@ class TrainerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
+        self._changing = asyncio.Lock()
+        """Held by a start and by a stop."""
 
     async def start(self, run_dir: str) -> None:
-        """Resumes the run in `run_dir`; empty, or without such a folder: begins a new run."""
+        """Resumes the run in `run_dir`; empty, or without such a folder: begins a new run.
+
+        Raises `state` if it was stopped since `Swarm.begin`.
+        """
+        async with self._changing:
+            if self._swarm.state is not EngineState.BOOTING:
+                raise SwarmError("the engine was stopped before it had started", "state")
+            await self._start(run_dir)
+
+    async def stop(self) -> None:
+        """Ends the trainer and waits for its end. Repeating this is not an error."""
+        async with self._changing:
+            self._stopping = True
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.close()
+            if self._watch is not None:
+                await asyncio.wait([self._watch])
+            if self._swarm.state is not EngineState.OFFLINE:
+                self._swarm.set_state(EngineState.OFFLINE)
+
+    async def _start(self, run_dir: str) -> None:
         self._stopping = False
         with self._log.open("ab") as log, pipe_with(self.key) as key_fd:
             self._process = await asyncio.create_subprocess_exec(
@@ -68,16 +91,6 @@ class TrainerProcess:
             )
         self._watch = asyncio.create_task(self._ended(self._process))
 
-    async def stop(self) -> None:
-        """Ends the trainer and waits for its end. Repeating this is not an error."""
-        self._stopping = True
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-        if self._watch is not None:
-            await asyncio.wait([self._watch])
-        else:
-            self._swarm.set_state(EngineState.OFFLINE)
-
     def _command(self, run_dir: str) -> list[str]:
         if run_dir and self._resume and Path(run_dir).is_dir():
             return [part.replace("{run_dir}", run_dir) for part in self._resume]
@@ -85,16 +98,19 @@ class TrainerProcess:
 
     async def _ended(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        self._process = self._watch = None
-        if self._stopping:
-            await self._swarm.trainer_ended(EngineState.OFFLINE, "")
-        elif code == 0:
-            await self._swarm.set_run_dir("")
-            await self._swarm.trainer_ended(EngineState.OFFLINE, "the training is done")
-        else:
-            await self._swarm.trainer_ended(
-                EngineState.ERROR, f"exit code {code}: {self._last_words()}; see {self._log}"
-            )
+        self._process = None
+        try:
+            if self._stopping:
+                await self._swarm.trainer_ended(EngineState.OFFLINE, "")
+            elif code == 0:
+                await self._swarm.set_run_dir("")
+                await self._swarm.trainer_ended(EngineState.OFFLINE, "the training is done")
+            else:
+                await self._swarm.trainer_ended(
+                    EngineState.ERROR, f"exit code {code}: {self._last_words()}; see {self._log}"
+                )
+        finally:
+            self._watch = None
 
     def _last_words(self) -> str:
         text = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
