@@ -8,6 +8,7 @@ the server is killed (`proxy/engines/guard.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -103,7 +104,8 @@ class TrainerProcess:
             if self._stopping:
                 await self._swarm.trainer_ended(EngineState.OFFLINE, "")
             elif code == 0:
-                await self._swarm.set_run_dir("")
+                with contextlib.suppress(SwarmError):  # a full disk: the next start resumes it
+                    await self._swarm.set_run_dir("")
                 await self._swarm.trainer_ended(EngineState.OFFLINE, "the training is done")
             else:
                 await self._swarm.trainer_ended(

@@ -79,3 +79,18 @@ async def test_stop_waits_until_the_end_of_a_crashed_trainer_is_dealt_with(
     goes_on.set()
     await stopping
     assert swarm.state is EngineState.OFFLINE
+
+
+async def test_end_of_the_training_is_noticed_although_the_disk_is_full(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(name: str, value: str) -> None:
+        raise SwarmError("the swarm's database: disk full", "unavailable")
+
+    engine = trainer(swarm, [sys.executable, "-I", "-S", "-c", ""], tmp_path)
+    run_dir = await swarm.begin()
+    monkeypatch.setattr(swarm._table, "remember", refused)
+    await engine.start(run_dir)
+    assert engine._watch is not None
+    await asyncio.wait([engine._watch])
+    assert swarm.state is EngineState.OFFLINE
