@@ -8,7 +8,6 @@ Invariant: a trial that fails is `failed`, never a reward of 0.
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from agent_loop.records import (
     Task,
     Trial,
 )
+from agent_loop.removal import remove_folder
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.threads import run_to_end
 from agent_loop.trial_config import TrialConfig
@@ -93,7 +93,7 @@ class EndpointLoop:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         finally:
             if not self._trial.keep_workspaces:
-                await run_to_end(shutil.rmtree, trial.workspace, ignore_errors=True)
+                await run_to_end(remove_folder, trial.workspace)
         return Rollout(
             trial_id=trial.trial_id,
             task=task,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -42,6 +41,7 @@ from agent_loop.records import (
     Task,
     Trial,
 )
+from agent_loop.removal import remove_folder
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.salvage import LostTrial, Retries, crashed_again
 from agent_loop.threads import run_to_end
@@ -221,8 +221,7 @@ class _TrialRun:
                 await self._abandon(opening)
             self.state = TrialState.ENDED
             if not self._loop.trial.keep_workspaces:
-                work = self._directory / "work"
-                await run_to_end(shutil.rmtree, work, ignore_errors=True)
+                await run_to_end(remove_folder, self._directory / "work")
             await run_to_end(self._loop.finished.add, self._attempt.trial_id)
 
     async def _open(self) -> Trial:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from agent_loop.removal import remove_folder
 from proxy.config import RetentionConfig
 
 
@@ -52,7 +52,7 @@ class FinishedTrials:
             for old, (at, size) in list(self._ended.items()):
                 if not self._is_over(at, total):
                     break
-                shutil.rmtree(self._folder / old, ignore_errors=True)
+                remove_folder(self._folder / old)
                 del self._ended[old]
                 total -= size
 
@@ -64,9 +64,12 @@ class FinishedTrials:
 
 def _bytes_of(folder: Path) -> int:
     """Bytes on disk; a link counts itself and not what it leads to."""
-    total = 0
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    total, pending = 0, [str(folder)]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,24 @@ async def test_loop_removes_the_folders_of_its_finished_trials(
             await loop.run(Task("t", {}), kind=SessionKind.TRAIN)
         await loop.close()
         assert len(list(loop.trials_dir.iterdir())) == left
+
+
+@pytest.mark.parametrize("keep_workspaces", [False, True])
+async def test_folders_inside_each_other_a_thousand_times_are_removed(
+    proxy: RunningProxy, tmp_path: Path, keep_workspaces: bool
+) -> None:
+    """Such as of an agent that copies a folder into itself."""
+    nests = "import os\nfor _ in range(2500): os.mkdir('d'); os.chdir('d')"
+    folder = tmp_path / "trials"
+    loop = RemoteAgentLoop(
+        proxy.control,
+        CommandLauncher(CommandConfig(argv=(sys.executable, "-I", "-S", "-c", nests))),
+        LauncherReward(),
+        folder,
+        trial=TrialConfig(sandbox="off", max_retries=0, keep_workspaces=keep_workspaces),
+        finished=FinishedTrials(folder, RetentionConfig(max_bytes=1)),
+    )
+    rollout = await loop.run(Task("t", {}), kind=SessionKind.TRAIN)
+    await loop.close()
+    assert "never had an answer" in str(rollout.error)
+    assert list(folder.iterdir()) == []

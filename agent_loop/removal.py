@@ -1,0 +1,16 @@
+"""Removes folders that an agent has filled, however it has filled them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def remove_folder(folder: Path) -> None:
+    """Errors are ignored, as far as possible the folder is empty then. An agent can nest folders
+    deeper than Python recurses (a folder that is copied into itself)."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", str(folder.absolute())], stderr=subprocess.DEVNULL)
