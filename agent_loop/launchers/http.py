@@ -10,13 +10,15 @@ The requests to the service, as JSON:
     DELETE {url}/{trial_id}    ends the agent; the service answers once the agent has ended
 
 The answer to POST may already hold the final status. With `callback` the service is not polled; it
-POSTs the final object to `callback_url`. Invariant: at the deadline and on cancellation the service
-is asked to end the agent, and `run` waits for the answer before it returns or raises.
+POSTs the final object to `callback_url`. Invariant: at the deadline, on cancellation and after an
+error the service is asked to end the agent, and `run` waits for the answer before it returns or
+raises.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 from collections.abc import Mapping
@@ -110,6 +112,10 @@ class HttpLauncher:
             return AgentResult(AgentEnd.TIMED_OUT, error, wall_s)
         except asyncio.CancelledError:
             await self._end(trial.trial_id)
+            raise
+        except LaunchError:
+            with contextlib.suppress(LaunchError):  # the first error is the reason
+                await self._end(trial.trial_id)
             raise
         finally:
             del self._callbacks[secret]

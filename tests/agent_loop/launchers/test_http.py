@@ -187,3 +187,13 @@ async def test_service_reaches_the_callback_by_its_public_url(
     assert len(url.rpartition("/")[2]) > 20
     running.cancel()
     await asyncio.wait([running])
+
+
+async def test_agent_of_a_run_that_cannot_be_followed_any_more_is_ended(
+    service: Service, make_trial: MakeTrial
+) -> None:
+    """Otherwise it would go on beside the agent of the trial's retry."""
+    service.statuses = [RUNNING, 500]
+    with pytest.raises(LaunchError, match="500"):
+        await run(service, make_trial())
+    assert service.deleted == ["t-1"]
