@@ -23,6 +23,7 @@ from pydantic import Field
 from agent_loop.errors import LaunchError
 from agent_loop.processes import supervisor
 from agent_loop.processes.environment import inherited_environment
+from agent_loop.threads import run_to_end
 from harbor_sdk.sandbox import Bind, Sandbox, SandboxError, SandboxSpec
 from proxy import landlock, wall
 from proxy.section import Section
@@ -306,12 +307,17 @@ class RefusedPorts:
         """
         async with self._making:
             if ports != self._ports:
+                made: list[int] = []
                 try:
-                    made = await asyncio.to_thread(landlock.refuse_ports, ports)
+                    await run_to_end(lambda: made.append(landlock.refuse_ports(ports)))
                 except OSError as error:
                     raise LaunchError(f"cannot refuse ports: {error}") from error
+                except asyncio.CancelledError:
+                    for fd in made:
+                        os.close(fd)
+                    raise
                 self.close()
-                self._ports, self._fd = ports, made
+                self._ports, self._fd = ports, made[0]
                 self.number += 1
             return self._fd
 

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,3 +156,26 @@ async def test_function_inherits_none_of_the_servers_sockets(
         assert "socket:" not in links
         assert "landlock" not in links
     await host.close()
+
+
+async def test_cancelled_trial_leaves_no_descriptor_of_a_rule_set(
+    host: ProcessHost, ports: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def slowly(refused: Iterable[int]) -> int:
+        begun.set()
+        goes_on.wait()
+        made.append(os.open(os.devnull, os.O_RDONLY))
+        return made[0]
+
+    monkeypatch.setattr(landlock, "refuse_ports", slowly)
+    running = asyncio.ensure_future(reached(host, tmp_path / "cancelled", ports, {ports[0]}))
+    await asyncio.to_thread(begun.wait)
+    running.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
