@@ -8,6 +8,7 @@ themselves (`supervisor.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -233,7 +234,11 @@ class ProcessHost:
         except asyncio.CancelledError:
             os.close(cancel_fd)
             cancel_fd = -1
-            await asyncio.wait([report], timeout=job.grace_s + END_TIMEOUT_S)
+            limit_s = job.grace_s + END_TIMEOUT_S
+            ending = asyncio.ensure_future(asyncio.wait([report], timeout=limit_s))
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([ending])
             raise
         finally:
             if cancel_fd >= 0:

@@ -160,3 +160,20 @@ async def test_full_disk_ends_an_agent_with_its_daemons(tmp_path: Path) -> None:
         await host.run(full)
     assert not alive(tmp_path / "daemon.pid")
     await host.close()
+
+
+async def test_second_cancellation_waits_for_the_agents_end_too(tmp_path: Path) -> None:
+    """Such as of a straggler whose group is cancelled for its age while it is being ended."""
+    host = ProcessHost()
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    running = asyncio.ensure_future(
+        host.run(job(tmp_path, ignores + DAEMON + "open('up', 'w'); time.sleep(600)"))
+    )
+    await until((tmp_path / "up").exists)
+    running.cancel()
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    assert not alive(tmp_path / "daemon.pid")
+    await host.close()
