@@ -321,10 +321,12 @@ class AsyncProducer:
 
     def _awaits_tail(self) -> bool:
         """Whether the batch must wait for a tail group, which was cancelled for its age before and
-        which the next update would make too old again."""
-        bound = self.version - self._config.max_staleness
-        starts = [running.run.oldest_start for running in self._running.values() if running.tail]
-        return any(start is not None and start <= bound for start in starts)
+        which the next update would cancel again."""
+        return any(
+            is_cancelled(running.run.oldest_start, self.version + 1, self._config)
+            for running in self._running.values()
+            if running.tail
+        )
 
 
 def _tokens(group: Group) -> int:

@@ -198,17 +198,20 @@ def test_straggler_that_is_too_old_is_dropped_while_other_groups_continue() -> N
     assert staleness(batches) <= 2
 
 
-def test_cancelled_tasks_are_run_again_as_tail_groups_that_the_batch_waits_for() -> None:
+@pytest.mark.parametrize("partial_rollout", [True, False])
+def test_cancelled_tasks_are_run_again_as_tail_groups_that_the_batch_waits_for(
+    partial_rollout: bool,
+) -> None:
     """Task a0 takes as long as ten updates. Without tail groups it would never be trained."""
     loop = ScriptedLoop()
-    tasks = stream(4)
+    tasks = stream(40)
     slow_task = tasks.draw().task_id
     loop.task_duration = lambda task: 10 * TRAIN_S if task.task_id == slow_task else 1.0
 
     def trained(tail_groups: int) -> bool:
         batches = produce(
-            loop, 12, tasks=4, groups_per_step=2, group_size=2, over_sample=0.5, max_staleness=1,
-            tail_groups=tail_groups,
+            loop, 12, tasks=40, groups_per_step=2, group_size=2, over_sample=0.5, max_staleness=1,
+            tail_groups=tail_groups, partial_rollout=partial_rollout,
         )  # fmt: skip
         return any(group.task.task_id == slow_task for groups in batches for group in groups)
 
