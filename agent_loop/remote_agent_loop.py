@@ -177,9 +177,9 @@ class TrialState(StrEnum):
     OPENING = "opening"
     """Its directory and its session are being made."""
     RUNNING = "running"
-    """Its agent runs, or the trial waits for a posted reward."""
+    """Its agent runs, the trial waits for a posted reward, or its session is being completed."""
     COLLECTING = "collecting"
-    """Its session is completed and its turns are read."""
+    """Its turns are read."""
     GRADING = "grading"
     """The reward source judges it."""
     ENDED = "ended"
@@ -301,9 +301,9 @@ class _TrialRun:
                 await self._loop.proxy.complete(opening.result().trial_id)
 
     async def _collect(self, trial: Trial, agent: AgentResult) -> FinishedTrial:
-        self.state = TrialState.COLLECTING
         proxy = self._loop.proxy
         await self._loop.patiently(lambda: proxy.complete(trial.trial_id))
+        self.state = TrialState.COLLECTING
         session, self._turns = await self._loop.patiently(lambda: proxy.get_turns(trial.trial_id))
         if session.marked(RuleAction.END) is None:
             await self._check_replay(trial, agent)

@@ -283,6 +283,27 @@ async def test_trial_waits_up_to_patience_s_for_a_proxy_that_restarts(
     assert rollout.status is status
 
 
+async def test_trial_that_is_cancelled_before_its_session_is_completed_completes_it(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    class AwayAtTheEnd(AwayForAWhile):
+        was_asked = asyncio.Event()
+
+        async def complete(self, trial_id: str) -> None:
+            self.was_asked.set()
+            await super().complete(trial_id)
+
+    async with AwayAtTheEnd(proxy.url, ADMIN_KEY) as client:
+        client.away(1).times["create"] = 0
+        running = asyncio.ensure_future(run(proxy, trials, client=client))
+        await client.was_asked.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+    (directory,) = trials.iterdir()
+    assert (await proxy.control.show(directory.name))["status"] == "completed"
+
+
 @pytest.mark.parametrize(
     ("answer", "status"),
     [(502, RolloutStatus.DONE), (504, RolloutStatus.DONE), (500, RolloutStatus.FAILED)],
