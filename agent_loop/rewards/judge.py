@@ -45,7 +45,7 @@ Its messages, in order:
 {criteria}
 End with one line of the form `Reward: <number>`, from {low:g} (failed) to {high:g} (perfect)."""
 
-_REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE)
+_REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]*\d(?:e[-+]?\d+)?)", re.IGNORECASE)
 
 
 class JudgeConfig(RewardConfig):

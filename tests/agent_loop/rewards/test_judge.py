@@ -85,6 +85,16 @@ async def test_judge_sees_the_task_and_the_answers_and_its_last_number_counts(
 
 
 @pytest.mark.parametrize(
+    ("reply", "value"), [("Reward: 0.75.", 0.75), ("Reward: 1.", 1.0), ("Reward: .5", 0.5)]
+)
+async def test_full_stop_after_the_reward_is_no_part_of_it(
+    endpoint: Endpoint, make_trial: MakeTrial, reply: str, value: float
+) -> None:
+    endpoint.replies = [reply]
+    assert await grade(endpoint, make_trial(), attempts=1) == Graded(value)
+
+
+@pytest.mark.parametrize(
     ("reply", "expected"),
     [("It was fine.", "no `Reward"), ("Reward: 7", "not between"), (500, "answered 500")],
 )
