@@ -8,6 +8,7 @@ raises `unavailable` and changes nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sqlite3
 from collections import Counter
@@ -24,6 +25,7 @@ from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.wire import Decider, EpisodeState, EpisodeView, TaskCounts
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
@@ -162,8 +164,12 @@ class EpisodeTable:
             )
 
     def remove_records(self, episodes: Iterable[Episode]) -> None:
+        """A file that cannot be removed stays, and is logged: nothing depends on its removal."""
         for episode in episodes:
-            self.record_file(episode.episode_id).unlink(missing_ok=True)
+            try:
+                self.record_file(episode.episode_id).unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("cannot remove the recording of an episode: %s", error)
 
     async def close(self) -> None:
         await self._do(lambda db: db.close())

@@ -4,7 +4,9 @@ clocks."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,3 +243,25 @@ async def test_deadline_of_a_draining_ends_with_its_trainer(
     monkeypatch.setattr("agent_loop.swarm.swarm.time", later)
     await swarm.swarm._look()
     assert await swarm.client.can_continue_episode(episode)
+
+
+async def test_recording_that_cannot_be_removed_does_not_end_the_reclaiming_of_episodes(
+    start_swarm: StartSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = await start_swarm(**ONE)
+    first = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    second = await swarm.client.begin_episode(task_id="b", timeout_s=5)
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", refused)
+        swarm.expire(first)
+        async with asyncio.timeout(5):
+            while (status := await swarm.swarm.status()).counts.get("expired") != 1:
+                await swarm.swarm.status(since=status.change, wait_s=5)
+    swarm.expire(second)
+    async with asyncio.timeout(5):
+        while (status := await swarm.swarm.status()).counts.get("expired") != 2:
+            await swarm.swarm.status(since=status.change, wait_s=5)
