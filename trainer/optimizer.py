@@ -112,6 +112,8 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments and schedule by parameter name, as torch's DCP saves them."""
+        if not self.optimizer.state:
+            self._make_moments()
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._saved)
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
@@ -124,6 +126,14 @@ class Stepper:
             options=self._saved,
         )
         self.schedule.load_state_dict(state["schedule"])
+
+    def _make_moments(self) -> None:
+        """Makes the moments of a model that was not trained yet. torch makes them by an empty step,
+        which must not count: the first update would be a quarter smaller."""
+        get_state_dict(self.model, self.optimizer, options=self._saved)
+        for state in self.optimizer.state.values():
+            step = state["step"]
+            state["step"] = torch.zeros_like(step) if isinstance(step, Tensor) else 0
 
 
 def _clip(model: nn.Module, max_norm: float) -> Tensor:

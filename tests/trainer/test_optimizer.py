@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -26,3 +28,27 @@ def test_gradients_above_max_grad_norm_are_scaled_down_to_it() -> None:
     assert (small["grad_norm"], metrics["grad_norm"]) == (0.5, 8.0)
     assert far == pytest.approx(moved(0.5, max_grad_norm=0.5)[1], rel=1e-3)
     assert moved(8.0, max_grad_norm=100.0)[1] == pytest.approx(16 * far, rel=2e-2)
+
+
+def stepper_of(**settings: float) -> Stepper:
+    """That of a weight of 1."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return Stepper(model, OptimizerConfig.model_validate(settings), total_steps=None)
+
+
+def stepped(stepper: Stepper) -> float:
+    """The weight after a step with a gradient of 1."""
+    (weight,) = stepper.model.parameters()
+    weight.grad = torch.ones_like(weight)
+    stepper.step()
+    return weight.item()
+
+
+def test_checkpoint_before_the_first_step_does_not_change_that_step() -> None:
+    saved, alone = stepper_of(lr=0.1), stepper_of(lr=0.1)
+    state = copy.deepcopy(saved.state_dict())
+    restored = stepper_of(lr=0.1)
+    restored.load_state_dict(state)
+    assert stepped(alone) == pytest.approx(0.9)
+    assert stepped(restored) == stepped(saved) == pytest.approx(0.9)
