@@ -118,6 +118,9 @@ class Stepper:
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned, with the settings of this configuration."""
+        groups, rates = self.optimizer.param_groups, self.schedule.base_lrs
+        settings = [{key: each[key] for key in each if key != "params"} for each in groups]
         set_state_dict(
             self.model,
             self.optimizer,
@@ -126,6 +129,10 @@ class Stepper:
             options=self._saved,
         )
         self.schedule.load_state_dict(state["schedule"])
+        self.schedule.base_lrs = rates
+        now = [rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch) for rate in rates]
+        for group, own, lr in zip(self.optimizer.param_groups, settings, now, strict=True):
+            group.update(own, lr=lr)
 
     def _make_moments(self) -> None:
         """Makes the moments of a model that was not trained yet. torch makes them by an empty step,

@@ -52,3 +52,14 @@ def test_checkpoint_before_the_first_step_does_not_change_that_step() -> None:
     restored.load_state_dict(state)
     assert stepped(alone) == pytest.approx(0.9)
     assert stepped(restored) == stepped(saved) == pytest.approx(0.9)
+
+
+def test_continued_training_has_the_settings_of_its_own_configuration() -> None:
+    first = stepper_of(lr=0.1)
+    stepped(first)
+    second = stepper_of(lr=0.001, weight_decay=0.5)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    (group,) = second.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.001, 0.5)
+    second.schedule.step()
+    assert group["lr"] == 0.001
