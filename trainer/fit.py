@@ -178,7 +178,8 @@ class Fit:
                 await self._save(success)
             if self._reaches_goal(success):
                 break
-        if self.evals.after and "after" not in self.log.evaluations:
+        last = self.log.evaluations.get("after", {"step": None})
+        if self.evals.after and last["step"] != self.step:
             await self._evaluate("after")
 
     async def _step(self) -> None:

@@ -350,6 +350,27 @@ def test_run_stops_at_success_and_saves_that_step_as_the_best(
     assert (folder.checkpoints / "best").read_text() == "step-000003"
 
 
+def test_repeated_and_added_steps_are_evaluated_again(
+    checkpoint: Path, engine: str, new_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_folder("a")
+
+    def evaluated(steps: int, *rates: float) -> list[tuple[str, float]]:
+        config = config_of(checkpoint, trainer={"steps": steps, "save_every": 0})
+        asyncio.run(run_once(config, folder, engine, evaluator=ScriptedEvaluator(*rates)))
+        return [(name, each["success"]) for name, each in folder.read_summary()["eval"].items()]
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Cut
+
+    with monkeypatch.context() as patch, pytest.raises(Cut):
+        patch.setattr(Checkpoints, "save", killed)  # after the last evaluation
+        evaluated(1, 0.1, 0.2)
+    assert evaluated(1, 0.3) == [("before", 0.1), ("after", 0.3)]
+    assert evaluated(1) == [("before", 0.1), ("after", 0.3)]
+    assert evaluated(2, 0.4) == [("before", 0.1), ("after", 0.4)]
+
+
 def test_producer_is_paused_during_an_evaluation_even_if_it_fails(
     checkpoint: Path, engine: str, new_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

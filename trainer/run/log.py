@@ -129,6 +129,9 @@ class RunLog:
             self._tokens = TokenLog(folder.tokens, config.token_bytes, self.progress.say)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
         self.summary.pop("error", None)  # of the process whose run this one continues
+        if made := self.evaluations:  # those of steps that are repeated are, too
+            kept = {name: each for name, each in made.items() if each["step"] <= saved_step}
+            self.summary["eval"] = kept
         self._summarise(status="running", pid=os.getpid(), machine=machine)
 
     @property
@@ -208,7 +211,8 @@ class RunLog:
             f"evaluation {name}: success {overall.success:.3f} (95% {low:.2f} to {high:.2f}), "
             f"{overall.rollouts} trials of {overall.tasks} tasks, {overall.failed} failed"
         )
-        self._summarise(eval=self.evaluations | {name: evaluation_summary(step, report)})
+        earlier = {other: each for other, each in self.evaluations.items() if other != name}
+        self._summarise(eval=earlier | {name: evaluation_summary(step, report)})
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
         """Gives the services the report of the run, which has ended. A service that does not take
