@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from proxy.run_files.files import replace_file
 from trainer.errors import CheckpointError
 from trainer.weight_sync.segment import Named
 
@@ -108,7 +109,7 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             if best:
-                (self._folder / "best").write_text(final.name)
+                replace_file(self._folder / "best", final.name)
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(

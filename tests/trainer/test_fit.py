@@ -433,6 +433,28 @@ def test_full_disk_does_not_damage_earlier_checkpoints(checkpoint: Path, tmp_pat
     checkpoints.load(saved, models_of_rank(config_of(checkpoint)))
 
 
+def test_disk_that_is_full_at_the_end_of_a_save_keeps_the_best_checkpoint(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = models_of_rank(config_of(checkpoint))
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, models, {}, checkpoint, best=True)
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if "best" in path.name and mode == "w":
+            opened(path, mode).close()
+            path = Path("/dev/full")
+        return opened(path, mode, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
+        patch.setattr(Path, "open", full)
+        checkpoints.save(2, models, {}, checkpoint, best=True)
+    checkpoints.save(3, models, {}, checkpoint)
+    assert (tmp_path / "best").read_text() == "step-000001"
+    assert (tmp_path / "step-000001").is_dir()
+
+
 def full_disk_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits the size of every file that is written to save this step to 4 KiB."""
     save = Checkpoints.save
