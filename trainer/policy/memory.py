@@ -101,28 +101,27 @@ def rank_memory(
     """The memory of one of `ranks` that train the model of these settings (a checkpoint's
     `config.json`), of which `context_parallel` compute each micro-batch together; the ranks hold
     `weight_copies` copies.
-    `trained_models`: the policy, and a critic of its size; `frozen_models`: references and teachers
-    of its size."""
+    `trained_models`: the policy, and a critic of its size, whose weights are all trained;
+    `frozen_models`: references and teachers of its size."""
     settings = settings.get_text_config()
     compute_bytes = DTYPES[model.compute_dtype].itemsize
     whole = _without_memory(settings)
     count = _weights(whole)
     layers = [_weights(layer) for layer in whole.get_decoder().layers]
-    trained = count if model.lora is None else _adapter_weights(whole, model)
+    adapters = [] if model.lora is None else _adapter_weights(whole, model)
+    critics = trained_models - 1
+    trained = critics * count + (sum(adapters) or count)
     trained_bytes = DTYPES[model.weights_dtype].itemsize
-    stored = trained_bytes * (count if model.lora is None else count + trained)
+    stored = trained_bytes * (trained_models * count + sum(adapters))
     frozen = frozen_models * count * compute_bytes
     gathered, shards = 0, ranks // weight_copies
     if ranks > 1:
         gathered = compute_bytes * (count - sum(layers) + 2 * max(layers)) + 4 * max(layers)
     return RankMemory(
-        weights=(trained_models * stored + frozen) // shards,
-        gradients=trained_models * trained_bytes * trained // shards,
-        moments=(
-            _largest_moments(whole, optimizer)
-            if optimizer.offload
-            else trained_models * MOMENT_BYTES[optimizer.name] * trained
-        )
+        weights=(stored + frozen) // shards,
+        gradients=trained_bytes * trained // shards,
+        moments=MOMENT_BYTES[optimizer.name]
+        * (_largest(whole, [] if critics else adapters) if optimizer.offload else trained)
         // shards,
         gathered=gathered,
         passes=_passes(settings, model, context_parallel),
@@ -130,10 +129,10 @@ def rank_memory(
     )
 
 
-def _largest_moments(whole: Any, optimizer: OptimizerConfig) -> int:
-    """Moments of the largest weight, if the others are in the machine's memory."""
-    largest: int = max(weight.numel() for weight in whole.parameters())
-    return MOMENT_BYTES[optimizer.name] * largest
+def _largest(whole: nn.Module, adapters: Sequence[int]) -> int:
+    """Size of the largest trained weight, whose moments are on the GPU if the others are in the
+    machine's memory."""
+    return max(adapters or (weight.numel() for weight in whole.parameters()))
 
 
 def count_weights(settings: Any) -> int:
@@ -153,12 +152,12 @@ def _weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _adapter_weights(whole: Any, model: ModelConfig) -> int:
-    """Number of weights of adapters on all linear layers except the output layer."""
+def _adapter_weights(whole: Any, model: ModelConfig) -> list[int]:
+    """Sizes of the weights of adapters on all linear layers except the output layer."""
     assert model.lora is not None
     head = whole.get_output_embeddings()
     linear = [m for m in whole.modules() if isinstance(m, nn.Linear) and m is not head]
-    return sum(model.lora.rank * (m.in_features + m.out_features) for m in linear)
+    return [model.lora.rank * size for m in linear for size in (m.in_features, m.out_features)]
 
 
 def _passes(settings: Any, model: ModelConfig, context_parallel: int) -> int | None:

@@ -151,6 +151,28 @@ def test_ranks_divide_weights_and_adapters_need_neither_gradients_nor_moments() 
     assert estimated(frozen=1) > estimated()
 
 
+def test_critic_of_a_policy_with_an_adapter_is_trained_whole() -> None:
+    def parts(models: int, **settings: object) -> RankMemory:
+        given = {"path": "unused", "max_micro_batch_tokens": TOKENS}
+        config = ModelConfig.model_validate(given | settings)
+        return rank_memory(SETTINGS, config, OptimizerConfig(), trained_models=models)
+
+    whole, adapter = parts(1), parts(1, lora=LoraSettings(rank=4))
+    both = parts(2, lora=LoraSettings(rank=4))
+    assert both.weights == whole.weights + adapter.weights
+    assert both.gradients == whole.gradients + adapter.gradients
+    assert both.moments == whole.moments + adapter.moments
+
+
+def test_moments_of_adapters_are_offloaded_one_adapter_at_a_time() -> None:
+    lora = LoraSettings(rank=4)
+    config = ModelConfig(path=Path("unused"), max_micro_batch_tokens=TOKENS, lora=lora)
+    kept, moved = (
+        rank_memory(SETTINGS, config, OptimizerConfig(offload=each)) for each in (False, True)
+    )
+    assert 0 < moved.moments < kept.moments
+
+
 def test_what_is_offloaded_or_rounded_needs_less() -> None:
     def parts(optimizer: OptimizerConfig, **settings: object) -> RankMemory:
         given = {"path": "unused", "max_micro_batch_tokens": TOKENS, "compute_dtype": "bfloat16"}
