@@ -14,7 +14,6 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,7 @@ class RelayWorkers:
         """Ends the workers, and returns when those processes that this run started have ended."""
         if self.lives is not None:
             self.lives.cancel()
-            with suppress(asyncio.CancelledError, TrainerError):
-                await self.lives
+            await asyncio.gather(self.lives, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self._running.values()))
         self._running.clear()
         self._token_file.unlink(missing_ok=True)

@@ -19,13 +19,14 @@ import psutil
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from proxy.client import ProxyClient
+from proxy.client import ProxyClient, ProxyClientError
 from tests.trainer.cluster.relay_processes import ALONE, SCRIPT
 from tests.trainer.cluster.test_services import ScriptedTrainer
 from tests.trainer.test_fit import config_of
 from trainer.assembly import assemble
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.relay_order import WorkerOrder
+from trainer.cluster.relay_workers import RelayWorkers
 from trainer.cluster.services import RunServices
 from trainer.cluster.worker_process import WorkerCommand
 from trainer.config import TrainerConfig
@@ -171,6 +172,28 @@ async def test_run_that_is_stopped_while_workers_start_ends_them(
     with pytest.raises(StopRequested):
         await services.running().__aenter__()
     assert len(started) >= 4  # the proxy, the command, and their guards
+    assert_all_end(started)
+    assert not (folder.path / "relay-token").exists()
+
+
+async def test_workers_end_with_a_run_whose_proxy_fails(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(_: ProxyClient) -> list[dict[str, Any]]:
+        raise ProxyClientError("the store failed", 500)
+
+    monkeypatch.setattr(ProxyClient, "engines", failing)
+    folder, config = RunFolder.create(tmp_path / "run"), relay_config(tiny_model, "silent")
+    workers = RelayWorkers(config, folder, LocalCluster(config, folder, RunControl()), print)
+    url = "http://127.0.0.1:1"
+    async with ProxyClient(url, "key") as client:
+        try:
+            with pytest.raises(ProxyClientError, match="the store failed"):
+                await workers.start(url, client)
+            started = own_processes()
+            assert started
+        finally:
+            await workers.stop()
     assert_all_end(started)
     assert not (folder.path / "relay-token").exists()
 
