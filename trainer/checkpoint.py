@@ -215,7 +215,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(_tensor(state["torch"]))
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+        here = state["cuda"][: torch.cuda.device_count()]  # the run may have had more GPUs
+        torch.cuda.set_rng_state_all([_tensor(text) for text in here])
 
 
 def generator_state(generator: torch.Generator) -> str:

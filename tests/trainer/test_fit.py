@@ -4,6 +4,7 @@ incomplete checkpoint is never used."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import resource
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from tests.trainer.rollouts import VOCABULARY
 from tests.trainer.score_text import ScoreText
 from trainer import steps
 from trainer.batch import Batch
-from trainer.checkpoint import Checkpoints, Saved
+from trainer.checkpoint import Checkpoints, Saved, random_state, restore_random_state
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.local import local_trainer
 from trainer.cluster.rank_zero import RankZero, Restore
@@ -501,6 +502,20 @@ def test_last_checkpoint_that_cannot_be_saved_is_an_error(
         "step-000001",
         "step-000002",
     ]
+
+
+def test_run_continues_on_a_machine_with_fewer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, restored = random_state() | {"cuda": ["AAAA", "BBBB"]}, dict[int, bytes]()
+
+    def set_state(state: torch.Tensor, device: int) -> None:
+        (None,)[device]  # one GPU, as torch's own `default_generators`
+        restored[device] = bytes(state.tolist())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "set_rng_state", set_state)
+    restore_random_state(state)
+    assert restored == {0: base64.b64decode("AAAA")}
 
 
 def test_incomplete_checkpoint_is_ignored(checkpoint: Path, tmp_path: Path) -> None:
