@@ -76,7 +76,8 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned."""
-        self.kl_coefficient = float(state["kl_coefficient"])
+        if self.config.kl is not None and self.config.kl.adaptive is not None:
+            self.kl_coefficient = float(state["kl_coefficient"])
 
     def compute_advantages(self, batch: Batch) -> Metrics:
         """Sets `batch.advantages` (and `value_targets`) from the shaped rewards.

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.advantages import turn_rewards
 from trainer.algorithms.aggregation import AGGREGATIONS, RolloutMean
 from trainer.algorithms.correction import Divergence, Level, Mask, Scope, Truncate, Veto
@@ -199,6 +200,16 @@ def test_adaptive_kl_coefficient_follows_its_target() -> None:
     assert AdaptiveKl(target=0.05, horizon=10).adapted(0.1, 0.5) == pytest.approx(0.1 * 1.02)
     assert AdaptiveKl(target=0.05, horizon=10).adapted(0.1, 0.0) == pytest.approx(0.1 * 0.98)
     assert AdaptiveKl(target=0.05, horizon=10).adapted(0.1, 0.05) == 0.1
+
+
+@pytest.mark.parametrize(("adaptive", "expected"), [(None, 0.3), ({"target": 0.05}, 0.1)])
+def test_continued_run_has_its_own_coefficient_unless_it_is_adaptive(
+    adaptive: object, expected: float
+) -> None:
+    kl = {"coefficient": 0.3, "adaptive": adaptive}
+    algorithm = Algorithm(AlgorithmConfig.model_validate({"kl": kl}))
+    algorithm.load_state_dict({"kl_coefficient": 0.1})
+    assert algorithm.kl_coefficient == expected
 
 
 @settings(max_examples=30, deadline=None)
