@@ -71,7 +71,8 @@ class SharedMemoryTransport:
         """Why workers have not staged the last weights: they load them while sampling is paused."""
 
     def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
-        """Raises WeightSyncError: an engine has died, or has not staged the weights in time."""
+        """Raises WeightSyncError: an engine, or the process that holds the memory, has died; or an
+        engine has not staged the weights in time."""
         self._written = self.segment.write(weights)
         info = asdict(self._written) | {"report": self.segment.report_path}
         self._control.init_weight_transfer_engine(info)
@@ -90,7 +91,12 @@ class SharedMemoryTransport:
                         f"{self._control.timeout_s:g} s"
                     )
                 continue
-            *whole, rest = (rest + os.read(self.segment.reports, _REPORTS_BYTES)).split(b"\n")
+            if not (read := os.read(self.segment.reports, _REPORTS_BYTES)):
+                raise WeightSyncError(
+                    "the process that holds the weights' shared memory has ended; start the run "
+                    "again: it continues from its last checkpoint"
+                )
+            *whole, rest = (rest + read).split(b"\n")
             reports = map(json.loads, whole)
             lines += [each for each in reports if each["digest"] == digest]
         return [each["reason"] for each in lines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -52,5 +53,29 @@ def test_engine_that_dies_while_it_stages_ends_the_wait() -> None:
     with serving(Reporting()) as (_, url):
         transport = SharedMemoryTransport(EngineControl([url]))
         with pytest.raises(WeightSyncError, match=f"{url}: the engine died while it staged"):
+            transport.stage(WEIGHTS, None)
+        transport.close()
+
+
+def test_end_of_the_process_that_holds_the_memory_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(FakeEngine()) as (_, url):
+        transport = SharedMemoryTransport(EngineControl([url]))
+        holder = int(transport.segment.report_path.split("/")[2])
+        reads, read = list[bytes](), os.read
+
+        def counted(fd: int, size: int) -> bytes:
+            assert len(reads) < 5, "it reads for ever"
+            reads.append(read(fd, size))
+            return reads[-1]
+
+        monkeypatch.setattr(os, "read", counted)
+        monkeypatch.setattr(
+            EngineControl,
+            "init_weight_transfer_engine",
+            lambda *_: os.kill(holder, signal.SIGKILL),
+        )
+        with pytest.raises(WeightSyncError, match="holds the weights' shared memory has ended"):
             transport.stage(WEIGHTS, None)
         transport.close()
