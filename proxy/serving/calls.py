@@ -68,7 +68,11 @@ class Calls:
         if joined is not None:
             return joined
         if live.branch is None or not live.branch.recorded(live.tree, asked):
-            self._admit(live, request)
+            try:
+                self._admit(live, request)
+            except RequestError:
+                if not await self._is_given_again(live, asked):
+                    raise
         call = LiveCall(self._backend, live, asked)
         call.start()
         return call
@@ -181,6 +185,13 @@ class Calls:
                 param="tool_choice",
             )
         return rendering.opening(required_tool(request))
+
+    async def _is_given_again(self, live: LiveSession, asked: Asked) -> bool:
+        """Whether the request gets recorded answers again, for which nothing is sampled."""
+        same = live.tree.same_requests(asked.request_key)
+        same = [node for node in same if node.index >= live.session.recorded_turns]
+        await live.until_deserted_are_settled({node.index for node in same})
+        return asked.request_key not in live.retries.running and live.retries.has(same, asked)
 
     def _admit(self, live: LiveSession, request: Call) -> None:
         """Raises RequestError if a limit of the session does not allow this call.

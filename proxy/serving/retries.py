@@ -97,13 +97,15 @@ class RetryBook:
         `same` are the turns of equal requests, of which there is at least one.
         `sending` are the turns whose answers are on their way, which no agent can have rejected.
         """
-        open_ended = [n for n in same if n.status is TurnStatus.DONE and not n.children]
+        open_ended = _open_ended(same)
         arrived = [node for node in open_ended if node.index not in sending]
-        lost = [node.index for node in open_ended if node.index in self.lost][-asked.request.n :]
-        if len(lost) == asked.request.n:
+        lost = self._lost(open_ended, asked)
+        if lost:
             self.lost.difference_update(lost)
-            return Replay(tuple(lost))
-        if self._repeats_a_cut_call(same, asked):
+            return Replay(lost)
+        cut = self._repeated_cut_call(same, asked)
+        if cut:
+            self.repeated.update(cut)
             return Resample()
         again = self._for_a_retry(open_ended, asked)
         if again:
@@ -111,15 +113,28 @@ class RetryBook:
             return Replay(again)
         return Resample(self._superseded(arrived, asked))
 
-    def _repeats_a_cut_call(self, same: list[Node], asked: Asked) -> bool:
+    def has(self, same: list[Node], asked: Asked) -> bool:
+        """Whether `decide` would replay recorded answers."""
+        open_ended = _open_ended(same)
+        if self._lost(open_ended, asked):
+            return True
+        cut = self._repeated_cut_call(same, asked)
+        return not cut and bool(self._for_a_retry(open_ended, asked))
+
+    def _lost(self, open_ended: list[Node], asked: Asked) -> tuple[int, ...]:
+        """The latest answers that did not arrive; none if they are fewer than the request wants."""
+        lost = [node.index for node in open_ended if node.index in self.lost][-asked.request.n :]
+        return tuple(lost) if len(lost) == asked.request.n else ()
+
+    def _repeated_cut_call(self, same: list[Node], asked: Asked) -> tuple[int, ...]:
+        """The turns of the latest cut call that this request repeats, if none did before."""
         for node in reversed(same):
             if node.status is not TurnStatus.CUT or node.index in self.repeated:
                 continue
             attempt = self.ended.get(node.index)
             if asked.caller.is_retry or in_another_form(attempt, asked):
-                self.repeated.update(attempt.turns if attempt else (node.index,))
-                return True
-        return False
+                return attempt.turns if attempt else (node.index,)
+        return ()
 
     def _for_a_retry(self, answered: list[Node], asked: Asked) -> tuple[int, ...]:
         """The latest answers, if they were not replayed to a retry in this form before. They may
@@ -147,6 +162,10 @@ class RetryBook:
     def _arrived_before(self, index: int, asked: Asked) -> bool:
         attempt = self.ended.get(index)
         return attempt is None or attempt.settled_at < asked.caller.arrived_at
+
+
+def _open_ended(same: list[Node]) -> list[Node]:
+    return [node for node in same if node.status is TurnStatus.DONE and not node.children]
 
 
 def in_another_form(attempt: EndedCall | None, asked: Asked) -> bool:

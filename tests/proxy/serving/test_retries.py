@@ -436,3 +436,23 @@ async def test_error_while_an_intent_is_recorded_leaves_the_record_readable(
     _, turns = await proxy.record(session)
     assert [(turn.index, turn.status) for turn in turns] == [(0, TurnStatus.DONE)]
     await store.close()
+
+
+async def test_answer_that_reaches_max_turns_and_is_lost_is_given_to_the_retry(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = MarkingStore(tmp_path / "lost.db")
+    before = await start_proxy(store=store)
+    session = await before.session(limits={"max_turns": 1})
+    _, answered = await before.post(session, CHAT, chat())
+    await store.marks.acquire()
+    await store.mark_deliveries([DeliveryMark(session.trial_id, 0, arrived=False)])
+    after = await start_proxy(store=store, engine=before.engine)
+    moved = replace(session, base_url=f"{after.url}/v1")
+
+    status, again = await after.post(moved, CHAT, chat())
+
+    assert status == 200, again
+    assert again["choices"] == answered["choices"]
+    assert (await after.post(moved, CHAT, chat()))[0] == 403
+    await store.close()
