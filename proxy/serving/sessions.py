@@ -212,7 +212,7 @@ class Sessions:
             if trial_id is not None and live.session.session_id != trial_id:
                 raise _unauthorised()
         if live.session.status is SessionStatus.OPEN and time.time() >= live.session.expires_at:
-            await self._expire(live)
+            await self._end(live, SessionStatus.EXPIRED)
         self._check_open(live.session)
         return live
 
@@ -243,13 +243,7 @@ class Sessions:
 
     async def complete(self, session_id: str) -> None:
         """Ends a session: later calls get 409, calls in flight are cut."""
-        live = await self.get(session_id)
-        now = time.time()
-        await self._store.set_status(session_id, SessionStatus.COMPLETED, now)
-        live.session.status = SessionStatus.COMPLETED
-        live.session.completed_at = now
-        await self.record_event(live, "completed")
-        self._close(live, "completed")
+        await self._end(await self.get(session_id), SessionStatus.COMPLETED)
 
     async def end_by(self, mark: Mark, session_id: str) -> None:
         """Completes an open session, if the rule of the mark says so."""
@@ -287,12 +281,12 @@ class Sessions:
             with contextlib.suppress(StoreError):
                 await self.record_event(live, "refused", **what)
 
-    async def _expire(self, live: LiveSession) -> None:
+    async def _end(self, live: LiveSession, status: SessionStatus) -> None:
         now = time.time()
-        await self._store.set_status(live.session.session_id, SessionStatus.EXPIRED, now)
-        live.session.status = SessionStatus.EXPIRED
-        await self.record_event(live, "expired")
-        self._close(live, "expired")
+        await self._store.set_status(live.session.session_id, status, now)
+        live.session.status, live.session.completed_at = status, now
+        await self.record_event(live, status.value)
+        self._close(live, status.value)
 
     def _close(self, live: LiveSession, kind: str) -> None:
         live.closed.set()
@@ -323,19 +317,25 @@ class Sessions:
                 status=401,
             )
         digest = key_hash(key)
-        session_id = self._ids_by_key.get(digest)
-        if session_id is None:
-            session = await self._store.find_by_key(digest)
-            if session is None:
-                raise _unauthorised()
-            session_id = session.session_id
-            self._ids_by_key[digest] = session_id
-            while len(self._ids_by_key) > 4 * self._config.cached:
-                self._ids_by_key.popitem(last=False)
-        live = await self.get(session_id)
+        live = await self.get(self._ids_by_key.get(digest) or await self._find(digest))
         if not hmac.compare_digest(live.session.key_hash, digest):
-            raise _unauthorised()
+            session_id = await self._find(digest)  # so `live` had the id before, and was removed
+            if self._live.get(session_id) is live:
+                del self._live[session_id]
+            live = await self.get(session_id)
+            if not hmac.compare_digest(live.session.key_hash, digest):
+                raise _unauthorised()
         return live
+
+    async def _find(self, digest: bytes) -> str:
+        """The id of the session with this key. Raises SessionError (401)."""
+        session = await self._store.find_by_key(digest)
+        if session is None:
+            raise _unauthorised()
+        self._ids_by_key[digest] = session.session_id
+        while len(self._ids_by_key) > 4 * self._config.cached:
+            self._ids_by_key.popitem(last=False)
+        return session.session_id
 
     def _check_open(self, session: Session) -> None:
         if session.status is SessionStatus.COMPLETED:

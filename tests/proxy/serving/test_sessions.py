@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 import pytest
 
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.conversation.message_keys import KnownKeys
 from proxy.records import Reward, SessionKind
+from proxy.store.sqlite import SqliteStore
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
 CHAT = "chat/completions"
@@ -191,3 +193,19 @@ async def test_a_session_that_ends_gives_back_the_memory_of_its_keys(
     assert [known.memory_bytes > 0 for known in used] == [True]
     await getattr(proxy.control, end)(session.trial_id)
     assert [known.memory_bytes for known in used] == [0]
+
+
+async def test_id_of_a_removed_session_can_be_used_again(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = SqliteStore(tmp_path / "removed.db")
+    proxy = await start_proxy(store=store)
+    old = await proxy.session(trial_id="t-1")
+    assert await call(proxy, f"/v1/{CHAT}", **{"x-api-key": old.api_key}) == 200
+    await proxy.control.complete("t-1")
+    assert await store.remove_ended(time.time() + 1, 10) == 1
+    new = await proxy.session(trial_id="t-1")
+    assert await call(proxy, f"/v1/{CHAT}", **{"x-api-key": new.api_key}) == 200
+    assert await call(proxy, f"/v1/{CHAT}", **{"x-api-key": old.api_key}) == 401
+    assert await call(proxy, f"/v1/{CHAT}", **{"x-api-key": new.api_key}) == 200
+    await store.close()
