@@ -145,6 +145,8 @@ class LiveAnswer:
         rest, message = self._parser.finish()
         if self._continued is not None:
             message = structs.replace(self._continued.message, tool_calls=message.tool_calls)
+        if self._finish is FinishReason.LENGTH and self._parser.ended:
+            self._finish = FinishReason.STOP  # at the last token that the engine may sample
         cut, size = self._finish is FinishReason.CUT, len(self._ids)
         if self._finish is FinishReason.STOP and message.tool_calls:
             self._finish = FinishReason.TOOL_CALLS

@@ -161,3 +161,14 @@ async def test_responses_continue_the_turn_of_the_call(by: str, proxy: RunningPr
     assert status == 200, reply
     _, turns = await proxy.record(session)
     assert (turns[2].parent, turns[2].fork_cause) == (1, None)
+
+
+async def test_stop_string_at_the_limit_of_tokens_is_a_stop(proxy: RunningProxy) -> None:
+    session = await proxy.session(kind=SessionKind.EVAL)
+    proxy.answers("I would rather talk to you.")
+    size = proxy.rendering.count("I would rather")
+    body = {"messages": ASKED["messages"], "max_tokens": size, "stop": ["rather"]}
+    _, reply = await proxy.post(session, "chat/completions", body)
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == "I would"
+    assert choice["finish_reason"] == "stop"
