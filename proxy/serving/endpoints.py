@@ -159,6 +159,7 @@ class AgentEndpoints:
                     response = await forwarding.answer(held)
                 if response is not None:
                     return response
+                request = await self._parse(exchange, live)  # the call before has completed it
         finally:
             self._in_flight -= 1
 
@@ -183,8 +184,8 @@ class AgentEndpoints:
         return response
 
     async def _parse(self, exchange: Exchange, live: LiveSession) -> Call:
-        """Raises RequestError."""
-        exchange.body = await receive_body(exchange.request, exchange.held)
+        """Reads the body unless it was read before. Raises RequestError."""
+        exchange.body = exchange.body or await receive_body(exchange.request, exchange.held)
         body = Body(exchange.body)
         parse = partial(parse_call, exchange.dialect, body, exchange.request.headers, live.profile)
         return await asyncio.to_thread(parse) if body.is_large else parse()

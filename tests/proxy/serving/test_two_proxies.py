@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from proxy.client import SessionHandle
+from proxy.errors import HeldElsewhere
 from proxy.records import TurnStatus
+from proxy.serving.call import LiveCall
 from tests.postgres_server import empty_database
 from tests.proxy.conftest import RunningProxy, StartProxy
 
@@ -182,3 +184,24 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 def at(session: SessionHandle, proxy: RunningProxy) -> SessionHandle:
     """The session with the URLs of that proxy."""
     return replace(session, base_url=f"{proxy.url}/v1")
+
+
+async def test_response_is_continued_here_if_the_other_proxy_lets_go_of_the_session(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.session()
+    _, reply = await proxy.post(session, "responses", {"input": "Hello."})
+    held = iter([HeldElsewhere("http://127.0.0.1:9")])
+    run = LiveCall._open
+
+    async def run_later(call: LiveCall, begin: Any) -> Any:
+        for error in held:
+            raise error
+        return await run(call, begin)
+
+    monkeypatch.setattr(LiveCall, "_open", run_later)
+    body = {"input": "Go on.", "previous_response_id": reply["id"]}
+    status, more = await proxy.post(session, "responses", body)
+    assert status == 200, more
+    *_, last = (await proxy.record(session))[1]
+    assert (last.parent, last.fork_cause) == (0, None)
