@@ -121,7 +121,7 @@ class LiveBranch:
     ) -> Replay | None:
         """The recorded turn that continues the recorded answer `said` with the required call."""
         if said.turn >= self.origin.turn:
-            return None
+            return live.retries.required_call(live, asked, said, rendering)
         continued, _ = place_call(asked, said, live.tree, rendering)
         found = tuple(node.index for node in self.recorded(live.tree, continued))[-1:]
         self._taken(live.retries, found)

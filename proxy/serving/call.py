@@ -197,7 +197,7 @@ class LiveCall:
         same = [node for node in same if node.index >= live.session.recorded_turns]
         if same and not self._begun:
             await live.until_deserted_are_settled({node.index for node in same})
-            decision = live.retries.decide(same, live.being_sent, self.asked)
+            decision = live.retries.decide(live.tree, same, live.being_sent, self.asked)
             if isinstance(decision, Replay):
                 return await self._replay(decision)
             await self._supersede(decision.supersedes)
@@ -214,10 +214,10 @@ class LiveCall:
         live, backend = self.live, self.backend
 
         async def begin() -> Fresh | Replayed:
-            if (branch := live.branch) is not None:
-                recorded = branch.required_call(live, self.asked, said, backend.rendering)
-                if recorded is not None:
-                    return await self._replay(recorded)
+            required_call = (live.branch or live.retries).required_call
+            recorded = required_call(live, self.asked, said, backend.rendering)
+            if recorded is not None:
+                return await self._replay(recorded)
             return Fresh((await self._begin(choice, said),))
 
         self.state, self._interruptible = CallState.PLACING, True

@@ -191,7 +191,8 @@ class Calls:
         same = live.tree.same_requests(asked.request_key)
         same = [node for node in same if node.index >= live.session.recorded_turns]
         await live.until_deserted_are_settled({node.index for node in same})
-        return asked.request_key not in live.retries.running and live.retries.has(same, asked)
+        running = asked.request_key in live.retries.running
+        return not running and live.retries.has(live.tree, same, asked)
 
     def _admit(self, live: LiveSession, request: Call) -> None:
         """Raises RequestError if a limit of the session does not allow this call.

@@ -16,7 +16,7 @@ from proxy.conversation import ConversationKey
 from proxy.records import FinishReason, ForkCause
 from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Asked, required_tool
-from proxy.token_tree import Placement, TokenTree
+from proxy.token_tree import Node, Placement, TokenTree
 from proxy.wire.dialect import Outcome
 
 
@@ -39,18 +39,29 @@ def place_call(
     options = asked.request.options
     if options.max_tokens is not None:
         options = replace(options, max_tokens=max(1, options.max_tokens - said.completion_tokens))
-    key = asked.request_key
-    assert isinstance(key, ConversationKey)
     opening = np.array([*spoken[:kept], *begun], np.int32)
     continued = replace(
         asked,
         request=replace(asked.request, options=options),
-        request_key=key.begun("after", str(said.turn)),
+        request_key=_key_after(asked, said.turn),
         opening=opening,
     )
     parent = tree.owner(node.index, shared)
     prompt = tree.prompt(parent, shared, opening[kept:])
     return continued, Placement(parent, shared, opening[kept:], prompt, ForkCause.CALL_REQUIRED)
+
+
+def calls_after(turn: int, asked: Asked, tree: TokenTree) -> list[Node]:
+    """The turns that continued the answer of a turn with the required call."""
+    if asked.request.options.forced is None:
+        return []
+    return tree.same_requests(_key_after(asked, turn))
+
+
+def _key_after(asked: Asked, turn: int) -> ConversationKey:
+    key = asked.request_key
+    assert isinstance(key, ConversationKey)
+    return key.begun("after", str(turn))
 
 
 def joined(said: Outcome, called: Outcome) -> Outcome:

@@ -11,10 +11,11 @@
       max_tokens, or is a second retry                   is sampled, and supersedes the answer
     anything else                                        is sampled as a sibling
 
-"Answered" means that the turn is DONE and no later turn continues it. A request can only repeat
-what was sent before it arrived: two concurrent requests never supersede each other, however they
-differ. Invariant: a superseded answer is never trained, and an answer that an agent may still
-continue is never superseded by a request that was sent before the answer arrived.
+"Answered" means that the turn is DONE and no later turn continues it, except for a required call
+(`forced_call`) that none continues. A request can only repeat what was sent before it arrived: two
+concurrent requests never supersede each other, however they differ. Invariant: a superseded answer
+is never trained, and an answer that an agent may still continue is never superseded by a request
+that was sent before the answer arrived.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ import msgspec
 
 from proxy.conversation.message_keys import Key
 from proxy.records import TurnStatus
+from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Asked
-from proxy.token_tree import Node
+from proxy.serving.forced_call import calls_after
+from proxy.token_tree import Node, TokenTree
+from proxy.wire.dialect import Outcome
 
 if TYPE_CHECKING:
     from proxy.serving.call import LiveCall
+    from proxy.serving.sessions import LiveSession
 
 
 class Replay(msgspec.Struct, frozen=True):
@@ -90,15 +95,15 @@ class RetryBook:
                 self.lost.add(index)
 
     def decide(
-        self, same: list[Node], sending: AbstractSet[int], asked: Asked
+        self, tree: TokenTree, same: list[Node], sending: AbstractSet[int], asked: Asked
     ) -> Replay | Resample:
         """Decides how the request is answered, and remembers it. Call it while placing.
 
         `same` are the turns of equal requests, of which there is at least one.
         `sending` are the turns whose answers are on their way, which no agent can have rejected.
         """
-        open_ended = _open_ended(same)
-        arrived = [node for node in open_ended if node.index not in sending]
+        open_ended = _open_ended(tree, same, asked)
+        arrived = [n for n in open_ended if n.index not in sending and not n.children]
         lost = self._lost(open_ended, asked)
         if lost:
             self.lost.difference_update(lost)
@@ -113,9 +118,18 @@ class RetryBook:
             return Replay(again)
         return Resample(self._superseded(arrived, asked))
 
-    def has(self, same: list[Node], asked: Asked) -> bool:
+    def required_call(
+        self, live: LiveSession, asked: Asked, said: Outcome, rendering: Rendering
+    ) -> Replay | None:
+        """The recorded turn that continues the recorded answer `said` with the required call."""
+        calls = calls_after(said.turn, asked, live.tree)
+        found = tuple(n.index for n in calls if n.status is TurnStatus.DONE and not n.children)[-1:]
+        self.lost.difference_update(found)
+        return Replay(found) if found else None
+
+    def has(self, tree: TokenTree, same: list[Node], asked: Asked) -> bool:
         """Whether `decide` would replay recorded answers."""
-        open_ended = _open_ended(same)
+        open_ended = _open_ended(tree, same, asked)
         if self._lost(open_ended, asked):
             return True
         cut = self._repeated_cut_call(same, asked)
@@ -164,8 +178,15 @@ class RetryBook:
         return attempt is None or attempt.settled_at < asked.caller.arrived_at
 
 
-def _open_ended(same: list[Node]) -> list[Node]:
-    return [node for node in same if node.status is TurnStatus.DONE and not node.children]
+def _open_ended(tree: TokenTree, same: list[Node], asked: Asked) -> list[Node]:
+    return [n for n in same if n.status is TurnStatus.DONE and not _is_continued(tree, n, asked)]
+
+
+def _is_continued(tree: TokenTree, node: Node, asked: Asked) -> bool:
+    """Whether a request continues the answer, or the required call that was begun after it."""
+    calls = calls_after(node.index, asked, tree)
+    of_the_answer = sum(call.shared_tokens > node.prompt_tokens for call in calls)
+    return node.children > of_the_answer or any(call.children for call in calls)
 
 
 def in_another_form(attempt: EndedCall | None, asked: Asked) -> bool:

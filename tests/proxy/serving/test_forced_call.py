@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from msgspec import structs
 
 from proxy.client import SessionHandle
 from proxy.records import ForkCause, SessionKind, TurnStatus
-from tests.proxy.conftest import RunningProxy
+from proxy.store.protocol import DeliveryMark
+from proxy.store.sqlite import SqliteStore
+from tests.proxy.conftest import RunningProxy, StartProxy
 
 TOOL = {
     "type": "function",
@@ -172,3 +179,37 @@ async def test_stop_string_at_the_limit_of_tokens_is_a_stop(proxy: RunningProxy)
     (choice,) = reply["choices"]
     assert choice["message"]["content"] == "I would"
     assert choice["finish_reason"] == "stop"
+
+
+class LosingStore(SqliteStore):
+    """A store that records of every answer that it did not arrive."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.marks = asyncio.Semaphore(0)
+
+    async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
+        await super().mark_deliveries([structs.replace(mark, arrived=False) for mark in marks])
+        for _ in marks:
+            self.marks.release()
+
+
+@pytest.mark.parametrize("said", SAID)
+async def test_lost_answer_of_two_turns_is_given_to_the_retry(
+    said: str, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = LosingStore(tmp_path / "lost.db")
+    before = await start_proxy(store=store)
+    session = await before.session()
+    before.answers(says(said))
+    message = await ask(before, session, stream=False)
+    for _ in range(2):
+        await store.marks.acquire()
+    after = await start_proxy(store=store, engine=before.engine)
+    moved = replace(session, base_url=f"{after.url}/v1")
+    after.answers(says("Another answer."))
+
+    assert await ask(after, moved, stream=False) == message
+    assert len((await after.record(session))[1]) == 2
+    assert (await ask(after, moved, stream=False))["content"] == "Another answer."
+    await store.close()
