@@ -83,11 +83,11 @@ class ExportSelection:
                 rewards.setdefault(sample.task_id, []).append(
                     (sample.reward or 0.0, sample.session.session_id)
                 )
-            self.left_out.clear()
         if self._form.unit == "pair":
             async for pair in self._pairs(rewards):
                 yield pair
             return
+        self.left_out.clear()  # counted again below
         async for sample in self._samples(with_turns=True):
             group = [reward for reward, _ in rewards.get(sample.task_id, ())]
             mean = sum(group) / len(group) if group else 0.0

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from proxy.export.protocol import Sample
 from proxy.export.registry import open_format
-from proxy.records import Turn, TurnStatus
+from proxy.export.selection import ExportSelection, Filters
+from proxy.records import Session, Turn, TurnStatus
+from proxy.store.protocol import SessionFilter
 from tests.proxy.conftest import RunningProxy
 from tests.proxy.export.trees import a_sample, a_session, recorded_trees
 
@@ -74,6 +77,30 @@ async def test_pair_begins_alike_and_ends_differently(proxy: RunningProxy) -> No
     assert [m["content"] for m in row["rejected"]] == ["None."]
     assert (row["chosen_reward"], row["rejected_reward"]) == (1.0, 0.0)
     assert not list(open_format("dpo").rows([better, better]))  # they do not differ
+
+
+class Recorded:
+    """Sessions of one task."""
+
+    def __init__(self, *rewards: float | None) -> None:
+        self.sessions = {f"t-{at}": a_session(f"t-{at}", r) for at, r in enumerate(rewards)}
+
+    async def list_sessions(self, where: SessionFilter) -> list[Session]:
+        return list(self.sessions.values())
+
+    async def get_session(self, session_id: str) -> Session | None:
+        return self.sessions.get(session_id)
+
+    async def get_turns(self, session_id: str) -> list[Turn]:
+        return []
+
+
+@pytest.mark.parametrize("name", ["dpo", "trl"])
+async def test_session_without_a_reward_is_counted_once(name: str) -> None:
+    selection = ExportSelection(Recorded(0.0, 1.0, None), Filters(), open_format(name))
+    rewards = [sample.reward async for unit in selection.units() for sample in unit]
+    assert sorted(rewards, key=str) == [0.0, 1.0]
+    assert selection.left_out == {"sessions without a reward": 1}
 
 
 async def test_atif_document_has_observations_and_exact_tokens(proxy: RunningProxy) -> None:
