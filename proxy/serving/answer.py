@@ -312,7 +312,7 @@ def replayed_outcome(
 ) -> Outcome:
     """Pushes a recorded answer to the watchers in one piece. `only_calls`: its text and reasoning
     were sent before, with the answer that it continues."""
-    message = load_answer(turn.answer)
+    message = load_answer(turn.answer) if turn.answer else Message("assistant")
     deltas: list[Delta] = []
     if message.reasoning and not only_calls:
         deltas.append(ReasoningDelta(message.reasoning))

@@ -456,3 +456,12 @@ async def test_answer_that_reaches_max_turns_and_is_lost_is_given_to_the_retry(
     assert again["choices"] == answered["choices"]
     assert (await after.post(moved, CHAT, chat()))[0] == 403
     await store.close()
+
+
+async def test_empty_answer_is_replayed(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.engine.script = lambda _: []
+    _, empty = await proxy.post(session, CHAT, chat())
+    status, again = await proxy.post(session, CHAT, chat(), **RETRY)
+    assert (status, again["choices"]) == (200, empty["choices"])
+    assert await statuses(proxy, session) == [TurnStatus.DONE]
