@@ -96,6 +96,7 @@ class MessagesWriter:
         self._id = answer_id
         self._blocks = 0
         self._open: type[Delta] | None = None
+        self._has_text = False
 
     def start(self, prompt_tokens: int, turn: int) -> bytes:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
@@ -127,8 +128,11 @@ class MessagesWriter:
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
         if isinstance(delta, TextDelta):
+            text, again = delta.text, self._has_text and self._open is not TextDelta
+            text = text.removeprefix("\n") if again else text  # `parse_conversation` joins by it
+            self._has_text = True
             yield from self._enter(TextDelta, {"type": "text", "text": ""})
-            yield self._content({"type": "text_delta", "text": delta.text})
+            yield self._content({"type": "text_delta", "text": text})
         elif isinstance(delta, ReasoningDelta):
             if self._call.extra["thinking"]:
                 block = {"type": "thinking", "thinking": "", "signature": ""}

@@ -166,9 +166,12 @@ class ResponsesWriter:
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
         if isinstance(delta, TextDelta):
+            text, again = delta.text, any(item["type"] == "message" for item in self._output)
             yield from self._enter(_message_item(self._item_id("msg"), "", []))
-            self._text += delta.text
-            yield self._part("response.output_text.delta", delta=delta.text, logprobs=[])
+            if again and not self._text:  # `normalised` joins by a line break
+                text = text.removeprefix("\n")
+            self._text += text
+            yield self._part("response.output_text.delta", delta=text, logprobs=[])
         elif isinstance(delta, ReasoningDelta):
             yield from self._enter(_reasoning_item(self._item_id("rs"), ""))
             self._text += delta.text

@@ -104,6 +104,24 @@ async def test_stream_and_whole_answer_have_the_same_content(proxy: RunningProxy
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
 
 
+async def test_text_after_a_streamed_call_continues_the_path(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers(f"Let me look.\n{CALL}\n<tool_call>\nls\n</tool_call>")
+    asked = [{"role": "user", "content": "List the files."}]
+    events = await proxy.events(session, "messages", body(asked, stream=True))
+    content = assembled(events)["content"]
+    assert [block["type"] for block in content] == ["text", "tool_use", "text"]
+    result = {"type": "tool_result", "tool_use_id": content[1]["id"], "content": "a b"}
+    history = [
+        *asked,
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": [result]},
+    ]
+    status, _ = await proxy.post(session, "messages", body(history))
+    _, turns = await proxy.record(session)
+    assert (status, turns[1].fork_cause) == (200, None)
+
+
 async def test_reasoning_is_sent_only_on_request_but_kept_for_the_model(
     proxy: RunningProxy,
 ) -> None:

@@ -80,6 +80,22 @@ async def test_returned_items_of_all_kinds_form_one_path(
     assert turns[1].shared_tokens == turns[0].path_tokens
 
 
+async def test_text_after_a_streamed_call_continues_the_path(
+    proxy: RunningProxy, client: openai.AsyncOpenAI
+) -> None:
+    proxy.answers(f"Let me look.\n{call('shell', '{}')}\n<tool_call>\nls\n</tool_call>")
+    history: list[Any] = [{"role": "user", "content": "List the files."}]
+    stream = await client.responses.create(model="m", input=history, tools=TOOLS, stream=True)
+    response: Any = [event async for event in stream][-1]
+    output = response.response.output
+    assert [item.type for item in output] == ["message", "function_call", "message"]
+    history += [item.model_dump(exclude_none=True) for item in output]
+    history += [{"type": "function_call_output", "call_id": output[1].call_id, "output": "a b"}]
+    await client.responses.create(model="m", input=history, tools=TOOLS)
+    turns = await turns_of(proxy, client)
+    assert turns[1].fork_cause is None
+
+
 async def test_previous_response_id_continues_the_recorded_turn(
     proxy: RunningProxy, client: openai.AsyncOpenAI
 ) -> None:
