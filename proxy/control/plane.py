@@ -246,6 +246,9 @@ class ControlPlane:
         live = await self._sessions.get(_trial_id(request))
         if request.query.get("wait") == "completed":
             wait_s = bounded_number(request.query.get("timeout_s", "60"), "timeout_s", 0, 1e9)
+            # Another proxy on the store may have ended it, which `live` does not know.
+            if (await self._session(request)).status is not SessionStatus.OPEN:
+                return _json({"completed": True})
             try:
                 async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
                     await live.closed.wait()

@@ -205,3 +205,13 @@ async def test_response_is_continued_here_if_the_other_proxy_lets_go_of_the_sess
     assert status == 200, more
     *_, last = (await proxy.record(session))[1]
     assert (last.parent, last.fork_cause) == (0, None)
+
+
+async def test_completion_at_one_proxy_is_known_to_a_long_poll_at_the_other(
+    two_proxies: list[RunningProxy],
+) -> None:
+    one, two = two_proxies
+    session = await one.session()
+    assert not await two.control.wait_completed(session.trial_id, timeout_s=0)
+    await one.control.complete(session.trial_id)
+    assert await two.control.wait_completed(session.trial_id, timeout_s=0)
