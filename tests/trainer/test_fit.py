@@ -364,9 +364,10 @@ def test_repeated_and_added_steps_are_evaluated_again(
     def killed(*_: Any, **__: Any) -> None:
         raise Cut
 
-    with monkeypatch.context() as patch, pytest.raises(Cut):
+    with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", killed)  # after the last evaluation
-        evaluated(1, 0.1, 0.2)
+        with pytest.raises(Cut):
+            evaluated(1, 0.1, 0.2)
     assert evaluated(1, 0.3) == [("before", 0.1), ("after", 0.3)]
     assert evaluated(1) == [("before", 0.1), ("after", 0.3)]
     assert evaluated(2, 0.4) == [("before", 0.1), ("after", 0.4)]
@@ -448,9 +449,10 @@ def test_disk_that_is_full_at_the_end_of_a_save_keeps_the_best_checkpoint(
             path = Path("/dev/full")
         return opened(path, mode, *args, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)
-        checkpoints.save(2, models, {}, checkpoint, best=True)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.save(2, models, {}, checkpoint, best=True)
     checkpoints.save(3, models, {}, checkpoint)
     assert (tmp_path / "best").read_text() == "step-000001"
     assert (tmp_path / "step-000001").is_dir()
