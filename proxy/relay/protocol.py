@@ -20,6 +20,7 @@ from msgspec import structs
 
 from proxy import alternatives, routed_experts
 from proxy.engines.protocol import Chunk, Sampling
+from proxy.errors import EngineRefusal
 from proxy.records import Alternatives, FinishReason, RoutedExperts, VersionSpan
 
 PROTOCOL_VERSION = 2
@@ -32,6 +33,8 @@ EXPERTS_BYTES = FRAME_BYTES // 2
 ALTERNATIVES_BYTES = FRAME_BYTES // 4
 """Size above which the alternatives of a chunk are left out of its frame: 20 per token of an answer
 of 52,000 tokens that is not streamed."""
+MANY_TOKENS = 2**14
+"""A chunk of so many always fits into a message; of more, its message is measured."""
 
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -238,7 +241,9 @@ def sampling_of(fields: dict[str, Any]) -> Sampling:
 
 
 def frame_of(call: int, number: int, chunk: Chunk) -> Frame:
-    return Frame(
+    """Raises EngineRefusal if the tokens alone, with what the agent requests of each, are too large
+    for a message."""
+    frame = Frame(
         call=call,
         number=number,
         ids=pack_ids(chunk.ids),
@@ -250,6 +255,14 @@ def frame_of(call: int, number: int, chunk: Chunk) -> Frame:
         routed_experts=_bounded(routed_experts.dump(chunk.routed_experts), EXPERTS_BYTES),
         alternatives=_bounded(alternatives.dump(chunk.alternatives), ALTERNATIVES_BYTES),
     )
+    if len(chunk.ids) > MANY_TOKENS and len(encode(frame)) > FRAME_BYTES:
+        frame.routed_experts = frame.alternatives = None
+        if len(encode(frame)) > FRAME_BYTES:
+            raise EngineRefusal(
+                f"the answer of {len(chunk.ids)} tokens with their top_logprobs is too large for a "
+                "message of the relay; stream it, or request fewer top_logprobs"
+            )
+    return frame
 
 
 def chunk_of(frame: Frame) -> Chunk:

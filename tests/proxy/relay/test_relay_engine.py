@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
-from proxy.engines.protocol import Sampling
-from proxy.errors import EngineError
+from proxy.alternatives import MAX_ALTERNATIVES
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.errors import EngineError, EngineRefusal
+from proxy.records import ALTERNATIVE
 from proxy.relay.engine import RelayEngine
 from proxy.relay.protocol import (
+    FRAME_BYTES,
     PROTOCOL_VERSION,
     Check,
     Fingerprint,
@@ -18,6 +22,8 @@ from proxy.relay.protocol import (
     Health,
     Hello,
     ToWorker,
+    encode,
+    frame_of,
     pack_ids,
 )
 from tests.proxy.relay.conftest import PROMPT
@@ -102,3 +108,19 @@ async def test_worker_that_answers_a_check_and_loses_its_connection_is_not_healt
         await check
     assert not engine.info.healthy
     await engine.close()
+
+
+@pytest.mark.parametrize("tokens", [45_000, 120_000])
+def test_answer_that_is_not_streamed_fits_into_a_message_or_is_refused(tokens: int) -> None:
+    """A larger message would end the connection with all of its calls."""
+    tops = [[(100_000 + i, -0.5) for i in range(MAX_ALTERNATIVES)]] * tokens
+    chunk = Chunk([100_000] * tokens, [-0.5] * tokens, top_logprobs=tops)
+    chunk.alternatives = np.zeros((tokens, MAX_ALTERNATIVES), ALTERNATIVE)
+    chunk.routed_experts = np.zeros((tokens - 2000, 48, 8), np.uint8)
+    try:
+        sent = frame_of(0, 0, chunk)
+    except EngineRefusal:
+        assert tokens == 120_000
+    else:
+        assert len(encode(sent)) <= FRAME_BYTES
+        assert (len(sent.top_logprobs or ()), len(sent.ids)) == (tokens, 4 * tokens)
