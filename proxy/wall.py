@@ -47,7 +47,6 @@ MS_PRIVATE = 0x40000
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24
-PR_SET_NO_NEW_PRIVS = 38
 
 KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 29, 31})
 """Capabilities that root keeps: Docker's default set without MKNOD, which gives access to the
@@ -56,8 +55,8 @@ net_bind_service, net_raw, sys_chroot, audit_write, setfcap)."""
 READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 """Root could change the machine through these (`core_pattern` names a program to run)."""
 
-RESTRICT_SELF, MOUNT_SETATTR = 446, 442
-"""Numbers of system calls, the same on every architecture."""
+MOUNT_SETATTR = 442
+"""Number of a system call, the same on every architecture."""
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 0x1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -89,18 +88,6 @@ def missing() -> str | None:
     if attempt.returncode == 0:
         return None
     return attempt.stderr.strip() or f"the attempt ended with code {attempt.returncode}"
-
-
-def take_rules(rules_fd: int) -> None:
-    """Refuses the ports of the rule set (`landlock.refuse_ports`) to this process and its
-    descendants. Takes 20 ms.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    if os.geteuid() != 0:  # a process without CAP_SYS_ADMIN must renounce set-user-ID programs,
-        _prctl(PR_SET_NO_NEW_PRIVS, 1)  # which have no effect behind the wall anyway
-    _syscall(RESTRICT_SELF, rules_fd, 0)
 
 
 def enter(
@@ -151,9 +138,9 @@ def enter(
 
 def join(
     sandbox: int,
+    prepare: Callable[[], None],
     body: Callable[[], NoReturn],
     *,
-    rules_fd: int = -1,
     left_over_fd: int = -1,
 ) -> NoReturn:
     """Turns this process, which must be root's, into the gate of a strict wall, and runs `body` in
@@ -161,7 +148,7 @@ def join(
 
     Args:
         sandbox: id of a process in the sandbox's namespaces.
-        rules_fd: a rule set that the agent takes (`take_rules`).
+        prepare: called in the agent's process before its capabilities are dropped.
         left_over_fd: as for `enter`.
 
     Raises:
@@ -180,9 +167,7 @@ def join(
     if agent == 0:
         _die_with(gate)
         os.setpgid(0, 0)
-        if rules_fd >= 0:
-            take_rules(rules_fd)
-            os.close(rules_fd)
+        prepare()
         _restrict(True)
         body()
     _forward_terminations(agent)

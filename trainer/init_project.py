@@ -39,8 +39,7 @@ remote_agent:
   temperature: 1.0
   groups_per_step: 4
   group_size: 8
-  concurrency: 8
-{limits}algorithm:
+{concurrency}{limits}algorithm:
   mini_batches: 4
   groups: with_signal
   advantage: {{name: dr_grpo}}
@@ -86,6 +85,8 @@ class Project:
     """Whether the example's small model can do this agent's tasks."""
     install: str = ""
     """The command that installs the agent; empty if the project contains it."""
+    concurrency: str = "  concurrency: 8\n"
+    """The key of `rollout` for agents that are programs; empty: its default."""
     limits: str = ""
     """Further keys of `rollout` for the example's small model."""
 
@@ -94,6 +95,7 @@ class Project:
         return _TEMPLATE.format(
             title=self.title,
             agent=self.agent,
+            concurrency=self.concurrency,
             limits=self.limits if model is None else "",
             model="model" if model is None else model.absolute(),
             **(_SMALL_MODEL if model is None else _YOUR_MODEL),
@@ -117,7 +119,7 @@ def kinds() -> dict[str, Project]:
 """
     sdk = "A shop assistant on the OpenAI SDK learns to look up prices and add up an order."
     found = {
-        "openai": Project(sdk, as_functions, shop, files, has_model=True),
+        "openai": Project(sdk, as_functions, shop, files, has_model=True, concurrency=""),
         "command": Project(sdk, as_programs, shop, files, has_model=True),
     }
     for file in sorted((EXAMPLES / "agents").glob("*.yaml")):

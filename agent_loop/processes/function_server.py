@@ -4,7 +4,7 @@ It is started as `python -m … FD WALL MODULE:ARGUMENT MODULE:FUNCTION`, where 
 `proxy/wall.py` and ARGUMENT is the class of the function's argument. `path/to/file.py` in place of
 MODULE names a file, which can import the modules in its folder. The server imports the function's
 module once, and makes the first use of a model SDK that it imports (`rehearsal.py`); each call then
-runs in a fork of its own, under a supervisor (`supervisor.py`), and can be killed. Invariant: no
+runs in a fork of its own, under a supervisor (`job_server.py`), and can be killed. Invariant: no
 call sees the effects of another call. Random generators are seeded in each call, because otherwise
 all forks would draw the same numbers.
 """
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent_loop.processes.supervisor import Body, Job, serve
+from agent_loop.processes.job_server import Body, Job, serve
 
 
 def main() -> None:

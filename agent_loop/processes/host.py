@@ -22,17 +22,18 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import Field
 
 from agent_loop.errors import LaunchError
-from agent_loop.processes import supervisor
+from agent_loop.processes import job_server
 from agent_loop.processes.environment import inherited_environment
+from agent_loop.processes.supervisor import REAP_TIMEOUT_S
 from agent_loop.threads import run_to_end
 from harbor_sdk.sandbox import Bind, Sandbox, SandboxError, SandboxSpec
 from proxy import landlock, wall
 from proxy.section import Section
 from proxy.wall import Wall
 
-SERVER_ARGV = (sys.executable, "-I", "-S", supervisor.__file__)
+SERVER_ARGV = (sys.executable, "-I", "-S", job_server.__file__)
 
-END_TIMEOUT_S = supervisor.REAP_TIMEOUT_S + 10.0
+END_TIMEOUT_S = REAP_TIMEOUT_S + 10.0
 """Seconds that a cancellation waits for the supervisor's report, in addition to `grace_s`."""
 
 
@@ -176,7 +177,7 @@ class StartsEarly(Protocol):
 
 
 class ProcessHost:
-    """Starts jobs through one server process (`supervisor.py`), which it starts when needed."""
+    """Starts jobs through one server process (`job_server.py`), which it starts when needed."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class ProcessHost:
         more: dict[str, int] = {}
         if lifeline is not None:
             more["lifeline"] = lifeline.fileno()
-        rules = supervisor.NO_RULES
+        rules = job_server.NO_RULES
         if job.wall is not None and job.wall.ports:
             more["ports"] = await self._ports.descriptor(job.wall.ports)
             rules = self._ports.number if sandbox is None else rules
@@ -265,7 +266,7 @@ class ProcessHost:
         job_file = job.as_file(sandbox, tuple(more))
         try:
             fds = [job_file, cancel_read, report_write, *more.values()]
-            socket.send_fds(self._running(), [supervisor.RULES.pack(rules)], fds)
+            socket.send_fds(self._running(), [job_server.RULES.pack(rules)], fds)
         except OSError as error:
             os.close(cancel_write)
             os.close(report_read)
@@ -298,7 +299,7 @@ class RefusedPorts:
     change, because that takes 0.1 s."""
 
     def __init__(self) -> None:
-        self.number = supervisor.NO_RULES
+        self.number = job_server.NO_RULES
         """Number of the last rule set."""
         self._ports: frozenset[int] = frozenset()
         self._fd = -1

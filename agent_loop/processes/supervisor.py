@@ -1,22 +1,10 @@
-"""The processes between the trainer and agents: they start, limit and end agents.
+"""The supervisor of one job: it starts, limits and ends an agent.
 
-This is a program that imports the standard library only (`python -I -S supervisor.py`); for agents
-that are Python functions, `function_server.py` runs it with their module imported. It is a server:
-for the descriptors that arrive on its socket it forks one supervisor. The supervisor reads a JSON
-job from the first descriptor (a file), starts the agent, ends it when the second descriptor closes,
-and writes one JSON line about the agent's end to the third. The job names those that follow:
-`lifeline`, a connection that ends the agent when it closes, and that the supervisor holds until it
-exits, and `ports`, the last one, the rule set of the ports that are refused to the agent.
-`ProcessHost` in `host.py` is the caller. A fork takes a millisecond, even where the agent's module
-takes seconds to import.
-
-    server ─fork─▶ supervisor ─fork─▶ agent
-      └─fork─▶ restricted server, which has taken a rule set ─fork─▶ supervisor ─fork─▶ agent
-
-A process inherits its parent's rule set for nothing, but takes one itself in 20 ms, because the
-kernel copies a rule for each of 65,000 ports. So a restricted server takes it for all agents behind
-a light wall. An agent behind a strict wall takes it itself, because a process with a rule set
-cannot join a sandbox that was started without it.
+It is a fork of the job server (`job_server.py`), and uses the standard library only. It reads a
+JSON job from its first descriptor (a file), starts the agent, ends it when the second descriptor
+closes, and writes one JSON line about the agent's end to the third. The job names those that
+follow: `lifeline`, a connection that ends the agent when it closes, and that the supervisor holds
+until it exits, and `ports`, the last one, the rule set of the ports that are refused to the agent.
 
 Invariant: when a supervisor exits, no descendant of its agent is alive. The supervisor is the
 *child subreaper* of all processes below it (prctl(2)): even a daemon that forks twice, opens a
@@ -30,14 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
-import importlib.util
 import json
 import os
 import resource
 import select
 import signal
-import socket
 import struct
 import sys
 import time
@@ -47,12 +32,8 @@ from typing import Any, NamedTuple, NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
-RULES = struct.Struct("i")
-NO_RULES = 0
-MAX_FDS = 5
-"""Descriptors of one job."""
-WALL = "wall"
-"""The name under which `proxy/wall.py` is loaded."""
+WALL, LANDLOCK = "wall", "landlock"
+"""The names under which the job server loads `proxy/wall.py` and `proxy/landlock.py`."""
 Job = dict[str, Any]
 Body = Callable[[Job, int], None]
 """The function that the agent's process runs once it is set up; it does not return."""
@@ -60,75 +41,6 @@ Body = Callable[[Job, int], None]
 REAP_TIMEOUT_S = 10.0
 """Seconds to wait until killed processes have ended; one that is blocked in the kernel, for example
 by a failed disk, may never end."""
-
-
-def serve(server: socket.socket, body: Body, wall_file: str) -> None:
-    """Forks a supervisor for each request, until the other end of the socket closes. A request is
-    the number of the job's rule set (`NO_RULES`: it has none) and the descriptors. `wall_file`: the
-    file of `proxy/wall.py`, which is loaded once for all forks."""
-    _load_wall(wall_file)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is forked
-    gc.freeze()  # so that the collector does not copy shared pages in forks
-    _serve(server, body, NO_RULES)
-
-
-def _serve(server: socket.socket, body: Body, own_rules: int) -> None:
-    restricted: RestrictedServer | None = None
-    while True:
-        asked, fds, _, _ = socket.recv_fds(server, RULES.size, MAX_FDS)
-        if not fds:
-            return
-        (rules,) = RULES.unpack(asked)
-        if rules != own_rules:
-            if restricted is None or not restricted.takes(rules, asked, fds):
-                if restricted is not None:
-                    restricted.socket.close()
-                restricted = RestrictedServer(server, rules, fds, body)
-                restricted.takes(rules, asked, fds)
-        elif os.fork() == 0:
-            server.close()
-            if restricted is not None:
-                restricted.socket.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            supervise(fds, body)
-            os._exit(0)
-        for fd in fds:
-            os.close(fd)
-
-
-class RestrictedServer:
-    """A fork of the server that has taken a rule set, and serves the jobs with it until its socket
-    closes."""
-
-    def __init__(self, server: socket.socket, rules: int, fds: list[int], body: Body) -> None:
-        """`fds`: descriptors of the first job, which holds the rule set."""
-        self.rules = rules
-        self.socket, theirs = socket.socketpair()
-        if os.fork() == 0:
-            server.close()
-            self.socket.close()
-            try:
-                sys.modules[WALL].take_rules(fds[-1])
-            except OSError as error:
-                refusal = f"cannot refuse ports: {error}".encode()
-                body = lambda job, error_fd: _refuse(error_fd, refusal)  # noqa: E731
-            for fd in fds:
-                os.close(fd)
-            _serve(theirs, body, rules)
-            os._exit(0)
-        theirs.close()
-
-    def takes(self, rules: int, asked: bytes, fds: list[int]) -> bool:
-        """Passes on a request. False: it has another rule set, or was killed."""
-        if rules != self.rules:
-            return False
-        try:
-            socket.send_fds(self.socket, [asked], fds)
-        except OSError:
-            return False
-        return True
 
 
 def supervise(fds: list[int], body: Body) -> None:
@@ -392,20 +304,15 @@ def _behind_wall(job: Job, become: Callable[[], NoReturn], left_over_fd: int) ->
     """Calls `become` behind the job's wall."""
     module: Any = sys.modules[WALL]
     wall = job["wall"]
+
+    def prepare() -> None:
+        if rules_fd := job["named"].get("ports"):
+            sys.modules[LANDLOCK].take_rules(rules_fd)
+            os.close(rules_fd)
+
     if wall["sandbox"] is not None:
-        rules_fd = job["named"].get("ports", -1)
-        module.join(wall["sandbox"], become, rules_fd=rules_fd, left_over_fd=left_over_fd)
+        module.join(wall["sandbox"], prepare, become, left_over_fd=left_over_fd)
     module.enter(wall["hide"], wall["keep"], become, left_over_fd=left_over_fd)
-
-
-def _load_wall(file: str) -> None:
-    """Loads the module by its path, because this program cannot import the project's packages."""
-    spec = importlib.util.spec_from_file_location(WALL, file)
-    if spec is None or spec.loader is None:
-        raise OSError(f"cannot load {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[WALL] = module
-    spec.loader.exec_module(module)
 
 
 def execute(job: Job, error_fd: int) -> None:
@@ -414,12 +321,6 @@ def execute(job: Job, error_fd: int) -> None:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvpe(job["argv"][0], job["argv"], job["env"])
-
-
-def _refuse(error_fd: int, reason: bytes) -> NoReturn:
-    """The body of an agent that cannot be started."""
-    os.write(error_fd, reason)
-    os._exit(127)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -431,7 +332,3 @@ def _prctl(option: int, value: int) -> None:
 def _report(report_fd: int, **fields: Any) -> None:
     with contextlib.suppress(BrokenPipeError):  # the process that asked for the job has ended
         os.write(report_fd, json.dumps(fields).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), execute, sys.argv[2])

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from proxy import wall
+from proxy import landlock, wall
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -30,7 +30,7 @@ def main(job: dict[str, Any]) -> NoReturn:
         wall._prctl(wall.PR_SET_DUMPABLE, 1)  # as after an exec
     try:
         if (rules := job["rules_fd"]) >= 0:
-            wall.take_rules(rules)
+            landlock.take_rules(rules)
         wall.enter(job["hide"], [job["keep"]], body)
     except OSError as error:
         Path(job["output"]).write_text(repr(error))
