@@ -7,6 +7,7 @@ recorded log-probabilities. In an EVAL session the agent's parameters apply unle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -33,6 +34,20 @@ _bending, _recorded = attrgetter(*_BENDING), attrgetter(*_RECORDED)
 PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts", "alternatives"))
 """`routed_experts`: 1 to record which experts the router of each layer chose, 0 not to.
 `alternatives`: number of the most probable tokens to record at each sampled position."""
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+    "seed": (-(2**63), 2**63 - 1),
+    "routed_experts": (0, 1),
+}
+"""The least and the greatest value that can be pinned: those of a request."""
+_WHOLE = ("max_tokens", "top_k", "seed", "routed_experts")
 
 
 def resolve(
@@ -87,6 +102,13 @@ def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
             )
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise RequestError(f"sampling.{name}: expected a number, got {value!r}")
+        low, high = _BOUNDS.get(name, (-math.inf, math.inf))
+        if not low <= value <= high or (name in _WHOLE and value != int(value)):
+            kind = "an integer" if name in _WHOLE else "a number"
+            raise RequestError(
+                f"sampling.{name}: expected {kind} from {low} to {high}, got {value}",
+                param="sampling",
+            )
     count = sampling.get("alternatives", 0)
     if not isinstance(count, int) or not 0 <= count <= MAX_ALTERNATIVES:
         raise RequestError(
