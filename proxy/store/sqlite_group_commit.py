@@ -69,7 +69,8 @@ class GroupWriter:
         self._gathered: list[_Write] = []
         self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
         self._ended = False
-        """Whether the thread has ended. (`Thread.is_alive` makes ten function calls.)"""
+        """Whether the thread has ended, or takes no more writes because of `close`.
+        (`Thread.is_alive` makes ten function calls.)"""
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -105,6 +106,7 @@ class GroupWriter:
 
     async def close(self) -> None:
         """Commits pending writes, then ends the thread."""
+        self._ended = True
         self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)

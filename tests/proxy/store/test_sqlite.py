@@ -237,3 +237,23 @@ async def read_turns(path: Path) -> list[Turn]:
     turns = await store.get_turns("task/7-a")
     await store.close()
     return turns
+
+
+async def test_write_while_the_store_closes_is_refused(tmp_path: Path) -> None:
+    connection = sqlite3.connect(
+        tmp_path / "s.sqlite", isolation_level=None, check_same_thread=False
+    )
+    group = sqlite_group_commit.GroupWriter(connection, at_once=None, max_pending=4)
+    go_on = threading.Event()
+    slow = asyncio.create_task(group.write(lambda _: go_on.wait(10)))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(group.close())
+    await asyncio.sleep(0)
+    late = asyncio.create_task(group.write(lambda _: True))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await slow
+    await closing
+    async with asyncio.timeout(5):
+        with pytest.raises(StoreError, match="closed"):
+            await late
