@@ -72,8 +72,12 @@ class Deliveries:
         batch = list(self._pending)
         await self._store.mark_deliveries([pending.mark for pending in batch])
         del self._pending[: len(batch)]
+        later = {(each.mark.session_id, each.mark.index) for each in self._pending}
         for pending in batch:
-            pending.live.own.discard(pending.mark.index)
+            live, mark = pending.live, pending.mark
+            # Its answer may be on its way again to a retry, or have arrived there.
+            if (mark.session_id, mark.index) not in later and mark.index not in live.being_sent:
+                live.own.discard(mark.index)
 
     def _written(self, task: asyncio.Task[None]) -> None:
         self._writing = None
