@@ -287,7 +287,8 @@ class TokenTree:
         """Places a prompt without messages: it continues the longest recorded text that it begins
         with."""
         if isinstance(raw, str):
-            for length in sorted((n for n in self._raw_lengths if n <= len(raw)), reverse=True):
+            lengths = tuple(self._raw_lengths)  # answers are recorded while a thread places
+            for length in sorted((n for n in lengths if n <= len(raw)), reverse=True):
                 index = self._by_answer.get(raw_key(raw[:length]).chain)
                 if index is None:
                     continue

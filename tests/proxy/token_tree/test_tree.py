@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from proxy.conversation.message_keys import conversation_keys
+from proxy.conversation.message_keys import conversation_keys, raw_key
 from proxy.conversation.messages import (
     Conversation,
     Message,
@@ -288,3 +288,35 @@ def test_split_calls_of_one_turn_are_one_message(rendering: Rendering) -> None:
     )
     placed = recorder.place(extended(asked, *split, *results(message)))
     assert (placed.parent, placed.cause) == (0, None)
+
+
+def raw_turn(index: int, prompt: str, answer: str) -> Turn:
+    """A turn of Completions."""
+    return Turn(
+        session_id="s",
+        index=index,
+        parent=None,
+        shared_tokens=0,
+        fork_cause=None,
+        prompt_ids=np.array([1], np.int32),
+        request_key=raw_key(prompt).stored(),
+        sampling={},
+        sampled_ids=np.array([2], np.int32),
+        status=TurnStatus.DONE,
+        answer_key=raw_key(prompt + answer).stored(),
+    )
+
+
+def test_answer_may_be_recorded_while_a_long_text_is_placed(rendering: Rendering) -> None:
+    """A long text is placed in a thread, and answers are recorded in the event loop."""
+    tree = TokenTree([raw_turn(0, "a", "b"), raw_turn(1, "ab", "c")])
+
+    class Text(str):
+        def __len__(self) -> int:
+            if len(tree) == 2:
+                tree.begin(raw_turn(2, "abc", "d"))
+                tree.commit(raw_turn(2, "abc", "d"))
+            return super().__len__()
+
+    text = Text("A text that is not recorded.")
+    assert tree.place(Conversation([], raw=text), [raw_key(str(text))], rendering).parent is None
