@@ -176,10 +176,7 @@ class PostgresStore:
             raise rows.unrecorded(session_id, index, exists=False)
 
     async def cut_own_turn(self, session_id: str, index: int, quota: str = "") -> bool:
-        which = (session_id, index, await self._owner.number())
-        if not quota:
-            return await self._changed(statements.CUT, *which)
-        return bool((await self._fetch(postgres_quotas.CUT, *which, quota))[0][0])
+        return await self._cut(session_id, index, await self._owner.number(), quota)
 
     async def mark_deliveries(self, marks: Sequence[DeliveryMark]) -> None:
         values = [(mark.session_id, mark.index, int(mark.arrived)) for mark in marks]
@@ -206,7 +203,9 @@ class PostgresStore:
         for at, owner in left_open:
             if owner not in alive:
                 turn = turns[at]
-                if not await self._changed(statements.CUT, turn.session_id, turn.index, owner):
+                session = await self.get_session(turn.session_id)
+                quota = session.quota if session else ""
+                if not await self._cut(turn.session_id, turn.index, owner, quota):
                     return await self.get_turns(session_id, since, until)  # recorded meanwhile
                 turns[at] = replace(turn, status=TurnStatus.CUT)
         return turns
@@ -279,6 +278,11 @@ class PostgresStore:
     async def close(self) -> None:
         await self._owner.release()
         await self._pool.close()
+
+    async def _cut(self, session_id: str, index: int, owner: int, quota: str) -> bool:
+        if not quota:
+            return await self._changed(statements.CUT, session_id, index, owner)
+        return bool((await self._fetch(postgres_quotas.CUT, session_id, index, owner, quota))[0][0])
 
     async def _sessions(self, clause: str, *values: Any) -> list[Session]:
         sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {clause}"

@@ -217,8 +217,7 @@ class SqliteStore:
         for *row, owner, trained in found:
             turn = rows.read_in_session(rows.turn_from_row(row), trained=bool(trained))
             if turn.status is TurnStatus.OPEN and not self._owner.alive(owner):
-                which = (turn.session_id, turn.index, owner)
-                if not await self._changed(statements.CUT, which):  # recorded meanwhile
+                if not await self._cut(turn.session_id, turn.index, owner):  # recorded meanwhile
                     return await self.get_turns(session_id, since, until)
                 turn = replace(turn, status=TurnStatus.CUT)
             turns.append(turn)
@@ -294,6 +293,12 @@ class SqliteStore:
         await asyncio.to_thread(self._reader.shutdown)
         self._reading.close()
         self._owner.release()
+
+    async def _cut(self, session_id: str, index: int, owner: int) -> bool:
+        """Closes a turn of a dead process; see `cut_own_turn`."""
+        session = await self.get_session(session_id)
+        which, quota = (session_id, index, owner), session.quota if session else ""
+        return await self._writer.write(lambda c: sqlite_quotas.cut(c, which, quota))
 
     async def _one_session(self, clause: str, value: str | bytes) -> Session | None:
         found = await self._read(lambda c: _sessions(c, clause, (value,)))

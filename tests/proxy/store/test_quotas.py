@@ -57,6 +57,18 @@ async def test_turn_that_was_never_sampled_does_not_count(store: Store) -> None:
     await store.begin_turn(an_intent(one, 1), "q")
 
 
+async def test_turn_that_a_dead_process_left_open_does_not_count(opener: Opener) -> None:
+    dead, alive = await opener(), await opener()
+    (one,) = await with_sessions(dead, 1, max_turns=1)
+    await dead.begin_turn(an_intent(one), "q")
+    await dead.close()
+    (turn,) = await alive.get_turns(one)
+    assert turn.status is TurnStatus.CUT
+    assert await used(alive) == (0, 0)
+    await alive.get_turns(one)
+    await alive.begin_turn(an_intent(one, 1), "q")
+
+
 async def test_tokens_count_once_and_calls_in_flight_may_end_beyond_them(store: Store) -> None:
     one, two = await with_sessions(store, max_tokens=10)
     await store.begin_turn(an_intent(one), "q")
