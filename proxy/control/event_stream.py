@@ -7,6 +7,7 @@ and of its siblings, whose streams are read in the same way. The stream ends wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -23,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 QUEUED_EVENTS = 1000
 """Per listener. A listener that falls further behind loses events and must read the record."""
+
+OPEN_S = 2.0
+"""Seconds for which the events of a listener wait until the streams of the siblings are open."""
 
 
 class EventStream:
@@ -73,15 +77,18 @@ class EventStream:
         return self._live.closed.is_set() and self._queue.empty() and relays_ended
 
     async def _follow(self, request: web.Request) -> None:
-        """Opens the streams of all siblings that are reachable."""
+        """Opens the streams of all siblings that are reachable. One that does not answer within
+        OPEN_S is followed as soon as it does."""
         opened = []
         for name in [] if self._live.closed.is_set() else self._siblings.names:
             relay = self._relays.get(name)
             if relay is None or relay.done():
                 opened.append(asyncio.Event())
                 self._relays[name] = asyncio.create_task(self._relay(request, name, opened[-1]))
-        for event in opened:
-            await event.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_S):
+                for event in opened:
+                    await event.wait()
 
     async def _relay(self, request: web.Request, sibling: str, opened: asyncio.Event) -> None:
         try:
