@@ -95,7 +95,8 @@ class Checkpoints:
         final = self._folder / f"step-{step:06d}"
         partial = self._folder / f".step-{step:06d}"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self._folder.glob(".step-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
             for part, models in _parts(partial, learner):
                 models.save_state(part / "state")

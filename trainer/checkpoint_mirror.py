@@ -114,9 +114,13 @@ class CheckpointMirror:
         partial = folder.checkpoints / f".step-{copy.step:06d}"
         with self._errors(f"be read into {final}"):
             shutil.rmtree(partial, ignore_errors=True)
-            for name in copy.sizes:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{self._copy(copy.step)}/{name}", str(partial / name))
+            try:
+                for name in copy.sizes:
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                    self._files.get_file(f"{self._copy(copy.step)}/{name}", str(partial / name))
+            except BaseException:  # the next start takes another folder
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
             history = folder.path / ".mirrored"
             shutil.rmtree(history, ignore_errors=True)
             (partial / "run").rename(history)

@@ -170,14 +170,13 @@ class Fit:
         self.producer.start(self.version, self.produced or None)
         self.produced = self.producer.state()
         self._counts = Counter(self.producer.counts)  # a restored producer has those of its past
-        while not self._is_over():
+        success = await self._evaluate_if_due()  # the run may have been stopped in the last one
+        while not (self._reaches_goal(success) or self._is_over()):
             await self._step()
             await self._check_signal()
             success = await self._evaluate_if_due()
             if self._is_best(success) or self._save_is_due():
                 await self._save(success)
-            if self._reaches_goal(success):
-                break
         last = self.log.evaluations.get("after", {"step": None})
         if self.evals.after and last["step"] != self.step:
             await self._evaluate("after")
@@ -232,9 +231,9 @@ class Fit:
             )
 
     async def _evaluate_if_due(self) -> float | None:
-        """Evaluates if an evaluation is due; returns the success rate, or None."""
-        every = self.evals.every
-        if not every or self.step % every:
+        """Evaluates if an evaluation is due and not made; returns the success rate, or None."""
+        every, made = self.evals.every, str(self.step) in self.log.evaluations
+        if not every or not self.step or self.step % every or made:
             return None
         return await self._evaluate(str(self.step))
 

@@ -95,6 +95,21 @@ def test_copy_continues_the_run_on_an_empty_disk(
     assert not (empty.path / ".mirrored").exists()
 
 
+def test_copy_that_cannot_be_fetched_leaves_nothing_on_the_disk(
+    memory: str, folder: RunFolder, tmp_path: Path
+) -> None:
+    mirror = CheckpointMirror(memory, keep_last=2)
+    mirror.upload(saved_at(folder, 3), folder)
+    copy = mirror.newest()
+    assert copy is not None
+    files, root = fsspec.core.url_to_fs(memory)
+    files.rm(f"{root}/step-000003/state/__0_0.distcp")
+    empty = RunFolder.create(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="cannot be read into"):
+        mirror.fetch(copy, empty)
+    assert not list(empty.checkpoints.iterdir())
+
+
 def test_last_checkpoints_and_the_best_are_kept(memory: str, folder: RunFolder) -> None:
     mirror = CheckpointMirror(memory, keep_last=2)
     for step in (1, 2, 3, 4):

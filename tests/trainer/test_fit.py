@@ -45,7 +45,7 @@ from trainer.learners import Learners
 from trainer.models import Models
 from trainer.policy.policy import Policy
 from trainer.policy.scores import Scores
-from trainer.run.control import RunControl
+from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
 
@@ -373,6 +373,23 @@ def test_repeated_and_added_steps_are_evaluated_again(
     assert evaluated(2, 0.4) == [("before", 0.1), ("after", 0.4)]
 
 
+def test_evaluation_in_which_a_run_was_stopped_is_made_when_it_continues(
+    checkpoint: Path, engine: str, new_folder: Any
+) -> None:
+    class Stopped(ScriptedEvaluator):
+        async def evaluate(self, version: int) -> EvalReport:
+            raise StopRequested
+
+    folder = new_folder("a")
+    evals = {"every": 1, "before": False, "after": False}
+    config = config_of(checkpoint, trainer={"steps": 3, "stop_at_success": 0.5}, eval=evals)
+    assert asyncio.run(run_once(config, folder, engine, evaluator=Stopped())) == "stopped"
+    evaluator = ScriptedEvaluator(0.3, 0.6)
+    assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
+    made = folder.read_summary()["eval"]
+    assert {name: each["success"] for name, each in made.items()} == {"1": 0.3, "2": 0.6}
+
+
 def test_producer_is_paused_during_an_evaluation_even_if_it_fails(
     checkpoint: Path, engine: str, new_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -523,6 +540,15 @@ def test_run_continues_on_a_machine_with_fewer_gpus(monkeypatch: pytest.MonkeyPa
 def test_incomplete_checkpoint_is_ignored(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / ".step-000007" / "state").mkdir(parents=True)
     assert Checkpoints(tmp_path, keep_last=2).latest() is None
+
+
+def test_save_deletes_what_a_killed_process_left_of_another_step(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / ".step-000007" / "state").mkdir(parents=True)
+    models = models_of_rank(config_of(checkpoint))
+    Checkpoints(tmp_path, keep_last=2).save(8, models, {}, checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000008"]
 
 
 def test_checkpoint_of_another_architecture_is_refused(
