@@ -227,9 +227,8 @@ class _TrialRun:
     async def _open(self) -> Trial:
         loop, attempt, config = self._loop, self._attempt, self._loop.trial
         self._directory.mkdir(parents=True, mode=0o700)
-        overhead_s = max(loop.launcher.overhead_s, config.await_reward_s)
         # If the response is lost, the repeated request gets 409: this trial fails and is retried.
-        ttl_s = config.timeout_s + overhead_s
+        ttl_s = config.timeout_s + loop.launcher.overhead_s + config.await_reward_s
         session = await self._loop.patiently(lambda: self._session(ttl_s))
         return Trial(
             trial_id=session.trial_id,
@@ -294,11 +293,13 @@ class _TrialRun:
 
     async def _abandon(self, opening: asyncio.Future[Trial]) -> None:
         """Completes the session of a trial that was cancelled or failed, even if the session was
-        still being created. If the proxy does not answer, the session is left to expire."""
+        still being created, or was made before the opening failed. If the proxy does not answer,
+        the session is left to expire."""
         await asyncio.wait([opening])
-        if not opening.cancelled() and opening.exception() is None:
-            with contextlib.suppress(ProxyClientError):
-                await self._loop.proxy.complete(opening.result().trial_id)
+        if not opening.cancelled():
+            opening.exception()  # otherwise asyncio logs that nobody has read it
+        with contextlib.suppress(ProxyClientError):  # such as that there is none
+            await self._loop.proxy.complete(self._attempt.trial_id)
 
     async def _collect(self, trial: Trial, agent: AgentResult) -> FinishedTrial:
         proxy = self._loop.proxy

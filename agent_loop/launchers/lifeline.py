@@ -116,6 +116,7 @@ class LifelineListener:
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
         self._expected: dict[bytes, Lifeline] = {}
 
     async def expect(self, host: str) -> Lifeline:
@@ -124,11 +125,12 @@ class LifelineListener:
         Raises:
             LaunchError: this address is not one of this machine's.
         """
-        if self._server is None:
-            try:
-                self._server = await asyncio.start_server(self._arrived, host, 0)
-            except OSError as error:
-                raise LaunchError(f"cannot listen on {host} for agents: {error}") from error
+        async with self._starting:
+            if self._server is None:
+                try:
+                    self._server = await asyncio.start_server(self._arrived, host, 0)
+                except OSError as error:
+                    raise LaunchError(f"cannot listen on {host} for agents: {error}") from error
         port: int = self._server.sockets[0].getsockname()[1]
         address = LifelineAddress(host, port, secrets.token_bytes(TOKEN_BYTES))
         line = self._expected[address.token] = Lifeline(self, address)

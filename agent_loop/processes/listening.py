@@ -29,6 +29,8 @@ NLMSG_ERROR, NLMSG_DONE = 2, 3
 REQUEST = struct.Struct("=LHHLL BBBBL 48x")
 """`nlmsghdr`, then `inet_diag_req_v2` for all sockets of a family in given states."""
 HEADER = struct.Struct("=LHHLL")
+STATUS = struct.Struct("=i")
+"""The end of a dump: 0, or the negative number of the error that ended it."""
 SOCKET = struct.Struct("=4x 2s 62x L")
 """The port (big-endian) and the inode of an `inet_diag_msg`."""
 REPLY_BYTES = 1 << 16
@@ -83,10 +85,11 @@ def _dumped(kernel: socket.socket, family: int) -> Iterator[tuple[str, int]]:
         at = 0
         while at < len(reply):
             size, what, *_ = HEADER.unpack_from(reply, at)
+            is_refused = what == NLMSG_DONE and STATUS.unpack_from(reply, at + HEADER.size) != (0,)
+            if what == NLMSG_ERROR or is_refused:
+                raise OSError(errno.EOPNOTSUPP, "the kernel refuses sock_diag")
             if what == NLMSG_DONE:
                 return
-            if what == NLMSG_ERROR:
-                raise OSError(errno.EOPNOTSUPP, "the kernel refuses sock_diag")
             port, inode = SOCKET.unpack_from(reply, at + HEADER.size)
             yield f"socket:[{inode}]", int.from_bytes(port, "big")
             at += -(-size // 4) * 4  # messages begin at multiples of 4 bytes

@@ -173,9 +173,9 @@ class AsyncSwarmClient:
             body = await self._of(episode, "end", end.model_dump(mode="json"))
         except SwarmError as error:
             if error.code != "invalid":  # an invalid end can be corrected
-                self._release(episode)
+                self.release(episode)
             raise
-        self._release(episode)
+        self.release(episode)
         return EpisodeView.model_validate(body)
 
     async def abort_episode(self, episode: Claimed, reason: str = "") -> EpisodeView:
@@ -183,7 +183,7 @@ class AsyncSwarmClient:
         try:
             return EpisodeView.model_validate(await self._of(episode, "abort", {"reason": reason}))
         finally:
-            self._release(episode)
+            self.release(episode)
 
     async def can_continue_episode(self, episode: Claimed) -> bool:
         """False once the episode was reclaimed or aborted: its agent may stop."""
@@ -306,7 +306,8 @@ class AsyncSwarmClient:
                 if view.state not in (EpisodeState.CLAIMED, EpisodeState.PREPARED):
                     return
 
-    def _release(self, episode: Claimed) -> None:
+    def release(self, episode: Claimed) -> None:
+        """Sends no more heartbeats; this client does not hold the episode any more."""
         if heartbeats := self._heartbeats.pop(episode.episode_id, None):
             heartbeats.cancel()
 

@@ -131,9 +131,14 @@ class Episodes:
         key = secrets.token_urlsafe(24)
         async with self._ending(episode):
             try:
-                session = await self._sessions.open(episode.view)
+                sessions = self._sessions
+                session = await sessions.open(episode.view)
                 episode.key_hash = _hash(key)
-                await self._table.insert(episode)
+                try:
+                    await self._table.insert(episode)
+                except SwarmError:
+                    await sessions.close(episode.episode_id)
+                    raise
             except BaseException:
                 self._withdraw(episode)
                 raise

@@ -75,6 +75,8 @@ class AsyncJointClient:
         }
         first, *others = self.clients
         await self._prepare(episodes, ends, first)
+        for name in others:  # from now on, nothing here may abort what the first may have ended
+            self.clients[name].release(episodes[name])
         try:
             views = {first: await self.clients[first].commit_episode(episodes[first], ends[first])}
         except SwarmError as error:

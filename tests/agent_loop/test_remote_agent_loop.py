@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -248,6 +249,27 @@ async def test_cancelling_ends_the_agent_and_completes_the_session(
     assert shown["status"] == "completed"
 
 
+async def test_error_after_the_session_was_made_completes_it(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    def refused() -> frozenset[int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    loop = RemoteAgentLoop(
+        proxy.control,
+        CommandLauncher(CommandConfig(argv=AGENT)),
+        LauncherReward(),
+        trials,
+        trial=TrialConfig(max_retries=0),
+        private_ports=refused,
+    )
+    assert loop.wall is not None
+    rollout = await loop.run(Task("greet", {"prompt": "Say hello."}), kind=SessionKind.TRAIN)
+    await loop.close()
+    assert "Too many open files" in str(rollout.error)
+    assert (await proxy.control.show(rollout.trial_id))["status"] == "completed"
+
+
 class AwayForAWhile(ProxyClient):
     """The real client, whose first calls at a trial's start and end do not reach the proxy, or are
     answered by a load balancer in front of it."""
@@ -294,7 +316,8 @@ async def test_trial_that_is_cancelled_before_its_session_is_completed_completes
             await super().complete(trial_id)
 
     async with AwayAtTheEnd(proxy.url, ADMIN_KEY) as client:
-        client.away(1).times["create"] = 0
+        client.away(1)
+        client.times["create"] = 0
         running = asyncio.ensure_future(run(proxy, trials, client=client))
         await client.was_asked.wait()
         running.cancel()
@@ -341,6 +364,25 @@ async def test_rewards_posted_after_the_agents_end_are_awaited_and_credited_to_t
     assert rollout.reward == 0.5
     assert rollout.reward_parts == {"judged": 0.5, "judged.style": 0.1}
     assert rollout.turn_returns == {0: 0.75, 1: 0.5}
+
+
+async def test_session_lives_as_long_as_the_agent_and_the_wait_for_its_reward_together(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    """The agent may take `timeout_s` and its launcher's overhead before the wait begins."""
+    lives_s: list[float] = []
+
+    class Watched(ProxyClient):
+        async def create_session(self, *arguments: Any, **more: Any) -> SessionHandle:
+            lives_s.append(more["ttl_s"])
+            return await super().create_session(*arguments, **more)
+
+        async def wait_reward(self, trial_id: str, *, timeout_s: float) -> bool:
+            return False
+
+    async with Watched(proxy.url, ADMIN_KEY) as client:
+        await run(proxy, trials, posted=True, await_reward_s=3600, client=client, timeout_s=120)
+    assert lives_s == [120 + CommandLauncher.overhead_s + 3600]
 
 
 async def test_trial_without_the_awaited_reward_has_no_reward_instead_of_0(

@@ -125,3 +125,13 @@ async def test_launcher_that_cannot_be_reached_is_named() -> None:
         port = closed.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"cannot connect to the launcher at {HOST}:{port}"):
             LifelineAddress(HOST, port, b"0" * TOKEN_BYTES).connect()
+
+
+async def test_agents_that_begin_at_the_same_time_share_one_port_that_is_closed() -> None:
+    listener = LifelineListener()
+    lines = await asyncio.gather(*(listener.expect("127.0.0.1") for _ in range(3)))
+    assert len({line.address.port for line in lines}) == 1
+    listener.close()
+    for line in lines:
+        with pytest.raises(LaunchError, match="cannot connect"):
+            await asyncio.to_thread(line.address.connect)

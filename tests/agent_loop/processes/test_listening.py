@@ -63,6 +63,15 @@ def test_sockets_by_netlink_are_those_of_proc(monkeypatch: pytest.MonkeyPatch) -
         assert listening.listening_sockets() == found
 
 
+def test_sockets_are_read_from_proc_if_the_kernel_cannot_list_those_of_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its list is then empty and ends with an error."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(socket, "IPPROTO_TCP", 253)  # a protocol that no kernel has
+        assert server.getsockname()[1] in listening.listening_sockets().values()
+
+
 def test_sockets_of_many_processes_need_several_replies() -> None:
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(600)]

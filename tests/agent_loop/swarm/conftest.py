@@ -109,7 +109,7 @@ class RunningSwarm:
 
     def expire(self, episode: Claimed) -> None:
         """Its client sends no more heartbeats, and its lease runs out at once."""
-        self.client._release(episode)
+        self.client.release(episode)
         one = self.swarm.episodes._open.get(episode.episode_id)
         if one is not None:
             one.lease_until = 0.0

@@ -14,10 +14,17 @@ import pytest
 
 from agent_loop.swarm import EngineState, SwarmError
 from agent_loop.swarm.client import AsyncSwarmClient
+from agent_loop.swarm.episode import Episode
 from agent_loop.swarm.producer import SwarmProducer
 from agent_loop.swarm.table import EpisodeTable
 from agent_loop.swarm.wire import TrainerHello
-from tests.agent_loop.swarm.conftest import ADMIN_KEY, TOKEN, RunningSwarm, StartSwarm
+from tests.agent_loop.swarm.conftest import (
+    ADMIN_KEY,
+    TOKEN,
+    RunningProxy,
+    RunningSwarm,
+    StartSwarm,
+)
 
 ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
 
@@ -265,3 +272,20 @@ async def test_recording_that_cannot_be_removed_does_not_end_the_reclaiming_of_e
     async with asyncio.timeout(5):
         while (status := await swarm.swarm.status()).counts.get("expired") != 2:
             await swarm.swarm.status(since=status.change, wait_s=5)
+
+
+async def test_claim_that_a_full_disk_refused_leaves_no_open_session(
+    start_swarm: StartSwarm,
+    proxy: RunningProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swarm = await start_swarm(**ONE)
+
+    async def refused(table: EpisodeTable, episode: Episode) -> None:
+        raise SwarmError("the swarm's database: disk full", "unavailable")
+
+    monkeypatch.setattr(EpisodeTable, "insert", refused)
+    with pytest.raises(SwarmError, match="disk full"):
+        await swarm.client.begin_episode(task_id="a", timeout_s=5)
+    (session,) = await proxy.control.list_sessions()
+    assert session["status"] == "completed"

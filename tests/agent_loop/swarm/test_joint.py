@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from agent_loop.swarm import AsyncJointClient, Claimed, EpisodeState, JointClient, SwarmError
+from agent_loop.swarm.client import AsyncSwarmClient
 from agent_loop.swarm.client_texts import ending
 from agent_loop.swarm.joint_client import Episodes
 from agent_loop.swarm.wire import Decider
@@ -198,3 +200,33 @@ async def test_outcome_needs_the_episodes_key(pair: Pair) -> None:
             body = await response.json()
     assert statuses == [403, 403, 200]
     assert body == {"state": "claimed"}
+
+
+@pytest.mark.parametrize("lost", [SwarmError("no answer", "unreachable"), asyncio.CancelledError()])
+async def test_lost_answer_of_the_deciding_server_aborts_no_other_episode(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, lost: BaseException
+) -> None:
+    """The episode on `a` counts, although its client does not know it."""
+    call = AsyncSwarmClient._call
+
+    async def call_without_answer(
+        client: AsyncSwarmClient, method: str, path: str, *b: Any, **n: Any
+    ) -> Any:
+        answer = await call(client, method, path, *b, **n)
+        if client is pair.swarms["a"].client and path.endswith("/end"):
+            raise lost
+        return answer
+
+    async def play() -> None:
+        async with pair.joint.episode(task_id="one", timeout_s=5) as begun:
+            episodes.update(begun)
+            for name, episode in begun.items():
+                assert await pair.swarms[name].call(episode) == 200
+            await pair.joint.end_episode(begun, rewards=REWARDS)
+
+    episodes: dict[str, Claimed] = {}
+    monkeypatch.setattr(AsyncSwarmClient, "_call", call_without_answer)
+    with pytest.raises(type(lost)):
+        await play()
+    await pair.is_killed(episodes)
+    assert await pair.counts() == [{"ended": 1}, {"ended": 1}]
