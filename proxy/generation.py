@@ -182,7 +182,7 @@ class Generation:
                 "an answer with a grammar or a penalty cannot be continued exactly; try again"
             )
         while True:
-            if self._replicas.paused:
+            while self._replicas.paused:  # again, if the next pause began before this task woke
                 paused_s = await self._replicas.until_running()
                 if self._deadline is not None:
                     self._deadline += paused_s

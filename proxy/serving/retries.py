@@ -77,9 +77,9 @@ class RetryBook:
 
     def joinable(self, asked: Asked) -> LiveCall | None:
         """The running call that the request joins: it is marked as a retry, or the agent of that
-        call has left. None if there is no such call."""
+        call has left. None if there is no such call, or it does not give what is asked for."""
         running = self.running.get(asked.request_key)
-        if running is None or running.abandoned:
+        if running is None or running.abandoned or _parts(running.asked) != _parts(asked):
             return None
         return running if asked.caller.is_retry or not running.is_awaited else None
 
@@ -176,6 +176,12 @@ class RetryBook:
     def _arrived_before(self, index: int, asked: Asked) -> bool:
         attempt = self.ended.get(index)
         return attempt is None or attempt.settled_at < asked.caller.arrived_at
+
+
+def _parts(asked: Asked) -> tuple[int, bool, int]:
+    """What decides the parts of an answer, besides the conversation."""
+    request, options = asked.request, asked.request.options
+    return request.n, options.logprobs, options.top_logprobs
 
 
 def _open_ended(tree: TokenTree, same: list[Node], asked: Asked) -> list[Node]:

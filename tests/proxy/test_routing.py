@@ -177,6 +177,20 @@ async def test_paused_calls_wait_and_then_continue(replicas: Replicas) -> None:
     assert await asyncio.gather(*calls) == [ANSWER] * 3
 
 
+async def test_pause_that_begins_before_the_calls_of_the_last_one_wake_holds_them(
+    replicas: Replicas,
+) -> None:
+    replicas.router.pause()
+    calls = [asyncio.create_task(replicas.call(f"s-{n}")) for n in range(3)]
+    await replicas.router.check()
+    replicas.router.resume()
+    replicas.router.pause()
+    await replicas.router.check()
+    assert replicas.calls == [0, 0]
+    replicas.router.resume()
+    assert await asyncio.gather(*calls) == [ANSWER] * 3
+
+
 async def test_endless_pause_fails_the_call_after_the_timeout() -> None:
     router = Router([], pause_timeout_s=0.01)
     router.pause()

@@ -118,6 +118,22 @@ async def test_retry_joins_the_running_call(proxy: RunningProxy) -> None:
     assert await statuses(proxy, session) == [TurnStatus.DONE]
 
 
+@pytest.mark.parametrize("other", [{"n": 2}, {"logprobs": True}])
+async def test_retry_that_asks_for_more_parts_does_not_join(
+    proxy: RunningProxy, other: dict[str, Any]
+) -> None:
+    session = await proxy.session()
+    proxy.engine.token_delay_s = 0.02
+    first = asyncio.create_task(proxy.post(session, CHAT, chat()))
+    await proxy.engine.called.wait()
+
+    _, answer = await proxy.post(session, CHAT, chat(**other), **RETRY)
+
+    assert len(answer["choices"]) == other.get("n", 1)
+    assert all(bool(each["logprobs"]) is ("logprobs" in other) for each in answer["choices"])
+    assert (await first)[0] == 200
+
+
 async def test_answer_requested_again_in_another_form_is_superseded(proxy: RunningProxy) -> None:
     """Claude Code repeats a stream that it could not use as a call without `stream`."""
     session = await proxy.session()
