@@ -17,7 +17,7 @@ from proxy.conversation import Conversation
 from proxy.engines.protocol import Sampling
 from proxy.errors import ContextOverflow, RequestError
 from proxy.records import Session, SessionKind
-from proxy.wire.dialect import Options
+from proxy.wire.dialect import BOUNDS, WHOLE, Options
 
 _BENDING = (
     "temperature",
@@ -34,20 +34,9 @@ _bending, _recorded = attrgetter(*_BENDING), attrgetter(*_RECORDED)
 PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts", "alternatives"))
 """`routed_experts`: 1 to record which experts the router of each layer chose, 0 not to.
 `alternatives`: number of the most probable tokens to record at each sampled position."""
-_BOUNDS: Mapping[str, tuple[float, float]] = {
-    "max_tokens": (1, 2**31),
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0.01, 100),
-    "seed": (-(2**63), 2**63 - 1),
-    "routed_experts": (0, 1),
-}
+_BOUNDS = {**BOUNDS, "routed_experts": (0, 1)}
 """The least and the greatest value that can be pinned: those of a request."""
-_WHOLE = ("max_tokens", "top_k", "seed", "routed_experts")
+_WHOLE = WHOLE | {"routed_experts"}
 
 
 def resolve(

@@ -18,6 +18,8 @@ from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.dialect import (
+    BOUNDS,
+    WHOLE,
     Call,
     ForcedCall,
     Headers,
@@ -42,15 +44,8 @@ _ROLES: dict[str, Role] = {
 
 
 _SAMPLING: dict[str, tuple[Callable[..., Any], float, float]] = {
-    "max_tokens": (Fields.integer, 1, 2**31),
-    "temperature": (Fields.number, 0, 2),
-    "top_p": (Fields.number, 0, 1),
-    "top_k": (Fields.integer, -1, 2**31),
-    "min_p": (Fields.number, 0, 1),
-    "presence_penalty": (Fields.number, -2, 2),
-    "frequency_penalty": (Fields.number, -2, 2),
-    "repetition_penalty": (Fields.number, 0.01, 100),
-    "seed": (Fields.integer, -(2**63), 2**63 - 1),
+    name: (Fields.integer if name in WHOLE else Fields.number, low, high)
+    for name, (low, high) in BOUNDS.items()
 }
 """The fields that are options of the same name: how each is read, and its range."""
 

@@ -29,6 +29,22 @@ class ForcedCall(msgspec.Struct, frozen=True):
     """The required tool; None for any tool."""
 
 
+BOUNDS: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+    "seed": (-(2**63), 2**63 - 1),
+}
+"""The least and the greatest value of each option of sampling."""
+WHOLE = frozenset(("max_tokens", "top_k", "seed"))
+"""Those that are integers."""
+
+
 class Options(msgspec.Struct):
     """Sampling options of a request; None where the agent sent nothing."""
 
