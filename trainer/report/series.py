@@ -1,7 +1,8 @@
 """The curves of a run of any length, in a bounded number of points.
 
 Invariant: memory and size do not depend on the number of steps. Of each stretch of steps the lowest
-and the highest value are kept, so that no peak is lost, and the last value of the run.
+and the highest value are kept, so that no peak is lost, and the first and the last value of the
+run.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ class Series:
         """Of each stretch its lowest and its highest point."""
         self._size, self._filled = 1, 0
         """Number of points of a full stretch, and of the last one."""
+        self._first: Point | None = None
         self._last: Point | None = None
 
     def add(self, step: int, value: float) -> None:
         self._last = point = (step, value)
+        self._first = self._first or point
         if self._stretches and self._filled < self._size:
             self._stretches[-1] = _extremes([*self._stretches[-1], point])
             self._filled += 1
@@ -48,8 +51,8 @@ class Series:
     def points(self) -> Iterator[Point]:
         """In the order of their steps."""
         kept = [point for stretch in self._stretches for point in stretch]
-        if self._last is not None and self._last not in kept:
-            kept.append(self._last)
+        ends = {point for point in (self._first, self._last) if point is not None}
+        kept.extend(ends.difference(kept))
         yield from sorted(kept, key=lambda point: point[0])
 
 

@@ -17,9 +17,10 @@ def test_series_keeps_extremes_and_ends_in_order(values: list[float]) -> None:
     for step, value in enumerate(values):
         series.add(step, value)
     points = list(series.points())
-    assert len(points) <= 2 * MAX_STRETCHES + 1
+    assert len(points) <= 2 * MAX_STRETCHES + 2
     assert [step for step, _ in points] == sorted(step for step, _ in points)
     assert {min(values), max(values)} <= {value for _, value in points}
+    assert points[0] == (0, values[0])
     assert points[-1] == (len(values) - 1, values[-1])
     assert all(values[step] == value for step, value in points)
 
@@ -29,6 +30,14 @@ def test_short_series_is_kept_whole() -> None:
     for step in range(MAX_STRETCHES):
         series.add(step, step % 7)
     assert list(series.points()) == [(step, step % 7) for step in range(MAX_STRETCHES)]
+
+
+def test_the_ends_of_a_long_run_are_its_first_and_its_last_value(tmp_path: Path) -> None:
+    values = [0.5, 0.9, 0.1, *[0.3] * (8 * MAX_STRETCHES), 0.4]
+    lines = [{"step": step, "loss": value} for step, value in enumerate(values, 1)]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert SeenMetrics(file).ends("loss") == (0.5, 0.4)
 
 
 def test_values_that_are_no_numbers_are_skipped_and_names_are_bounded(tmp_path: Path) -> None:
