@@ -42,10 +42,17 @@ def _shares(folder: Path) -> dict[str, float]:
     """Task → the share of its judged trials that succeeded.
 
     Raises:
-        ConfigError: the folder has no judged trial.
+        ConfigError: the folder has no judged trial, or those of a run.
     """
     judged: dict[str, list[TrialLine]] = {}
-    for line in read_lines(folder / "trials.jsonl"):
+    try:
+        found = read_lines(folder / "trials.jsonl")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: its trials are not those of an evaluation; give the --out of agentic-train"
+            " eval (the evaluations of a training run are in its report)"
+        ) from error
+    for line in found:
         if line.judged:
             judged.setdefault("/".join(line.key[:3]), []).append(line)
     if not judged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -24,6 +25,7 @@ from proxy.store.protocol import SessionFilter
 from proxy.view.run_folder import RecordedRun
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
 from tests.proxy.hosted_model import hosted_model
+from trainer.compare_command import main as compare
 from trainer.config_sources import dump, load
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
@@ -166,6 +168,17 @@ async def test_evaluations_continue_and_are_compared(
     assert said.splitlines()[2].split() == [
         *(second, "2", "0.500", "+0.000", "[-1.000,", "+1.000]", "1", "1")
     ]
+
+
+def test_compare_refuses_the_folder_of_a_training_run_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"step": 1, "kind": "train", "trial_id": "a-1", "task_id": "a", "reward": 1.0}
+    (tmp_path / "trials.jsonl").write_text(json.dumps(line) + "\n")
+    assert compare(argparse.Namespace(folders=[tmp_path])) == 2
+    said = capsys.readouterr().err
+    assert "not those of an evaluation; give the --out of agentic-train eval" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.long
