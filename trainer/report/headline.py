@@ -115,11 +115,15 @@ def _title(facts: Facts) -> str:
     if shown:
         return f"Held-out success: {percent(shown[0]['success'])}"
     if losses := facts.metrics.ends("sft/held_out_loss"):
-        return f"Held-out loss went from {losses[0]:.3g} to {losses[1]:.3g}"
+        return f"Held-out loss {_course([f'{loss:.3g}' for loss in losses])}"
     if rates := facts.metrics.ends("rollout/success"):
-        first, last = map(percent, rates)
-        return f"Success in training went from {first} to {last} (not held out)"
+        return f"Success in training {_course([*map(percent, rates)])} (not held out)"
     return _ending(facts) or f"Run {facts.summary['name']}"
+
+
+def _course(values: Sequence[str]) -> str:
+    """Of the first and the last value of a metric, or of the only one."""
+    return f"went from {values[0]} to {values[-1]}" if len(values) > 1 else f"was {values[0]}"
 
 
 def _what(facts: Facts) -> str:

@@ -98,10 +98,10 @@ class SeenMetrics:
         if is_number(age := line.get("staleness/max")) and age > (self.stalest or (0, 0.0))[1]:
             self.stalest = (step, age)
 
-    def ends(self, name: str) -> tuple[float, float] | None:
-        """The first and the last value of a metric."""
+    def ends(self, name: str) -> list[float]:
+        """The first and the last value of a metric; one value if there are no others."""
         points = list(self.series[name].points()) if name in self.series else []
-        return (points[0][1], points[-1][1]) if points else None
+        return [value for _, value in (*points[:1], *points[1:][-1:])]
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -87,6 +87,20 @@ def test_imitation_reports_its_held_out_loss(tmp_path: Path) -> None:
     assert "m was trained by imitation of answers recorded in runs/teacher, in 3 steps" in text
 
 
+@pytest.mark.parametrize(
+    ("metric", "title"),
+    [
+        ("sft/held_out_loss", "Held-out loss was 0.5"),
+        ("rollout/success", "Success in training was 50 % (not held out)"),
+    ],
+)
+def test_a_metric_with_one_value_did_not_go_anywhere(
+    tmp_path: Path, metric: str, title: str
+) -> None:
+    folder = write_run(tmp_path / "run", metrics=[{"step": 4, metric: 0.5}], summary={"steps": 4})
+    assert f"<h1>{title}</h1>" in report_text(folder)
+
+
 def test_run_that_was_killed_says_so(tmp_path: Path) -> None:
     summary = {"status": "running", "steps": 3}
     text = report_text(write_run(tmp_path / "run", summary=summary, config=CONFIG))

@@ -37,7 +37,7 @@ def test_the_ends_of_a_long_run_are_its_first_and_its_last_value(tmp_path: Path)
     lines = [{"step": step, "loss": value} for step, value in enumerate(values, 1)]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert SeenMetrics(file).ends("loss") == (0.5, 0.4)
+    assert SeenMetrics(file).ends("loss") == [0.5, 0.4]
 
 
 def test_values_that_are_no_numbers_are_skipped_and_names_are_bounded(tmp_path: Path) -> None:
