@@ -122,13 +122,15 @@ class SftFit:
         if self.held_out and not self.step:
             loss = await self._held_out_loss()
             self.log.progress.say(f"held-out loss before: {loss:.4f}")
-        while self.step < self.schedule.steps and not self._is_late():
+        over = self._is_over()
+        while not over:
             self.log.phase(self.step + 1, "training")
             request = ImitateBatch(self.schedule.batch(self.step + 1), self.config.aggregation)
             metrics = await self.control.finish(self.rank_zero.ask(request))
             self.step += 1
+            over = self._is_over()
             metrics["sft/epoch"] = self.step / self.schedule.steps_per_epoch
-            if self._held_out_is_due():
+            if self._held_out_is_due(over):
                 metrics["sft/held_out_loss"] = await self._held_out_loss()
             self.log.step(self.step, metrics, ())
             if self._save_is_due():
@@ -141,13 +143,14 @@ class SftFit:
         request = HeldOutLoss(self.held_out, self.config.batch_sessions)
         return await self.control.finish(self.rank_zero.ask(request))
 
-    def _held_out_is_due(self) -> bool:
+    def _held_out_is_due(self, over: bool) -> bool:
         every = self.config.held_out_every
-        last = self.step == self.schedule.steps
-        return bool(self.held_out) and (last or (every > 0 and self.step % every == 0))
+        return bool(self.held_out) and (over or (every > 0 and self.step % every == 0))
 
-    def _is_late(self) -> bool:
-        return self.trainer.max_wall_s is not None and self.log.wall_s >= self.trainer.max_wall_s
+    def _is_over(self) -> bool:
+        limit = self.trainer.max_wall_s
+        late = limit is not None and self.log.wall_s >= limit
+        return late or self.step >= self.schedule.steps
 
     def _save_is_due(self) -> bool:
         steps, seconds = self.trainer.save_every, self.trainer.save_every_s
