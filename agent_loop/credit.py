@@ -16,8 +16,10 @@ listed in `untrained`, so that it is context; a return of 0 would train it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -53,6 +55,12 @@ class OwnCredit(OwnFunction):
                 f"{self.target} returned {shares!r:.100}; it must map indices of answered turns, "
                 f"here {sorted(answered)}, to their shares of the reward"
             )
+        for turn, share in shares.items():
+            if not isinstance(share, Real) or not math.isfinite(share):
+                raise CreditError(
+                    f"{self.target} returned the share {share!r:.100} for turn {turn}; it must be "
+                    "a finite number"
+                )
         return shares
 
 

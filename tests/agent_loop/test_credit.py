@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent_loop.credit import CreditConfig, assign_credit
+from agent_loop.errors import CreditError
 from proxy.conversation.messages import Conversation, Message, dump_answer
 from proxy.conversation.recorded import dump_request
 from proxy.records import ForkCause, Reward, Turn, TurnStatus
@@ -159,3 +162,20 @@ def test_every_turn_is_either_credited_or_untrained(turns: list[Turn], policy: s
     assert not set(given_.returns) & given_.untrained
     assert all(turns[index].sampled for index in given_.returns)
     assert all(value == pytest.approx(1.0) for value in given_.returns.values())
+
+
+def no_share(turns: Sequence[Turn], reward: float | None) -> Mapping[int, float | None]:
+    return {0: None}
+
+
+def nan_share(turns: Sequence[Turn], reward: float | None) -> Mapping[int, float]:
+    return {0: float("nan")}
+
+
+@pytest.mark.parametrize(("function", "share"), [(no_share, "None"), (nan_share, "nan")])
+def test_share_that_is_no_finite_number_is_refused(
+    function: Callable[..., object], share: str
+) -> None:
+    settings_ = CreditConfig.model_validate({"function": f"{__name__}:{function.__name__}"})
+    with pytest.raises(CreditError, match=f"returned the share {share} for turn 0"):
+        assign_credit([turn(0, None, 0, [1], [2])], 1.0, (), settings_)
