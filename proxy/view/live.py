@@ -21,7 +21,7 @@ from proxy.view.summaries import recent_json
 
 POLL_S = 1.0
 KEEP_ALIVE_POLLS = 15
-"""Polls after which a stream without news sends a comment and checks that its reader still may."""
+"""Polls after which a stream sends a comment and checks that its reader still may."""
 MAX_READERS = 100
 BATCH = 500
 """Turns in one event; a reader that is further behind gets several events."""
@@ -64,7 +64,7 @@ class LiveFeed:
         response = web.StreamResponse(headers=headers)
         after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
         position = Position.parse(after)
-        state, quiet = b"", 0
+        state, polls = b"", 0
         await response.prepare(request)
         while not self._closing.is_set():
             recent = await self._browser().recent(position, BATCH)
@@ -77,9 +77,9 @@ class LiveFeed:
             if now != state:
                 state = now
                 await response.write(b"event: state\ndata: %b\n\n" % state)
-            quiet = 0 if news else quiet + 1
-            if quiet >= KEEP_ALIVE_POLLS:
-                quiet = 0
+            polls += 1
+            if polls >= KEEP_ALIVE_POLLS:
+                polls = 0
                 if not await may_read():
                     break
                 await response.write(b": still here\n\n")

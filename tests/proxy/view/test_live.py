@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import orjson
+import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from proxy.records import Session, SessionKind, SessionStatus
 from proxy.store import open_store
+from proxy.view import live
 from proxy.view.answers import StateJson
 from proxy.view.live import LiveFeed
 
@@ -24,11 +27,11 @@ async def test_text_that_is_not_utf_8_does_not_end_the_stream(tmp_path: Path) ->
     state: dict[str, Any] = {"runs": [{"name": "\ud800", "step": 10**30}]}
     feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", state))
 
-    async def live(request: web.Request) -> web.StreamResponse:
+    async def follow(request: web.Request) -> web.StreamResponse:
         return await feed.stream(request, allowed)
 
     app = web.Application()
-    app.router.add_get("/", live)
+    app.router.add_get("/", follow)
     try:
         async with (
             TestServer(app) as server,
@@ -41,5 +44,38 @@ async def test_text_that_is_not_utf_8_does_not_end_the_stream(tmp_path: Path) ->
                     sent = await response.content.readuntil(b"\n\n")
             feed.close()
         assert orjson.loads(sent.partition(b"data: ")[2]) == {"runs": [{"name": "?", "step": 1e30}]}
+    finally:
+        await store.close()
+
+
+async def test_reader_whose_key_is_revoked_is_cut_off_while_there_is_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "KEEP_ALIVE_POLLS", 2)
+    monkeypatch.setattr(live, "POLL_S", 0.001)
+    store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
+    await store.create_session(Session("t", b"", SessionKind.TRAIN, SessionStatus.OPEN, 1.0, 2.0))
+    feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", {}))
+
+    async def revoked() -> bool:
+        return False
+
+    async def follow(request: web.Request) -> web.StreamResponse:
+        return await feed.stream(request, revoked)
+
+    app = web.Application()
+    app.router.add_get("/", follow)
+    try:
+        async with (
+            TestServer(app) as server,
+            ClientSession() as http,
+            http.get(server.make_url("/")) as response,
+        ):
+            sent = 0
+            while sent < 20 and await response.content.readuntil(b"\n\n"):
+                sent += 1
+                await store.add_event("t", "noted", {})
+            feed.close()
+        assert sent < 20
     finally:
         await store.close()
