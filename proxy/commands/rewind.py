@@ -19,9 +19,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.commands.run import configuration, origin_of, private_files, running
+from proxy.commands.terminal import one_line
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
 from proxy.records import Reward
@@ -88,7 +90,7 @@ async def _all(
         "session", "exit", "turns", "sampled", "diverged", "rewards", box=None, pad_edge=False
     )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(one_line(cell)) for cell in row))
     Console(soft_wrap=True).print(table)
     print(f"folders and logs: {out}")
     return done

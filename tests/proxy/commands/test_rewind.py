@@ -120,6 +120,16 @@ async def test_continuation_that_goes_another_way_is_named(
     assert len(proxy.engine.calls) == 4
 
 
+async def test_table_shows_texts_that_look_like_markup(
+    proxy: RunningProxy, recorded: str, workspace: Path, tmp_path: Path
+) -> None:
+    (workspace / "seed.txt").write_text("[/INST] ")
+    options = ("--turn", "4", "--workspace", str(workspace))
+    code, out, err = await rewind(tmp_path, proxy, recorded, *options)
+    assert code == 1, err
+    assert "turn 1: recorded 'seed step 0', got '[/INST] step 0'" in out
+
+
 async def test_wrong_arguments_are_refused(
     proxy: RunningProxy, recorded: str, tmp_path: Path
 ) -> None:
