@@ -130,6 +130,15 @@ async def test_table_shows_texts_that_look_like_markup(
     assert "turn 1: recorded 'seed step 0', got '[/INST] step 0'" in out
 
 
+async def test_continuation_without_a_session_leaves_the_table_of_the_others(
+    proxy: RunningProxy, recorded: str, workspace: Path, tmp_path: Path
+) -> None:
+    options = ("--turn", "4", "--workspace", str(workspace), "--agent", "nobody", "--check")
+    code, out, err = await rewind(tmp_path, proxy, recorded, *options, "true")
+    assert (code, err) == (1, "")
+    assert "not started; see " in out
+
+
 async def test_wrong_arguments_are_refused(
     proxy: RunningProxy, recorded: str, tmp_path: Path
 ) -> None:
