@@ -27,7 +27,7 @@ from proxy.commands.run import configuration, origin_of, private_files, running
 from proxy.commands.terminal import one_line
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
-from proxy.records import Reward
+from proxy.records import Reward, SessionStatus
 
 CHECK = "check"
 """The key of the reward that --check gives."""
@@ -160,6 +160,8 @@ async def _row(client: ProxyClient, done: Continuation) -> list[str]:
         record = await client.show(done.name)
     except ProxyClientError:
         return [done.name, str(done.code), "", "", f"not started; see {done.log}", ""]
+    if record["status"] == SessionStatus.OPEN:  # `run` was killed; else its events do not end
+        await client.complete(done.name)
     own = [turn for turn in record["turns"] if turn["recorded_by"] is None]
     diverged = [e async for e in client.events(done.name) if e["kind"] == "diverged"]
     return [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.commands.rewind import Continuation, _row
 from proxy.records import FOLDER, TurnStatus
 from tests.proxy.branching.agent import SmallAgent, plays
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
@@ -137,6 +138,16 @@ async def test_continuation_without_a_session_leaves_the_table_of_the_others(
     code, out, err = await rewind(tmp_path, proxy, recorded, *options, "true")
     assert (code, err) == (1, "")
     assert "not started; see " in out
+
+
+async def test_session_of_a_killed_continuation_is_completed(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    await proxy.control.create_session("left")
+    async with asyncio.timeout(10):
+        row = await _row(proxy.control, Continuation("left", tmp_path, -9))
+    assert row[:2] == ["left", "-9"]
+    assert (await proxy.control.show("left"))["status"] == "completed"
 
 
 async def test_wrong_arguments_are_refused(
