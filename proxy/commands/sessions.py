@@ -36,7 +36,7 @@ async def list_sessions(arguments: Namespace) -> int:
     async with named_store(arguments) as (store, _):
         async for session, turns in _records(store, where(arguments)):
             causes = Counter(turn.fork_cause.value for turn in turns if turn.fork_cause)
-            table.add_row(
+            row = (
                 session.session_id,
                 session.kind.value,
                 session.status.value,
@@ -46,6 +46,7 @@ async def list_sessions(arguments: Namespace) -> int:
                 " ".join(f"{reward.key}={reward.value:g}" for reward in session.rewards),
                 " ".join(f"{mark.rule}:{mark.action}" for mark in session.marks),
             )
+            table.add_row(*(Text(one_line(cell)) for cell in row))
     Console(soft_wrap=True).print(table)
     return 0
 

@@ -68,6 +68,17 @@ async def test_list_shows_turns_forks_and_rewards(
     assert "team/run-1" not in capsys.readouterr().out
 
 
+async def test_list_shows_names_that_look_like_markup(
+    proxy: RunningProxy,
+    session: SessionHandle,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    await proxy.control.add_reward(session.trial_id, Reward("[/b]\x1b[31m", 1.0))
+    assert await run(tmp_path, "sessions", "list") == 0
+    assert "[/b]␛[31m=1" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("session")
 async def test_show_prints_the_whole_conversation_if_it_has_a_tokenizer(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
