@@ -1,7 +1,8 @@
 """Streams a session's events from all processes of this proxy (SSE).
 
 Invariant: a listener gets each event once: first the stored events, then new ones of this process
-and of its siblings, whose streams are read in the same way. The stream ends with the session.
+and of its siblings, whose streams are read in the same way. Those of other proxies on the store are
+read from it after each silence of `keep_alive_s`. The stream ends with the session.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from proxy.errors import StoreError
+from proxy.records import SessionStatus
 from proxy.serving.sessions import CLOSING, LiveSession
 from proxy.siblings import Siblings, is_from_sibling
 from proxy.store.protocol import Store
@@ -41,6 +44,8 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUED_EVENTS)
         self._relays: dict[str, asyncio.Task[None]] = {}
+        self._sent: set[int] = set()
+        """Numbers of the events that the listener got."""
 
     async def answer(self, request: web.Request, since: int) -> web.StreamResponse:
         """Streams the events after `since`, the number of the last event that the listener got."""
@@ -51,9 +56,7 @@ class EventStream:
             await response.prepare(request)
             if not from_sibling:
                 await self._follow(request)
-                for event in await self._store.get_events(self._live.session.session_id, since):
-                    since = event["seq"]
-                    await response.write(_event(event))
+                since = await self._send_stored(response, since)
             while not self._has_ended():
                 try:
                     async with asyncio.timeout(self._keep_alive_s):
@@ -62,15 +65,43 @@ class EventStream:
                     await response.write(KEEP_ALIVE)
                     if not from_sibling:
                         await self._follow(request)
+                        since = await self._catch_up(response, since)
                     continue
-                if event["kind"] != CLOSING and event.get("seq", since + 1) > since:
-                    await response.write(_event(event))
+                if event["kind"] != CLOSING:
+                    await self._send(response, event)
         finally:
             self._live.listeners.discard(self._queue)
             for relay in self._relays.values():
                 relay.cancel()
             await asyncio.gather(*self._relays.values(), return_exceptions=True)
         return response
+
+    async def _catch_up(self, response: web.StreamResponse, since: int) -> int:
+        """Sends what another proxy on the store has added, and notices if it ended the session. If
+        the store fails, the next time will do."""
+        try:
+            session = await self._store.get_session(self._live.session.session_id)
+            since = await self._send_stored(response, since)
+        except StoreError as error:
+            _log.info("cannot read the events of other proxies: %s", error.message)
+            return since
+        if session is None or session.status is not SessionStatus.OPEN:
+            self._live.closed.set()
+        return since
+
+    async def _send_stored(self, response: web.StreamResponse, since: int) -> int:
+        """Returns the number of the last stored event."""
+        for event in await self._store.get_events(self._live.session.session_id, since):
+            since = event["seq"]
+            await self._send(response, event)
+        return since
+
+    async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+        seq = event.get("seq")
+        if seq is None or seq not in self._sent:
+            await response.write(_event(event))
+        if seq is not None:
+            self._sent.add(seq)
 
     def _has_ended(self) -> bool:
         relays_ended = all(relay.done() for relay in self._relays.values())

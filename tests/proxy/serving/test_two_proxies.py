@@ -11,7 +11,7 @@ import pytest
 
 from proxy.client import SessionHandle
 from proxy.errors import HeldElsewhere
-from proxy.records import TurnStatus
+from proxy.records import Reward, TurnStatus
 from proxy.serving.call import LiveCall
 from tests.postgres_server import empty_database
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -215,3 +215,20 @@ async def test_completion_at_one_proxy_is_known_to_a_long_poll_at_the_other(
     assert not await two.control.wait_completed(session.trial_id, timeout_s=0)
     await one.control.complete(session.trial_id)
     assert await two.control.wait_completed(session.trial_id, timeout_s=0)
+
+
+async def test_event_stream_at_one_proxy_has_the_events_of_the_other_and_ends(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = f"sqlite:///{tmp_path}/shared.sqlite"
+    one = await start_proxy(store=store)
+    two = await start_proxy(store=store, engine=one.engine, limits={"keep_alive_s": 0.05})
+    session = await one.session()
+    events = two.control.events(session.trial_id)
+    async with asyncio.timeout(10):
+        await two.control.add_reward(session.trial_id, Reward("first", 1.0))
+        assert (await anext(events))["key"] == "first"
+        await one.control.add_reward(session.trial_id, Reward("second", 1.0))
+        await one.control.complete(session.trial_id)
+        rest = [event async for event in events]
+    assert [event["kind"] for event in rest] == ["reward", "completed"]
