@@ -144,5 +144,22 @@ class EventStream:
             self._queue.put_nowait(event)
 
 
+async def ends_within(live: LiveSession, store: Store, wait_s: float, again_s: float) -> bool:
+    """Whether the session ends within `wait_s`. Another proxy on the store may end it, which `live`
+    does not know: it is read again every `again_s`."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + wait_s
+    while not live.closed.is_set():
+        session = await store.get_session(live.session.session_id)
+        if session is None or session.status is not SessionStatus.OPEN:
+            break
+        if (left_s := until - loop.time()) <= 0:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(left_s, again_s)):
+                await live.closed.wait()
+    return True
+
+
 def _event(event: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(event) + b"\n\n"

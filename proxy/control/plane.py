@@ -18,7 +18,7 @@ from proxy.admin_key import AdminKeys
 from proxy.config import EngineConfig, LimitsConfig, ListenConfig
 from proxy.control import audit
 from proxy.control.branch_request import with_origin
-from proxy.control.event_stream import EventStream
+from proxy.control.event_stream import EventStream, ends_within
 from proxy.control.operations import OPERATIONS
 from proxy.control.policies import PublishedPolicies
 from proxy.control.published_weights import PublishedWeights
@@ -246,15 +246,9 @@ class ControlPlane:
         live = await self._sessions.get(_trial_id(request))
         if request.query.get("wait") == "completed":
             wait_s = bounded_number(request.query.get("timeout_s", "60"), "timeout_s", 0, 1e9)
-            # Another proxy on the store may have ended it, which `live` does not know.
-            if (await self._session(request)).status is not SessionStatus.OPEN:
-                return _json({"completed": True})
-            try:
-                async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
-                    await live.closed.wait()
-            except TimeoutError:
-                return _json({"completed": False})
-            return _json({"completed": True})
+            await self._session(request)
+            wait_s, again_s = min(wait_s, MAX_WAIT_S), self._limits.keep_alive_s
+            return _json({"completed": await ends_within(live, self._store, wait_s, again_s)})
         since = int(bounded_number(request.query.get("since", "0"), "since", 0, 2**53))
         if "text/event-stream" in request.headers.get("Accept", ""):
             stream = EventStream(live, self._store, self._siblings, self._limits.keep_alive_s)

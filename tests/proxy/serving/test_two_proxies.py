@@ -232,3 +232,17 @@ async def test_event_stream_at_one_proxy_has_the_events_of_the_other_and_ends(
         await one.control.complete(session.trial_id)
         rest = [event async for event in events]
     assert [event["kind"] for event in rest] == ["reward", "completed"]
+
+
+async def test_completion_at_one_proxy_ends_a_long_poll_at_the_other(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = f"sqlite:///{tmp_path}/shared.sqlite"
+    one = await start_proxy(store=store)
+    two = await start_proxy(store=store, engine=one.engine, limits={"keep_alive_s": 0.05})
+    session = await one.session()
+    waiting = asyncio.create_task(two.control.wait_completed(session.trial_id, timeout_s=60))
+    assert not await two.control.wait_completed(session.trial_id, timeout_s=0.1)
+    await one.control.complete(session.trial_id)
+    async with asyncio.timeout(10):
+        assert await waiting
