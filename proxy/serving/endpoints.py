@@ -49,6 +49,9 @@ COUNT = "/count_tokens"
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,3})?")
 MAX_AGENT_ID_CHARS = 200
 MAX_PATH_CHARS = 200
+MAX_EVENT_CHARS = 2_000
+"""Of the message of a refused call in the session's events, whose readers have a bound for each: a
+message may name what the agent sent."""
 """Characters of a wrong path that its error repeats."""
 
 
@@ -245,7 +248,8 @@ class AgentEndpoints:
             self._log_call(exchange, error.status, **_logged(error))
         self._metrics.refused(exchange.dialect.name, error)
         if exchange.live is not None:
-            what = {"route": exchange.route, "status": error.status, "message": error.message}
+            said = error.message[:MAX_EVENT_CHARS]
+            what = {"route": exchange.route, "status": error.status, "message": said}
             await self._sessions.refused(exchange.live, **what)
         headers = {}
         if error.retry_after_s is not None:

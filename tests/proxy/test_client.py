@@ -81,3 +81,16 @@ async def test_wait_for_the_end_of_a_session_takes_no_connection_from_other_call
         await asyncio.sleep(0)
         await client.complete(session.trial_id)
         assert await waits
+
+
+async def test_event_of_a_refused_call_with_a_long_name_does_not_end_the_wait_for_a_reward(
+    proxy: RunningProxy,
+) -> None:
+    session = await proxy.session()
+    events = proxy.control.events(session.trial_id)
+    named = {"type": "function", "function": {"name": "x" * 600_000}}
+    body = {"messages": [{"role": "user", "content": "Hi."}], "tool_choice": named}
+    status, reply = await proxy.post(session, "chat/completions", body)
+    assert status == 400, reply
+    async with asyncio.timeout(10):
+        assert (await anext(events))["kind"] == "refused"
