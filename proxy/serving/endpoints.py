@@ -49,10 +49,10 @@ COUNT = "/count_tokens"
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,3})?")
 MAX_AGENT_ID_CHARS = 200
 MAX_PATH_CHARS = 200
+"""Characters of a wrong path that its error repeats."""
 MAX_EVENT_CHARS = 2_000
 """Of the message of a refused call in the session's events, whose readers have a bound for each: a
 message may name what the agent sent."""
-"""Characters of a wrong path that its error repeats."""
 
 
 class Exchange(msgspec.Struct):
