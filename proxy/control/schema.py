@@ -128,10 +128,14 @@ class NewSession(Schema):
     ttl_s: float | None = Field(None, ge=1, le=MAX_TTL_S)
 
 
+MAX_REWARD_KEY_CHARS = 500
+"""An entry of an index of PostgreSQL has at most 2,704 bytes, with the session's id."""
+
+
 class NewReward(Schema):
     """Body of `POST /sessions/{id}/rewards`. Without `turn`, the reward is the session's."""
 
-    key: str = "reward"
+    key: str = Field("reward", max_length=MAX_REWARD_KEY_CHARS)
     value: float = Field(allow_inf_nan=False)
     parts: dict[str, FiniteFloat] = Field(default_factory=dict)
     turn: int | None = Field(None, ge=0, le=2**31 - 1)

@@ -10,6 +10,7 @@ import pytest
 
 from proxy import client as client_module
 from proxy.client import ProxyClient, ProxyClientError
+from proxy.records import Reward
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 
@@ -94,3 +95,10 @@ async def test_event_of_a_refused_call_with_a_long_name_does_not_end_the_wait_fo
     assert status == 400, reply
     async with asyncio.timeout(10):
         assert (await anext(events))["kind"] == "refused"
+
+
+async def test_key_of_a_reward_that_no_store_can_index_is_refused(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    with pytest.raises(ProxyClientError, match="key: ") as refused:
+        await proxy.control.add_reward(session.trial_id, Reward("x" * 300_000, 1.0))
+    assert refused.value.status == 400
