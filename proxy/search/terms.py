@@ -90,7 +90,7 @@ class SearchTerms:
             pattern = expression or regex.escape(text)
             flags = regex.VERSION0 | (0 if expression else regex.IGNORECASE)
             compiled = regex.compile(pattern, flags) if pattern else None
-        except regex.error as error:
+        except (regex.error, ValueError) as error:  # such as flags that exclude each other
             raise RequestError(f"regex: {error}") from None
         return cls(compiled, tool, cause, edits_tests, answers_only)
 

@@ -139,3 +139,8 @@ async def test_search_that_cannot_be_made_is_refused_with_a_reason(
     status, body = await reader.ask("search", **query)
     assert status == 400
     assert said in body["error"]["message"]
+
+
+async def test_expression_whose_flags_exclude_each_other_is_refused(reader: Reader) -> None:
+    status, _ = await reader.ask("search", regex="(?V1)a")
+    assert status == 400
