@@ -6,7 +6,8 @@ cut says how long it is, and the page reads the rest piece by piece.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import orjson
 
@@ -21,6 +22,9 @@ PIECE_CHARS = 64_000
 """Characters of a text that are sent at a time when the reader asks for more."""
 MAX_MESSAGES = 200
 MAX_CALLS = 100
+MAX_DIGITS = 9
+"""Of the number of a message or call; Python refuses to read thousands."""
+T = TypeVar("T")
 
 
 def cut(text: str, chars: int = SHOWN_CHARS) -> CutText | str:
@@ -75,19 +79,22 @@ def text_of(turn: Turn, place: str) -> str | None:
         return None
     if what in ("text", "reasoning"):
         return str(getattr(message, what) or "")
-    number = what.removeprefix("calls.")
-    if number.isdecimal() and int(number) < len(message.tool_calls):
-        return message.tool_calls[int(number)].arguments
-    return None
+    call = _entry(message.tool_calls, what.removeprefix("calls."))
+    return None if call is None else call.arguments
 
 
 def _message_at(turn: Turn, where: str) -> Message | None:
     if where == "answer":
         return load_answer(turn.answer) if turn.answer else None
-    messages = _request(turn).get("messages", [])
-    if not where.isdecimal() or int(where) >= len(messages):
-        return None
-    return load_message(messages[int(where)])
+    found = _entry(_request(turn).get("messages", []), where)
+    return None if found is None else load_message(found)
+
+
+def _entry(entries: Sequence[T], number: str) -> T | None:
+    """The entry of this number; None if there is none."""
+    if number.isdecimal() and len(number) <= MAX_DIGITS and int(number) < len(entries):
+        return entries[int(number)]
+    return None
 
 
 def _request(turn: Turn) -> dict[str, Any]:

@@ -485,6 +485,17 @@ async def test_wrong_questions_are_refused_with_a_reason(
     assert body["error"]["message"]
 
 
+@pytest.mark.parametrize("place", ["9" * 5000 + ".text", "answer.calls." + "9" * 5000])
+async def test_text_at_a_place_of_many_digits_is_not_found(
+    proxy: RunningProxy, reader: Reader, place: str
+) -> None:
+    session = await proxy.session()
+    body = {"messages": [{"role": "user", "content": "Hi."}]}
+    await proxy.post(session, "chat/completions", body)
+    asked = {"session": session.trial_id, "turn": "0", "place": place}
+    assert (await reader.ask("text", **asked))[0] == 404
+
+
 async def test_feed_continues_where_the_reader_was(proxy: RunningProxy) -> None:
     session = await proxy.session()
     messages = await work(proxy, session, "Hello.", turns=1)
