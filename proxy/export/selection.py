@@ -103,14 +103,17 @@ class ExportSelection:
             if best <= worst:
                 self.left_out["tasks whose sessions have equal rewards"] += 1
                 continue
-            yield [
-                await self._load(better_id, best),
-                await self._load(worse_id, worst),
-            ]
+            better = await self._load(better_id, best)
+            worse = await self._load(worse_id, worst)
+            if better is None or worse is None:
+                self.left_out["tasks with a session that was removed during the export"] += 1
+                continue
+            yield [better, worse]
 
-    async def _load(self, session_id: str, reward: float) -> Sample:
+    async def _load(self, session_id: str, reward: float) -> Sample | None:
         session = await self._store.get_session(session_id)
-        assert session is not None, f"session {session_id} was deleted during the export"
+        if session is None:
+            return None
         return Sample(session, await self._store.get_turns(session_id), reward)
 
     async def _samples(self, *, with_turns: bool = False) -> AsyncIterator[Sample]:

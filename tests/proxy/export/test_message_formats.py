@@ -95,6 +95,20 @@ class Recorded:
         return []
 
 
+async def test_session_that_is_removed_during_an_export_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Recorded(0.0, 1.0)
+    selection = ExportSelection(source, Filters(), open_format("dpo"))
+
+    async def gone(session_id: str) -> None:
+        assert session_id in source.sessions
+
+    monkeypatch.setattr(source, "get_session", gone)
+    assert [unit async for unit in selection.units()] == []
+    assert selection.left_out == {"tasks with a session that was removed during the export": 1}
+
+
 @pytest.mark.parametrize("name", ["dpo", "trl"])
 async def test_session_without_a_reward_is_counted_once(name: str) -> None:
     selection = ExportSelection(Recorded(0.0, 1.0, None), Filters(), open_format(name))
