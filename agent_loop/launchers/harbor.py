@@ -201,7 +201,7 @@ class HarborLauncher:
         except BaseException:
             await _end(client, submitting)
             raise
-        (trial.directory / "agent.log").write_text(await client.logs(run_id))
+        await _keep_log(client, run_id, trial.directory / "agent.log")
         return run
 
     async def _run_here(
@@ -266,6 +266,14 @@ async def _end(client: AgentRunClient, submitting: asyncio.Future[AgentRun]) -> 
         await client.cancel(run_id)
     except AgentRunError as error:
         _log.warning("harbor run %s could not be cancelled: %s", run_id, error.message)
+
+
+async def _keep_log(client: AgentRunClient, run_id: str, file: Path) -> None:
+    """A run that ended before its trial began has no log. Without its log, its result counts."""
+    try:
+        file.write_text(await client.logs(run_id))
+    except AgentRunError as error:
+        _log.warning("harbor run %s: the log could not be read: %s", run_id, error.message)
 
 
 def _metrics(run: AgentRun) -> Mapping[str, float]:

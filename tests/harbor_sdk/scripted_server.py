@@ -46,7 +46,8 @@ class ScriptedTrials:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         (trials_dir / run_id / "agent").mkdir(parents=True)
-        (trials_dir / run_id / "trial.log").write_text("the log")
+        if request.agent.name != "has no log":
+            (trials_dir / run_id / "trial.log").write_text("the log")
         (trials_dir / run_id / "agent/out.txt").write_text("the agent's output")
         (trials_dir / run_id / "agent/passwd").symlink_to("/etc/passwd")
         try:

@@ -103,6 +103,18 @@ async def test_sandbox_failure_is_a_launch_error(tmp_path: Path, trial: Trial) -
         await launch(tmp_path, trial, trials)
 
 
+async def test_failure_before_the_trial_has_a_log_is_reported_with_its_reason(
+    tmp_path: Path, trial: Trial
+) -> None:
+    trials = ScriptedTrials(status="failed", rewards=None, error="ValueError: no such agent")
+    with pytest.raises(LaunchError, match="failed: ValueError: no such agent"):
+        await launch(tmp_path, trial, trials, agent_name="has no log")
+
+
+async def test_run_whose_log_cannot_be_read_keeps_its_reward(tmp_path: Path, trial: Trial) -> None:
+    assert (await launch(tmp_path, trial, ScriptedTrials(), agent_name="has no log")).reward == 1.0
+
+
 async def test_cancelled_trial_ends_its_run(tmp_path: Path, trial: Trial) -> None:
     trials = ScriptedTrials()
     async with serving(tmp_path, trials) as url:
