@@ -236,9 +236,14 @@ async def _accept(
         environment=wanted.environment.label or "",
         created_at=time.time(),
     )
-    accepted = await runs.submit(Submission(run, wanted, task_dir, key, fingerprint))
+    unpacked = config.state_dir / "tasks" / run_id
+    try:
+        accepted = await runs.submit(Submission(run, wanted, task_dir, key, fingerprint))
+    except AgentRunError:  # a concurrent request used the key, or took the last place
+        await asyncio.to_thread(shutil.rmtree, unpacked, ignore_errors=True)
+        raise
     if accepted.run_id != run_id and upload is not None:  # a concurrent request had the same key
-        await asyncio.to_thread(shutil.rmtree, config.state_dir / "tasks" / run_id)
+        await asyncio.to_thread(shutil.rmtree, unpacked)
     return accepted
 
 

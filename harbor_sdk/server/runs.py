@@ -111,10 +111,11 @@ class Runs:
 
     async def submit(self, submission: Submission) -> AgentRun:
         """Adds the run to the table and queues it. If an earlier run has the same idempotency key,
-        returns that run."""
+        returns that run. Raises AgentRunError if the queue is full, or as `known` does."""
         async with self._submitting:
             known = await self.known(submission.idempotency_key, submission.fingerprint)
             if known is None:
+                self.require_room()
                 await self._table.insert(submission)
                 self._live[submission.run.run_id] = submission.run
                 self._begin(submission)

@@ -225,6 +225,32 @@ async def test_full_queue_is_refused_with_retry_after(
         trials.gate.set()
 
 
+async def test_concurrent_submissions_do_not_exceed_the_queue_and_leave_no_task(
+    tmp_path: Path, trials: ScriptedTrials
+) -> None:
+    archive = await asyncio.to_thread(_packed_one)
+    async with (
+        serving(tmp_path, trials, concurrency=1, max_queued=1) as url,
+        AgentRunClient(url) as client,
+        aiohttp.ClientSession(headers=BEARER) as session,
+    ):
+        first = await client.submit(wanted("waits"))
+        async for _ in client.events(first.run_id):
+            break
+
+        async def post() -> int:
+            form = aiohttp.FormData()
+            form.add_field("metadata", wanted("waits", task_name=None).model_dump_json())
+            form.add_field("task_archive", archive, filename="task.tar.gz")
+            async with session.post(f"{url}api/v1/runs?wait_s=0", data=form) as response:
+                return response.status
+
+        statuses = await asyncio.gather(*(post() for _ in range(6)))
+        assert sorted(statuses) == [202] + [429] * 5
+        assert len(list((tmp_path / "state/tasks").iterdir())) == 1
+        trials.gate.set()
+
+
 async def test_restart_runs_queued_runs_once_and_reports_running_ones_as_lost(
     tmp_path: Path, trials: ScriptedTrials
 ) -> None:
