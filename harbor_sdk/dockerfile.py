@@ -81,6 +81,17 @@ def read_dockerfile(path: Path) -> Build:
     return Build(tuple(steps), workdir, tuple(env.items()))
 
 
+def source_path(folder: Path, source: str) -> Path:
+    """The file or folder that a COPY names, in the task's `environment/`, which is its `/`. Raises
+    `DockerfileError` if it is outside, where the task's solution and files of this machine are."""
+    path = folder / source.lstrip("/")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise DockerfileError(
+            f"COPY {source!r} is outside {folder}: only files of a task's environment/ are copied"
+        )
+    return path
+
+
 def _instructions(text: str) -> list[tuple[int, str, str]]:
     """`(line number, KEYWORD, rest)`, with continuation lines joined and comments removed."""
     found: list[tuple[int, str, str]] = []

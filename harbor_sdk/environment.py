@@ -25,7 +25,7 @@ from harbor.environments.capabilities import (
     EnvironmentResourceCapabilities,
 )
 
-from harbor_sdk.dockerfile import Build, Copy, Run, read_dockerfile
+from harbor_sdk.dockerfile import Build, Copy, Run, read_dockerfile, source_path
 from harbor_sdk.sandbox import (
     DEFAULT_PATH,
     Bind,
@@ -208,7 +208,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
             await self._checked(step.command, cwd=step.workdir, env=step.env)
             return
         for source in step.sources:
-            path = self.environment_dir / source
+            path = source_path(self.environment_dir, source)
             if path.is_dir():
                 await self.upload_dir(path, step.target)
             else:

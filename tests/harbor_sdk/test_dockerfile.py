@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harbor_sdk.dockerfile import Copy, DockerfileError, Run, read_dockerfile
+from harbor_sdk.dockerfile import Copy, DockerfileError, Run, read_dockerfile, source_path
 
 
 def _write(folder: Path, text: str) -> Path:
@@ -56,3 +56,18 @@ def test_instruction_that_needs_an_image_build_is_refused_by_name(
 def test_path_of_the_dockerfile_precedes_that_of_the_sandbox(tmp_path: Path) -> None:
     build = read_dockerfile(_write(tmp_path, "FROM a\nENV PATH=/opt/bin:$PATH\n"))
     assert dict(build.env)["PATH"].startswith("/opt/bin:/usr/local/sbin:")
+
+
+def test_copy_reaches_no_file_outside_the_environment_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "task/environment"
+    folder.mkdir(parents=True)
+    (tmp_path / "secret").write_text("the server's")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "data").write_text("the task's")
+    (copied,) = read_dockerfile(_write(folder, "FROM a\nCOPY /data ../../secret link ./\n")).steps
+    assert isinstance(copied, Copy)
+    inside, *outside = copied.sources
+    assert source_path(folder, inside).read_text() == "the task's"
+    for source in (*outside, "sub/../.."):
+        with pytest.raises(DockerfileError, match="is outside"):
+            source_path(folder, source)
