@@ -209,7 +209,7 @@ class Runs:
             await self._record(self._live[run_id], phase=phase)
 
         try:
-            return await self._run_trial(
+            outcome = await self._run_trial(
                 submission.request,
                 run_id=run_id,
                 task_dir=submission.task_dir,
@@ -217,13 +217,15 @@ class Runs:
                 hidden=[self._config.state_dir],
                 on_phase=on_phase,
             )
+            # A reward may be NaN, and an agent's metadata anything: the table holds JSON.
+            return AgentRun.model_validate_json(outcome.model_dump_json())
         except Exception as error:  # noqa: BLE001  # a process boundary: Harbor and the task's code
             _log.exception("run %s failed", run_id)
-            kind = type(error).__name__
+            kind, message = type(error).__name__, str(error).encode(errors="replace").decode()
             return AgentRun(
                 run_id=run_id,
                 status=RunStatus.FAILED,
-                error=f"{kind}: {' '.join(str(error).split())}"[:1000],
+                error=f"{kind}: {' '.join(message.split())}"[:1000],
                 error_type=kind,
             )
 

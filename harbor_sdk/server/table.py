@@ -183,20 +183,16 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _update(database: sqlite3.Connection, event: RunEvent) -> None:
     run = event.run
-    database.execute("BEGIN IMMEDIATE")
+    text = event.model_dump_json(exclude={"run": {"rollout_details"}})
+    row = (run.status.value, run.finished_at, run.model_dump_json(), run.status.is_final)
+    database.execute("BEGIN IMMEDIATE")  # nothing of Python can fail between it and COMMIT
     database.execute(
         "UPDATE runs SET status = ?, finished_at = ?, run = ?, "
         "request = CASE WHEN ? THEN NULL ELSE request END WHERE run_id = ?",
-        (
-            run.status.value,
-            run.finished_at,
-            run.model_dump_json(),
-            run.status.is_final,
-            run.run_id,
-        ),
+        (*row, run.run_id),
     )
     database.execute(
         "INSERT INTO events (run_id, number, event) VALUES (?, ?, ?)",
-        (run.run_id, event.number, event.model_dump_json(exclude={"run": {"rollout_details"}})),
+        (run.run_id, event.number, text),
     )
     database.execute("COMMIT")

@@ -284,6 +284,30 @@ async def test_failure_before_the_agent_is_failed_without_reward(
     assert run.error == "RuntimeError: no such image"
 
 
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        {"rewards": {"reward": float("nan")}},
+        {"metadata": {"said": "\udcff"}},
+        {"metadata": {"object": object()}},
+        {"status": "failed", "error": "no file '\udcff'"},
+    ],
+    ids=["reward", "text", "object", "error"],
+)
+async def test_outcome_that_json_cannot_hold_fails_its_run_and_no_other(
+    tmp_path: Path, outcome: dict[str, object]
+) -> None:
+    trials = ScriptedTrials(**outcome)
+    async with serving(tmp_path, trials) as url, AgentRunClient(url) as client:
+        run = await client.wait((await client.submit(wanted())).run_id, timeout_s=2)
+        assert run.status is RunStatus.FAILED
+        assert run.error
+        trials.outcome = {"status": "completed", "rewards": {"reward": 1.0}}
+        next_ = await client.wait((await client.submit(wanted())).run_id, timeout_s=2)
+        assert next_.status is RunStatus.COMPLETED
+        assert (await client.list()).total == 2
+
+
 async def test_logs_and_artifacts_are_readable_and_nothing_outside_the_trial(
     client: AgentRunClient, url: str
 ) -> None:
