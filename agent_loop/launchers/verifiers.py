@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -94,14 +93,15 @@ class VerifiersEnvironment(Section):
                 try:
                     for line in process.stdout:
                         yield json.loads(line)
+                    process.wait()
                 finally:
-                    process.kill()
-            if process.returncode not in (0, -signal.SIGKILL):
+                    process.kill()  # the reader may not want all of them
+            if process.returncode != 0:
                 errors.seek(0)
                 last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
                 raise TaskFileError(
                     f"verifiers environment {self.env!r}: cannot list its tasks with "
-                    f"{self.python}: {''.join(last)}"
+                    f"{self.python}: {''.join(last) or f'exit code {process.returncode}'}"
                 )
 
 

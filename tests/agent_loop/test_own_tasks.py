@@ -70,6 +70,13 @@ def test_tasks_of_an_environment_are_a_source_by_name(python: Path) -> None:
         held_out_tasks(beyond)
 
 
+def test_listing_that_was_killed_gives_no_part_of_the_tasks(python: Path) -> None:
+    with python.open("a") as program:
+        program.write("kill -KILL $$\n")  # as the system does when memory runs out
+    with pytest.raises(TaskFileError, match=r"cannot list its tasks with .*: exit code -9"):
+        training_tasks(with_own_tasks(DataConfig(), agent(python)))
+
+
 def test_environment_that_cannot_list_its_tasks_is_refused_with_its_last_line(
     tmp_path: Path,
 ) -> None:
