@@ -30,7 +30,12 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        except BaseException:  # Ctrl-C: a claim that went on would hold its episode for nobody
+            running.cancel()
+            raise
 
     @contextmanager
     def within(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
