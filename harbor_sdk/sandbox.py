@@ -255,7 +255,10 @@ def _kill_inside(nsenter_pid: int) -> None:
     try:
         children = Path(f"/proc/{nsenter_pid}/task/{nsenter_pid}/children").read_text().split()
         for child in children:
-            os.killpg(int(child), signal.SIGKILL)
+            try:
+                os.killpg(int(child), signal.SIGKILL)
+            except ProcessLookupError:  # it has not become a session yet
+                os.kill(int(child), signal.SIGKILL)
         if not children:
             os.kill(nsenter_pid, signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from harbor_sdk.sandbox import (
     SandboxError,
     SandboxSpec,
     SandboxTimeout,
+    _kill_inside,
     require_privilege,
 )
 
@@ -226,3 +228,16 @@ def test_missing_privilege_is_named_in_the_error() -> None:
         command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", *command]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "CAP_SYS_ADMIN" in shown
+
+
+def test_command_that_is_ended_before_it_has_its_session_ends() -> None:
+    command = ["bash", "-c", "sleep 60 & echo started; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"started\n"
+        _kill_inside(parent.pid)
+        try:
+            assert parent.wait(timeout=5) == 0
+        finally:
+            if parent.returncode is None:
+                os.killpg(parent.pid, signal.SIGKILL)
