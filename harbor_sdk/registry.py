@@ -36,7 +36,11 @@ def download_dataset(
             command += ["--registry-url" if is_url else "--registry-path", registry]
         _run(command, dataset)
         (tasks,) = Path(new).iterdir()
-        tasks.replace(found)
+        try:
+            tasks.replace(found)
+        except OSError:
+            if not found.is_dir():  # another process has downloaded it meanwhile
+                raise
     return found
 
 
