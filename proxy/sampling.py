@@ -34,9 +34,9 @@ _bending, _recorded = attrgetter(*_BENDING), attrgetter(*_RECORDED)
 PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts", "alternatives"))
 """`routed_experts`: 1 to record which experts the router of each layer chose, 0 not to.
 `alternatives`: number of the most probable tokens to record at each sampled position."""
-_BOUNDS = {**BOUNDS, "routed_experts": (0, 1)}
-"""The least and the greatest value that can be pinned: those of a request."""
-_WHOLE = WHOLE | {"routed_experts"}
+_BOUNDS = {**BOUNDS, "temperature": (0, 100), "routed_experts": (0, 1)}
+"""The least and the greatest value that can be pinned: those of a request, except for the greatest
+temperature, which is 2 only in the agents' dialects."""
 
 
 def resolve(

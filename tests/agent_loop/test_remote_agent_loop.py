@@ -138,6 +138,14 @@ async def test_sampling_is_pinned_in_training_and_left_to_the_agent_in_evaluatio
     assert rollout.metrics["sampled_tokens"] > 0
 
 
+async def test_every_temperature_of_the_configuration_can_be_pinned(
+    proxy: RunningProxy, trials: Path
+) -> None:
+    rollout = await run(proxy, trials, sampling=SamplingConfig(temperature=2.5))
+    assert (rollout.reward, rollout.error) == (1.0, None)
+    assert proxy.engine.calls[-1].sampling["temperature"] == 2.5
+
+
 @pytest.mark.parametrize("turns", [0, 1])
 async def test_crashed_agent_keeps_a_verifiers_reward_only_if_it_was_answered(
     proxy: RunningProxy, trials: Path, turns: int
