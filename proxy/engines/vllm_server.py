@@ -192,7 +192,8 @@ class VllmServer:
         guard = Path(f"/proc/{self._process.pid}/task/{self._process.pid}")
         with contextlib.suppress(OSError):  # it has just ended
             for server in guard.joinpath("children").read_text().split():
-                os.setpriority(os.PRIO_PGRP, int(server), nice)
+                own = os.getpriority(os.PRIO_PROCESS, int(server))  # as that of the agents
+                os.setpriority(os.PRIO_PGRP, int(server), min(own + nice, 19))
                 # Where Linux groups the processes of a session, a nice value counts only within.
                 Path(f"/proc/{server}/autogroup").write_text(str(nice))
 

@@ -390,6 +390,23 @@ def test_evaluation_in_which_a_run_was_stopped_is_made_when_it_continues(
     assert {name: each["success"] for name, each in made.items()} == {"1": 0.3, "2": 0.6}
 
 
+def test_checkpoint_is_the_best_by_an_evaluation_that_is_made_when_the_run_continues(
+    checkpoint: Path, engine: str, new_folder: Any
+) -> None:
+    class Stopped(ScriptedEvaluator):
+        async def evaluate(self, version: int) -> EvalReport:
+            raise StopRequested
+
+    folder = new_folder("a")
+    evals = {"every": 1, "before": False, "after": False}
+    config = config_of(checkpoint, trainer={"steps": 2, "keep_last": 1}, eval=evals)
+    assert asyncio.run(run_once(config, folder, engine, evaluator=Stopped())) == "stopped"
+    evaluator = ScriptedEvaluator(0.6, 0.2)
+    assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
+    assert (folder.checkpoints / "best").read_text() == "step-000001"
+    assert (folder.checkpoints / "step-000001").is_dir()
+
+
 def test_producer_is_paused_during_an_evaluation_even_if_it_fails(
     checkpoint: Path, engine: str, new_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

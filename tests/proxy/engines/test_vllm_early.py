@@ -156,6 +156,25 @@ async def test_server_that_is_killed_before_it_has_a_log_is_an_error_of_the_engi
         await VllmServer(VllmConfig(), tmp_path, log=tmp_path / "logs" / "engine.log").start()
 
 
+async def test_server_of_a_run_that_gives_way_itself_does_not_go_before_its_agents(
+    environment: dict[str, str],
+    imported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    early = EarlyServer(environment, grace_s=5.0)
+    imported.read_text()
+    (process,) = descendants(early.pid)
+    os.setpriority(os.PRIO_PROCESS, process, 19)  # inherited from `nice -n 19 agentic-trainer`
+    monkeypatch.setattr(vllm_server, "_require_vllm", lambda: None)
+    (tmp_path / "config.json").touch()
+    server = VllmServer(VllmConfig(), tmp_path, log=tmp_path / "engine.log")
+    server._process = early
+    server._give_way(10)
+    assert os.getpriority(os.PRIO_PROCESS, process) == 19
+    early.end()
+
+
 def test_server_that_died_while_it_waited_is_not_taken(
     environment: dict[str, str], imported: Path
 ) -> None:
