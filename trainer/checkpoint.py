@@ -120,6 +120,20 @@ class Checkpoints:
         self._prune()
         return Saved(final, step)
 
+    def mark_best(self, saved: Saved, loop: Mapping[str, Any]) -> None:
+        """Makes a written checkpoint the best one; `loop` is what changes of the loop's state.
+
+        Raises:
+            CheckpointError: it could not be marked.
+        """
+        run = self.read_run(saved)
+        changed = run | {"loop": run["loop"] | loop}
+        try:
+            replace_file(saved.path / "run.json", json.dumps(changed))
+            replace_file(self._folder / "best", saved.path.name)
+        except OSError as error:
+            raise CheckpointError(f"{saved.path}: could not be marked ({_why(error)})") from error
+
     def latest(self) -> Saved | None:
         saved = self._all()
         return saved[-1] if saved else None

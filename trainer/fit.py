@@ -171,6 +171,7 @@ class Fit:
         self.produced = self.producer.state()
         self._counts = Counter(self.producer.counts)  # a restored producer has those of its past
         success = await self._evaluate_if_due()  # the run may have been stopped in the last one
+        self._mark_best(success)
         while not (self._reaches_goal(success) or self._is_over()):
             await self._step()
             await self._check_signal()
@@ -252,6 +253,18 @@ class Fit:
 
     def _is_best(self, success: float | None) -> bool:
         return success is not None and (self.best is None or success > self.best)
+
+    def _mark_best(self, success: float | None) -> None:
+        """Marks the checkpoint with which the run continues, if it is the best. A failure is a
+        warning."""
+        saved = self.checkpoints.latest()
+        if saved is None or not self._is_best(success):
+            return
+        self.best = success
+        try:
+            self.checkpoints.mark_best(saved, {"best": success})
+        except CheckpointError as error:
+            self.log.progress.say(f"warning: {error}")
 
     def _reaches_goal(self, success: float | None) -> bool:
         goal = self.trainer.stop_at_success
