@@ -37,6 +37,7 @@ PINNABLE = frozenset((*_BENDING, "max_tokens", "routed_experts", "alternatives")
 _BOUNDS = {**BOUNDS, "temperature": (0, 100), "routed_experts": (0, 1)}
 """The least and the greatest value that can be pinned: those of a request, except for the greatest
 temperature, which is 2 only in the agents' dialects."""
+_WHOLE = WHOLE | {"routed_experts"}
 
 
 def resolve(

@@ -46,6 +46,8 @@ class EventStream:
         self._relays: dict[str, asyncio.Task[None]] = {}
         self._sent: set[int] = set()
         """Numbers of the events that the listener got."""
+        self._open: set[str] = set()
+        """The siblings whose streams are open."""
 
     async def answer(self, request: web.Request, since: int) -> web.StreamResponse:
         """Streams the events after `since`, the number of the last event that the listener got."""
@@ -104,8 +106,7 @@ class EventStream:
             self._sent.add(seq)
 
     def _has_ended(self) -> bool:
-        relays_ended = all(relay.done() for relay in self._relays.values())
-        return self._live.closed.is_set() and self._queue.empty() and relays_ended
+        return self._live.closed.is_set() and self._queue.empty() and not self._open
 
     async def _follow(self, request: web.Request) -> None:
         """Opens the streams of all siblings that are reachable. One that does not answer within
@@ -125,6 +126,7 @@ class EventStream:
         try:
             async with self._siblings.stream(request, sibling) as response:
                 opened.set()
+                self._open.add(sibling)
                 async for line in response.content:
                     if line.startswith(b"data: "):
                         self._take(orjson.loads(line[6:]))
@@ -132,6 +134,7 @@ class EventStream:
             _log.info("cannot read the events of another process of this proxy: %r", error)
         finally:
             opened.set()
+            self._open.discard(sibling)
             self._put({"kind": CLOSING})  # wakes the waiting listener
 
     def _take(self, event: dict[str, Any]) -> None:

@@ -13,12 +13,12 @@ from proxy.control import event_stream
 from proxy.control.event_stream import EventStream
 from proxy.profiles import Profiles
 from proxy.records import Session, SessionKind, SessionStatus
-from proxy.serving.sessions import LiveSession
+from proxy.serving.sessions import CLOSING, LiveSession
 from proxy.siblings import Siblings
 from proxy.store.sqlite import SqliteStore
 
 
-async def test_sibling_that_does_not_answer_delays_no_event(
+async def test_sibling_that_does_not_answer_delays_no_event_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_stream, "OPEN_S", 0.01, raising=False)
@@ -46,6 +46,9 @@ async def test_sibling_that_does_not_answer_delays_no_event(
         asyncio.timeout(5),
     ):
         assert b'"noted"' in await response.content.readline()
+        live.closed.set()
+        live.publish(CLOSING)
+        await response.content.read()
     await runner.cleanup()
     silent.close()
     await store.close()
