@@ -47,7 +47,7 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.trajectory import flatten
 from agent_loop.trial_config import RecordingConfig, SamplingConfig
 from proxy.app import build_app
-from proxy.client import ProxyClient
+from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import load_config
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
@@ -172,7 +172,7 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         loop = recorder.loop(proxy, VerlSampling.model_validate(pinned))
         step = _plain(row.get("global_steps", 0))
         rollout = await loop.run(task_of(row), kind=SessionKind.TRAIN, version=max(0, step))
-        await proxy.delete(rollout.trial_id)
+        await _delete(proxy, rollout.trial_id)
         several = "session_id" in row  # verl's v1 manager numbers a prompt's trials
         return self._all(rollout) if several else self._one(rollout)
 
@@ -222,6 +222,15 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
             max_context_tokens=rollout.prompt_length + rollout.response_length,
         )
         return Recorder(config, engine, Path(self.tokenizer.name_or_path))
+
+
+async def _delete(proxy: ProxyClient, trial_id: str) -> None:
+    """Deletes the trial's session. A trial that failed before it had one has none."""
+    try:
+        await proxy.delete(trial_id)
+    except ProxyClientError as error:
+        if error.status != 404:
+            raise
 
 
 def task_of(row: Mapping[str, Any]) -> Task:

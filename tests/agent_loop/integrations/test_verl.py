@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from agent_loop.errors import AgentLoopError
+from proxy.client import ProxyClient, ProxyClientError
 from proxy.engines.scripted import scripted_logprob
 from proxy.errors import ConfigurationError
 from tests.needs import skip_or_fail
@@ -181,6 +182,18 @@ async def test_failed_trial_trains_nothing_in_v0(
     assert rows.batch["response_mask"].sum() == 0
     assert rows.batch["rm_scores"].sum() == 0
     assert rows.non_tensor_batch["trial_status"][0] == "failed"
+
+
+async def test_trial_without_a_session_trains_nothing_in_v0(
+    model: Path, client: ScriptedClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: Any, **__: Any) -> None:
+        raise ProxyClientError("the store is full", 400)
+
+    monkeypatch.setattr(ProxyClient, "create_session", refused)
+    worker = AgentLoopWorker(verl_config(model, settings(tmp_path)), client)
+    rows = await worker.generate_sequences(batch("What is 1 + 2?"))
+    assert rows.batch["response_mask"].sum() == 0
 
 
 async def test_v1_gets_every_branch_and_trains_each_token_once(
