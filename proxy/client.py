@@ -140,13 +140,8 @@ class ProxyClient:
 
     async def add_reward(self, trial_id: str, reward: Reward) -> bool:
         """Returns False if the session already has a reward with this key, which is kept."""
-        body = {
-            "key": reward.key,
-            "value": reward.value,
-            "parts": dict(reward.parts),
-            "turn": reward.turn,
-            "branch": reward.branch,
-        }
+        body: dict[str, Any] = {"key": reward.key, "value": reward.value}
+        body |= {"parts": dict(reward.parts), "turn": reward.turn, "branch": reward.branch}
         answer = await self._json("POST", _session_path(trial_id, "rewards"), body)
         return bool(answer["added"])
 
@@ -173,12 +168,18 @@ class ProxyClient:
 
     async def wait_completed(self, trial_id: str, *, timeout_s: float) -> bool:
         """Returns True once the session is completed or expired, or False after `timeout_s`."""
-        path = _session_path(trial_id, "events") + f"?wait=completed&timeout_s={timeout_s}"
-        try:
-            async with asyncio.timeout(timeout_s + self._timeout_s), self._stream(path) as response:
-                return bool(orjson.loads(await response.read())["completed"])
-        except TimeoutError as error:
-            raise self._no_answer("GET", path, error) from error
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while True:  # one request waits for at most 5 minutes
+            left_s = max(0.0, until - loop.time())
+            path = _session_path(trial_id, "events") + f"?wait=completed&timeout_s={left_s}"
+            try:
+                async with asyncio.timeout(left_s + self._timeout_s), self._stream(path) as answer:
+                    completed = bool(orjson.loads(await answer.read())["completed"])
+            except TimeoutError as error:
+                raise self._no_answer("GET", path, error) from error
+            if completed or loop.time() >= until:
+                return completed
 
     async def events(self, trial_id: str, since: int = 0) -> AsyncIterator[dict[str, Any]]:
         """Yields events `{seq, at, kind, …}` as they happen, until the session ends."""

@@ -10,6 +10,7 @@ import pytest
 
 from proxy import client as client_module
 from proxy.client import ProxyClient, ProxyClientError
+from proxy.control import plane
 from proxy.records import Reward
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
@@ -102,3 +103,15 @@ async def test_key_of_a_reward_that_no_store_can_index_is_refused(proxy: Running
     with pytest.raises(ProxyClientError, match="key: ") as refused:
         await proxy.control.add_reward(session.trial_id, Reward("x" * 300_000, 1.0))
     assert refused.value.status == 400
+
+
+async def test_wait_for_the_end_lasts_longer_than_one_request_may(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane, "MAX_WAIT_S", 0.01)
+    session = await proxy.session()
+    waiting = asyncio.create_task(proxy.control.wait_completed(session.trial_id, timeout_s=60))
+    assert not await proxy.control.wait_completed(session.trial_id, timeout_s=0.1)
+    await proxy.control.complete(session.trial_id)
+    async with asyncio.timeout(10):
+        assert await waiting
