@@ -20,6 +20,7 @@ from proxy.serving import forwarding
 from proxy.serving.forwarding import CONFIRMED_PATH, FORWARDED, own_address
 from proxy.serving.retries import RetryBook
 from proxy.store import open_store
+from proxy.wire.dialect import Options
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.store.test_conformance import an_intent
 
@@ -160,9 +161,12 @@ async def test_request_repeated_before_a_broken_connection_is_noticed_gets_the_s
 def test_equal_request_joins_a_running_call_that_no_agent_waits_for(
     is_awaited: bool, joins: bool
 ) -> None:
-    book, running = RetryBook(), SimpleNamespace(abandoned=False, is_awaited=is_awaited)
+    request = SimpleNamespace(n=1, options=Options())
+    caller = SimpleNamespace(is_retry=False)
+    asked = SimpleNamespace(request_key="a key", caller=caller, request=request)
+    running = SimpleNamespace(abandoned=False, is_awaited=is_awaited, asked=asked)
+    book = RetryBook()
     book.running["a key"] = running  # type: ignore[index, assignment]
-    asked = SimpleNamespace(request_key="a key", caller=SimpleNamespace(is_retry=False))
     assert (book.joinable(asked) is running) is joins  # type: ignore[arg-type, comparison-overlap]
 
 
