@@ -177,7 +177,9 @@ async def test_aider_asks_again_when_its_test_fails(proxy: RunningProxy, tmp_pat
     assert_exact(rollout, Agent("aider", frozenset({"new_conversation"}), turns=2), proxy)
 
 
-@pytest.mark.parametrize(("agent", "dialect"), SDK_AGENTS, ids=str)
+@pytest.mark.parametrize(
+    ("agent", "dialect"), SDK_AGENTS, ids=lambda each: str(getattr(each, "name", each))
+)
 async def test_sdk_finishes_its_task_and_leaves_an_exact_record(
     agent: Agent, dialect: str, proxy: RunningProxy, tmp_path: Path
 ) -> None:
