@@ -4,7 +4,7 @@ It is started as `python -m … FD WALL MODULE:ARGUMENT MODULE:FUNCTION`, where 
 `proxy/wall.py` and ARGUMENT is the class of the function's argument. `path/to/file.py` in place of
 MODULE names a file, which can import the modules in its folder. The server imports the function's
 module once, and makes the first use of a model SDK that it imports (`rehearsal.py`); each call then
-runs in a fork of its own, under a supervisor (`job_server.py`), and can be killed. Invariant: no
+runs in a fork of its own, under a supervisor (`supervisor.py`), and can be killed. Invariant: no
 call sees the effects of another call. Random generators are seeded in each call, because otherwise
 all forks would draw the same numbers.
 """
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent_loop.processes.job_server import Body, Job, serve
+from agent_loop.processes.job_server import Body, Job, refusing, serve
 
 
 def main() -> None:
@@ -47,8 +47,7 @@ def _body(argument: Callable[..., Any], target: str) -> Body:
         function = _imported(target)
         _rehearse()
     except Exception as error:  # noqa: BLE001 (the user's module may raise anything)
-        reason = f"importing {target}: {type(error).__name__}: {error}"
-        return lambda job, error_fd: _refuse(error_fd, reason)
+        return refusing(f"importing {target}: {type(error).__name__}: {error}")
     return lambda job, error_fd: _call(function, argument, job, error_fd)
 
 
@@ -58,11 +57,6 @@ def _rehearse() -> None:
         from agent_loop.processes.rehearsal import rehearse
 
         rehearse()
-
-
-def _refuse(error_fd: int, reason: str) -> None:
-    os.write(error_fd, reason.encode())
-    os._exit(127)
 
 
 def _call(

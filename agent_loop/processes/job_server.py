@@ -94,8 +94,7 @@ class RestrictedServer:
             try:
                 sys.modules[supervisor.LANDLOCK].take_rules(fds[-1])
             except OSError as error:
-                refusal = f"cannot refuse ports: {error}".encode()
-                body = lambda job, error_fd: _refuse(error_fd, refusal)  # noqa: E731
+                body = refusing(f"cannot refuse ports: {error}")
             for fd in fds:
                 os.close(fd)
             _serve(theirs, body, rules, supervisor)
@@ -124,10 +123,14 @@ def _loaded(name: str, file: str) -> Any:
     return module
 
 
-def _refuse(error_fd: int, reason: bytes) -> NoReturn:
+def refusing(reason: str) -> Body:
     """The body of an agent that cannot be started."""
-    os.write(error_fd, reason)
-    os._exit(127)
+
+    def body(job: Job, error_fd: int) -> NoReturn:
+        os.write(error_fd, reason.encode())
+        os._exit(127)
+
+    return body
 
 
 if __name__ == "__main__":

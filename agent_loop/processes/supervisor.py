@@ -27,17 +27,16 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:  # the program that loads this file cannot import the project's packages
+    from agent_loop.processes.job_server import Body, Job
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
 WALL, LANDLOCK = "wall", "landlock"
 """The names under which the job server loads `proxy/wall.py` and `proxy/landlock.py`."""
-Job = dict[str, Any]
-Body = Callable[[Job, int], None]
-"""The function that the agent's process runs once it is set up; it does not return."""
-
 REAP_TIMEOUT_S = 10.0
 """Seconds to wait until killed processes have ended; one that is blocked in the kernel, for example
 by a failed disk, may never end."""
