@@ -373,19 +373,26 @@ def test_repeated_and_added_steps_are_evaluated_again(
     assert evaluated(2, 0.4) == [("before", 0.1), ("after", 0.4)]
 
 
+class StoppedEvaluator(ScriptedEvaluator):
+    async def evaluate(self, version: int) -> EvalReport:
+        raise StopRequested
+
+
+def stop_in_an_evaluation_and_continue(
+    config: TrainerConfig, folder: RunFolder, engine: str, *rates: float
+) -> None:
+    assert asyncio.run(run_once(config, folder, engine, evaluator=StoppedEvaluator())) == "stopped"
+    evaluator = ScriptedEvaluator(*rates)
+    assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
+
+
 def test_evaluation_in_which_a_run_was_stopped_is_made_when_it_continues(
     checkpoint: Path, engine: str, new_folder: Any
 ) -> None:
-    class Stopped(ScriptedEvaluator):
-        async def evaluate(self, version: int) -> EvalReport:
-            raise StopRequested
-
     folder = new_folder("a")
     evals = {"every": 1, "before": False, "after": False}
     config = config_of(checkpoint, trainer={"steps": 3, "stop_at_success": 0.5}, eval=evals)
-    assert asyncio.run(run_once(config, folder, engine, evaluator=Stopped())) == "stopped"
-    evaluator = ScriptedEvaluator(0.3, 0.6)
-    assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
+    stop_in_an_evaluation_and_continue(config, folder, engine, 0.3, 0.6)
     made = folder.read_summary()["eval"]
     assert {name: each["success"] for name, each in made.items()} == {"1": 0.3, "2": 0.6}
 
@@ -393,16 +400,10 @@ def test_evaluation_in_which_a_run_was_stopped_is_made_when_it_continues(
 def test_checkpoint_is_the_best_by_an_evaluation_that_is_made_when_the_run_continues(
     checkpoint: Path, engine: str, new_folder: Any
 ) -> None:
-    class Stopped(ScriptedEvaluator):
-        async def evaluate(self, version: int) -> EvalReport:
-            raise StopRequested
-
     folder = new_folder("a")
     evals = {"every": 1, "before": False, "after": False}
     config = config_of(checkpoint, trainer={"steps": 2, "keep_last": 1}, eval=evals)
-    assert asyncio.run(run_once(config, folder, engine, evaluator=Stopped())) == "stopped"
-    evaluator = ScriptedEvaluator(0.6, 0.2)
-    assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
+    stop_in_an_evaluation_and_continue(config, folder, engine, 0.6, 0.2)
     assert (folder.checkpoints / "best").read_text() == "step-000001"
     assert (folder.checkpoints / "step-000001").is_dir()
 

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.client import SessionHandle
 from proxy.errors import HeldElsewhere
-from proxy.records import Reward, TurnStatus
+from proxy.records import Reward, Turn, TurnStatus
 from proxy.serving.call import LiveCall
 from tests.postgres_server import empty_database
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -20,14 +20,24 @@ CHAT = "chat/completions"
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-async def two_proxies(
-    request: pytest.FixtureRequest, start_proxy: StartProxy, tmp_path: Path
-) -> list[RunningProxy]:
-    store = f"sqlite:///{tmp_path}/shared.sqlite"
+async def shared_store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "postgres":
-        store = await empty_database(request.getfixturevalue("postgres"))
-    one = await start_proxy(store=store)
-    return [one, await start_proxy(store=store, engine=one.engine)]
+        return await empty_database(request.getfixturevalue("postgres"))
+    return f"sqlite:///{tmp_path}/shared.sqlite"
+
+
+@pytest.fixture
+async def two_proxies(shared_store: str, start_proxy: StartProxy) -> list[RunningProxy]:
+    one = await start_proxy(store=shared_store)
+    return [one, await start_proxy(store=shared_store, engine=one.engine)]
+
+
+@pytest.fixture
+async def lively_proxies(shared_store: str, start_proxy: StartProxy) -> list[RunningProxy]:
+    """The second one soon looks for what the first one has added to the store."""
+    one = await start_proxy(store=shared_store)
+    soon = {"keep_alive_s": 0.05}
+    return [one, await start_proxy(store=shared_store, engine=one.engine, limits=soon)]
 
 
 async def test_calls_alternating_between_proxies_form_one_path(
@@ -147,15 +157,21 @@ async def test_turns_recorded_by_the_other_proxy_are_continued(
     assert (last.parent, last.fork_cause) == (0, None)
 
 
+async def continued(proxy: RunningProxy, session: SessionHandle, response: str) -> Turn:
+    """The turn that continues a response."""
+    body = {"input": "Go on.", "previous_response_id": response}
+    status, more = await proxy.post(session, "responses", body)
+    assert status == 200, more
+    *_, last = (await proxy.record(session))[1]
+    return last
+
+
 async def test_response_of_the_other_proxy_is_continued(two_proxies: list[RunningProxy]) -> None:
     one, two = two_proxies
     session = await one.session()
     assert (await two.post(at(session, two), "responses", {"input": "Before."}))[0] == 200
     _, reply = await one.post(session, "responses", {"input": "Hello."})
-    body = {"input": "Go on.", "previous_response_id": reply["id"]}
-    status, more = await two.post(at(session, two), "responses", body)
-    assert status == 200, more
-    *_, last = (await two.record(session))[1]
+    last = await continued(two, at(session, two), reply["id"])
     assert (last.parent, last.fork_cause) == (1, None)
 
 
@@ -200,10 +216,7 @@ async def test_response_is_continued_here_if_the_other_proxy_lets_go_of_the_sess
         return await run(call, begin)
 
     monkeypatch.setattr(LiveCall, "_open", run_later)
-    body = {"input": "Go on.", "previous_response_id": reply["id"]}
-    status, more = await proxy.post(session, "responses", body)
-    assert status == 200, more
-    *_, last = (await proxy.record(session))[1]
+    last = await continued(proxy, session, reply["id"])
     assert (last.parent, last.fork_cause) == (0, None)
 
 
@@ -218,11 +231,9 @@ async def test_completion_at_one_proxy_is_known_to_a_long_poll_at_the_other(
 
 
 async def test_event_stream_at_one_proxy_has_the_events_of_the_other_and_ends(
-    start_proxy: StartProxy, tmp_path: Path
+    lively_proxies: list[RunningProxy],
 ) -> None:
-    store = f"sqlite:///{tmp_path}/shared.sqlite"
-    one = await start_proxy(store=store)
-    two = await start_proxy(store=store, engine=one.engine, limits={"keep_alive_s": 0.05})
+    one, two = lively_proxies
     session = await one.session()
     events = two.control.events(session.trial_id)
     async with asyncio.timeout(10):
@@ -235,11 +246,9 @@ async def test_event_stream_at_one_proxy_has_the_events_of_the_other_and_ends(
 
 
 async def test_completion_at_one_proxy_ends_a_long_poll_at_the_other(
-    start_proxy: StartProxy, tmp_path: Path
+    lively_proxies: list[RunningProxy],
 ) -> None:
-    store = f"sqlite:///{tmp_path}/shared.sqlite"
-    one = await start_proxy(store=store)
-    two = await start_proxy(store=store, engine=one.engine, limits={"keep_alive_s": 0.05})
+    one, two = lively_proxies
     session = await one.session()
     waiting = asyncio.create_task(two.control.wait_completed(session.trial_id, timeout_s=60))
     assert not await two.control.wait_completed(session.trial_id, timeout_s=0.1)

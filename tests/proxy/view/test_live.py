@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientResponse, ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from proxy.records import Session, SessionKind, SessionStatus
@@ -22,22 +24,30 @@ async def allowed() -> bool:
     return True
 
 
+@asynccontextmanager
+async def reading(
+    feed: LiveFeed, may_read: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[ClientResponse]:
+    async def follow(request: web.Request) -> web.StreamResponse:
+        return await feed.stream(request, may_read)
+
+    app = web.Application()
+    app.router.add_get("/", follow)
+    async with (
+        TestServer(app) as server,
+        ClientSession() as http,
+        http.get(server.make_url("/")) as response,
+    ):
+        yield response
+
+
 async def test_text_that_is_not_utf_8_does_not_end_the_stream(tmp_path: Path) -> None:
     store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
     state: dict[str, Any] = {"runs": [{"name": "\ud800", "step": 10**30}]}
     feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", state))
 
-    async def follow(request: web.Request) -> web.StreamResponse:
-        return await feed.stream(request, allowed)
-
-    app = web.Application()
-    app.router.add_get("/", follow)
     try:
-        async with (
-            TestServer(app) as server,
-            ClientSession() as http,
-            http.get(server.make_url("/")) as response,
-        ):
+        async with reading(feed, allowed) as response:
             sent = b""
             async with asyncio.timeout(60):
                 while b"event: state\n" not in sent:
@@ -60,17 +70,8 @@ async def test_reader_whose_key_is_revoked_is_cut_off_while_there_is_news(
     async def revoked() -> bool:
         return False
 
-    async def follow(request: web.Request) -> web.StreamResponse:
-        return await feed.stream(request, revoked)
-
-    app = web.Application()
-    app.router.add_get("/", follow)
     try:
-        async with (
-            TestServer(app) as server,
-            ClientSession() as http,
-            http.get(server.make_url("/")) as response,
-        ):
+        async with reading(feed, revoked) as response:
             sent = 0
             while sent < 20 and await response.content.readuntil(b"\n\n"):
                 sent += 1
