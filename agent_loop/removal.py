@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def remove_folder(folder: Path) -> None:
-    """Errors are ignored, as far as possible the folder is empty then. An agent can nest folders
-    deeper than Python recurses (a folder that is copied into itself)."""
+    """Removes what it can, and ignores errors. An agent can nest folders deeper than Python
+    recurses, for example by copying a folder into itself."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except RecursionError:

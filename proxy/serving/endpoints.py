@@ -51,8 +51,8 @@ MAX_AGENT_ID_CHARS = 200
 MAX_PATH_CHARS = 200
 """Characters of a wrong path that its error repeats."""
 MAX_EVENT_CHARS = 2_000
-"""Of the message of a refused call in the session's events, whose readers have a bound for each: a
-message may name what the agent sent."""
+"""Characters of a refused call's message that the session's events keep. A message may repeat what
+the agent sent, and readers refuse an event that is too long."""
 
 
 class Exchange(msgspec.Struct):
