@@ -11,8 +11,8 @@ caller. A fork takes a millisecond, even where the agent's module takes seconds 
 
 To inherit a rule set from the parent costs a process nothing. To take one itself costs it 20 ms,
 because the kernel copies a rule for each of 65,000 ports. So a restricted server takes it for all
-agents behind a light wall. An agent behind a strict wall takes it itself, because a process with a rule set
-cannot join a sandbox that was started without it.
+agents behind a light wall. An agent behind a strict wall takes it itself, because a process with a
+rule set cannot join a sandbox that was started without it.
 
 Invariant: a job is run by a server with its rule set, and holds none of the servers' sockets.
 """

@@ -194,7 +194,7 @@ class VllmServer:
             for server in guard.joinpath("children").read_text().split():
                 own = os.getpriority(os.PRIO_PROCESS, int(server))  # as that of the agents
                 os.setpriority(os.PRIO_PGRP, int(server), min(own + nice, 19))
-                # Where Linux groups the processes of a session, a nice value counts only within one.
+                # Where Linux groups a session's processes, that counts only within the group.
                 Path(f"/proc/{server}/autogroup").write_text(str(nice))
 
     async def _new_process(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
