@@ -10,9 +10,7 @@ from proxy.client import ProxyClientError
 from proxy.engines.scripted import Fault
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.serving.test_retries import NO_PATIENCE
-from tests.proxy.serving.test_two_proxies import CHAT, at, chat, two_proxies
-
-__all__ = ["two_proxies"]
+from tests.proxy.serving.test_two_proxies import CHAT, at, chat
 
 
 async def test_calls_of_all_sessions_at_all_proxies_count(two_proxies: list[RunningProxy]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,23 +12,9 @@ from proxy.client import SessionHandle
 from proxy.errors import HeldElsewhere
 from proxy.records import Reward, Turn, TurnStatus
 from proxy.serving.call import LiveCall
-from tests.postgres_server import empty_database
 from tests.proxy.conftest import RunningProxy, StartProxy
 
 CHAT = "chat/completions"
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-async def shared_store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgres":
-        return await empty_database(request.getfixturevalue("postgres"))
-    return f"sqlite:///{tmp_path}/shared.sqlite"
-
-
-@pytest.fixture
-async def two_proxies(shared_store: str, start_proxy: StartProxy) -> list[RunningProxy]:
-    one = await start_proxy(store=shared_store)
-    return [one, await start_proxy(store=shared_store, engine=one.engine)]
 
 
 @pytest.fixture
