@@ -2,11 +2,11 @@
 
 Invariant: a token attends to itself and to the tokens before it on its own path (within the sliding
 window, if the layer has one), and to no others. A `Layout` holds the end of each token's path. The
-layout is cut into runs of tokens that are followed by the same tokens. For each run, SDPA's flash
-kernel is called once with a causal mask for the run itself, and once without a mask for all tokens
-that follow it. The results are merged by their log-sum-exps. Layers with a sliding window or with
-soft-capping are computed in blocks of queries instead. On CUDA the same layout becomes a block mask
-of FlexAttention (`flex.py`).
+layout is cut into runs of tokens that are followed by the same tokens. SDPA's flash kernel is
+called for each block of a run, with a causal mask; for each block and what of the run comes before
+it; and for the run and all tokens that follow it. The results are merged by their log-sum-exps.
+Layers with a sliding window or with soft-capping are computed in blocks of queries instead. On CUDA
+the same layout becomes a block mask of FlexAttention (`flex.py`).
 
 Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
 """
@@ -32,6 +32,9 @@ from trainer.policy.mask import AttentionMask
 _WITHOUT_EFFECT = frozenset(("position_ids", "use_cache", "cache_position", "output_attentions"))
 """Arguments that models pass to every attention and that are ignored here, because the layout is
 causal and has no cache."""
+
+CAUSAL_TOKENS = 128
+"""Tokens of a causal call of the flash kernel, which also computes the half that it then masks."""
 
 # The kernels of `scaled_dot_product_attention` on CPU. They are called by name because these calls
 # also return the log-sum-exp.
@@ -156,9 +159,8 @@ class _AttendByRuns(Function):
         _, heads, tokens, size = query.shape
         out = query.new_empty(1, tokens, heads, size, dtype=torch.float32).transpose(1, 2)
         logsumexp = query.new_empty(1, heads, tokens, dtype=torch.float32)
-        seen = 0
+        done = 0  # the tokens before it have a result, with which the next one is merged
         for run in runs:
-            start, _, end = run
             for keys, queries, causal in _parts(run):
                 part, part_lse = _flash(
                     query[:, :, queries],
@@ -168,12 +170,12 @@ class _AttendByRuns(Function):
                     scale=scale,
                 )
                 into, into_lse = out[:, :, queries], logsumexp[:, :, queries]
-                if start < seen:
+                if queries.start < done:
                     _merge(into, into_lse, part, part_lse)
-                else:  # the start of a path, whose tokens have no earlier part to merge with
+                else:
                     into.copy_(part)
                     into_lse.copy_(part_lse)
-            seen = max(seen, end)
+                    done = queries.stop
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.runs, ctx.scale = runs, scale
@@ -206,10 +208,13 @@ class _AttendByRuns(Function):
 def _parts(run: Run) -> Iterator[tuple[slice, slice, bool]]:
     """`(keys, queries, causal)` of each flash call on the keys and values of a run."""
     start, stop, end = run
-    keys = slice(start, stop)
-    yield keys, keys, True
+    for first in range(start, stop, CAUSAL_TOKENS):
+        block = slice(first, min(first + CAUSAL_TOKENS, stop))
+        yield block, block, True
+        if start < first:
+            yield slice(start, first), block, False
     if stop < end:
-        yield keys, slice(stop, end), False
+        yield slice(start, stop), slice(stop, end), False
 
 
 def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_lse: Tensor) -> None:
