@@ -22,6 +22,7 @@ from proxy.policies import POLICY_NAME
 from trainer.errors import ConfigError
 from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
+from trainer.policy.cpu_linear import use_wide_products
 from trainer.policy.loading import Place, load_weights
 from trainer.policy.proof import prove
 from trainer.policy.router_balance import check_balance
@@ -162,6 +163,7 @@ def load_model(
         _check_one_type(model, config)
     check_model(model, config.path)
     use_packed_rows(model)
+    use_wide_products(model)
     if replays:
         replay_routing(model)
     if config.checkpoints and trainable:
