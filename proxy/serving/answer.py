@@ -140,6 +140,10 @@ class LiveAnswer:
         self._take(Chunk(ids, [0.0] * len(ids)))
         self._finish = FinishReason.STOP
 
+    def cut(self) -> None:
+        """Makes the answer an incomplete one."""
+        self._finish = FinishReason.CUT
+
     def finished(self) -> Turn:
         """The turn to record: DONE, or CUT with what was sampled. Call it once."""
         rest, message = self._parser.finish()
@@ -294,7 +298,8 @@ class LiveAnswer:
 
 
 async def sample_all(answers: Sequence[LiveAnswer]) -> None:
-    """Samples all answers. If one fails, ends the others and raises its error."""
+    """Samples all answers. If one fails, cuts the others, also complete ones, because the agent
+    gets none of them, and raises its error."""
     if len(answers) == 1:
         await answers[0].sample()
         return
@@ -304,7 +309,10 @@ async def sample_all(answers: Sequence[LiveAnswer]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        if any(end is not None for end in ends):
+            for answer in answers:
+                answer.cut()
 
 
 def replayed_outcome(

@@ -13,7 +13,7 @@ PLACING     nothing is recorded.
                          Intents that were recorded, or may have been, are closed as CUT.
 BEGUN       every answer has a turn that is OPEN; nothing is sampled. → SAMPLING, always.
 SAMPLING    → RECORDING  every answer is sampled to its end; or the engine fails or the call is
-                         aborted, and incomplete answers become CUT.
+                         aborted while one is incomplete, and all answers become CUT.
 RECORDING   cannot be aborted.
             → PLACING    an answer lacks the tool call that the agent requires (`forced_call`).
             → ENDED      every turn is DONE or CUT in the store. If recording fails, turns are

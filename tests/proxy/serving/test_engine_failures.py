@@ -94,6 +94,21 @@ async def test_each_of_several_answers_goes_on_by_itself(proxy: RunningProxy) ->
     assert [turn.sampled_ids.tolist() for turn in turns] == [ids] * 2
 
 
+async def test_finished_answer_is_cut_with_the_call_if_another_one_fails(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(limits={"engine_patience_s": 1.0})
+    ids = says(proxy, TEXT)
+    session = await proxy.session()
+    proxy.engine.healthy = False  # the answer that breaks is not continued
+    proxy.engine.faults = [Fault("die", after_tokens=3)]
+    events = await proxy.events(session, CHAT, chat(n=2, stream=True))
+    assert b"error" in events[-1]
+    _, turns = await proxy.record(session)
+    assert sorted(len(turn.sampled_ids) for turn in turns) == [3, len(ids)]
+    assert [turn.status for turn in turns] == [TurnStatus.CUT] * 2
+
+
 async def test_resumption_is_an_event_and_is_counted(proxy: RunningProxy) -> None:
     says(proxy, TEXT)
     session = await proxy.session()
