@@ -264,7 +264,7 @@ class Router:
         if isinstance(error, MissingAdapter):
             return failure_id
         engine.info.healthy = False
-        self._admission.failed(name)
+        self._hold_calls(engine)
         self._checks.suspect(engine)
         return failure_id
 
@@ -304,19 +304,28 @@ class Router:
         try:
             await engine.check()
         except EngineError as error:
-            self._admission.failed(engine.info.name)
+            self._hold_calls(engine)
             if was_healthy:
                 _log.warning("engine %s failed its check: %s", engine.info.name, error.message)
             return error
         except Exception:
             engine.info.healthy = False
-            self._admission.failed(engine.info.name)
+            self._hold_calls(engine)
             raise
-        self._admission.report(engine.info.name, engine.info.cache_tokens)
+        if self._has(engine):
+            self._admission.report(engine.info.name, engine.info.cache_tokens)
         if not was_healthy:
             _log.info("engine %s is healthy again", engine.info.name)
             self._wake_waiting_calls()
         return None
+
+    def _hold_calls(self, engine: Engine) -> None:
+        if self._has(engine):
+            self._admission.failed(engine.info.name)
+
+    def _has(self, engine: Engine) -> bool:
+        """False if it was removed; another engine may have its name."""
+        return self._engines.get(engine.info.name) is engine
 
     def _wake_waiting_calls(self) -> None:
         self._joined.set()

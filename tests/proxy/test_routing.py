@@ -150,6 +150,25 @@ async def test_calls_that_wait_at_a_replica_whose_check_raises_look_for_another(
     await router.close()
 
 
+async def test_late_failure_of_a_removed_replica_does_not_hold_calls_of_its_successor() -> None:
+    overdue: list[bool] = []
+    admission = CacheAdmission(
+        SchedulingConfig(enabled=True, max_wait_s=0.05),
+        on_admitted=lambda waited_s, late: overdue.append(late),
+    )
+    old, new = (VllmEngine("http://127.0.0.1:9", name="0") for _ in range(2))
+    router = Router([old], admission=admission)
+    old.info.in_flight = 1
+    await router.remove("0")
+    await router.add(new)
+    admission.report("0", 1000)
+    router.failed(old, EngineError("it was ended"))
+    claim = RoomClaim("call", "session", prompt_tokens=700, max_tokens=1)
+    assert await admission.admitted(claim, lambda: ["0"]) == "0"
+    assert overdue == [False]
+    await router.close()
+
+
 async def test_error_is_retryable_if_no_replica_is_healthy(replicas: Replicas) -> None:
     for server in replicas.servers:
         await server.close()
