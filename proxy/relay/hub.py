@@ -51,8 +51,8 @@ class RelayHub:
         joined: Callable[[RelayEngine], Awaitable[None]],
         left: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`joined` gets each new engine and may refuse it with RequestError. `left` gets the name
-        of an engine that is lost for good, before another engine can have the name.
+        """`joined` gets each new engine and may refuse it with RequestError, at once. `left` gets
+        the name of an engine that is lost for good, before another engine can have the name.
 
         Raises:
             ConfigurationError: no token is set.
@@ -194,10 +194,14 @@ class RelayHub:
 
     async def _admit(self, hello: Hello) -> RelayEngine:
         self._match(hello)
+        await self._say_farewell()
         while (held := self._engines.get(hello.name)) is not None:
             if held.is_incarnation(hello):
                 return held
             await self._evict(held)
+            await self._say_farewell()
+        # Nothing waits from here until `attach`: another process would evict an engine without a
+        # connection.
         engine = RelayEngine(
             hello,
             window=self._config.window,
@@ -209,7 +213,6 @@ class RelayHub:
             now = asyncio.get_running_loop().time()
             engine.want(self._weights, max(0.0, self._patient_until - now))
         self._engines[hello.name] = engine
-        await self._say_farewell()
         try:
             await self._joined(engine)
         except RequestError as error:
@@ -234,7 +237,8 @@ class RelayHub:
             await self._left(name)
 
     async def _say_farewell(self) -> None:
-        await asyncio.gather(*self._farewells)
+        while self._farewells:
+            await asyncio.gather(*self._farewells)
 
     def _match(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:

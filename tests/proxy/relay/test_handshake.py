@@ -9,13 +9,18 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import WSCloseCode, WSMsgType
+from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.test_utils import TestServer
+from pydantic import SecretStr
 
+from proxy.config import RelayConfig
 from proxy.relay import hub
 from proxy.relay.fingerprint import fingerprint
+from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import (
     PATH,
     PROTOCOL_VERSION,
+    Check,
     Fingerprint,
     Frame,
     Generate,
@@ -29,6 +34,7 @@ from proxy.relay.protocol import (
     decode_to_worker,
     encode,
 )
+from proxy.routing import Router
 from tests.proxy.relay.conftest import TOKEN, OpenProxy, Proxy, ids_of, sample
 
 
@@ -61,8 +67,8 @@ class Socket:
         await self._http.close()
 
 
-async def _connect_once(proxy: Proxy) -> None:
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+async def _connect_once(proxy: Proxy, token: str = TOKEN) -> None:
+    headers = {"Authorization": f"Bearer {token}"}
     async with aiohttp.ClientSession(headers=headers) as http:
         await http.ws_connect(f"http://127.0.0.1:{proxy.port}{PATH}")
 
@@ -151,3 +157,47 @@ def test_frame_with_different_numbers_of_ids_and_logprobs_is_refused() -> None:
         decode_to_worker(nested)
     with pytest.raises(ProtocolError, match="a message of 1 bytes"):
         decode_to_proxy(b"\xff")
+
+
+async def test_of_two_processes_that_take_over_a_name_at_once_one_becomes_the_engine(
+    model: Path,
+) -> None:
+    router, parted = Router([]), asyncio.Event()
+
+    async def left(name: str) -> None:
+        await parted.wait()
+        await router.remove(name)
+
+    relay = RelayHub(
+        RelayConfig(token=SecretStr(TOKEN)), fingerprint(model), joined=router.add, left=left
+    )
+    app = web.Application()
+    app.router.add_get(PATH, relay.connect)
+    async with TestServer(app) as server:
+        proxy = Proxy(server.runner, server.port or 0)
+        async with Socket(proxy) as before:
+            await before.send_bytes(encode(hello(model)))
+            await before.receive_bytes(timeout=10)
+            await before.close(code=WSCloseCode.GOING_AWAY)
+        async with Socket(proxy) as one, Socket(proxy) as other:
+            await one.send_bytes(encode(hello(model, incarnation="i-2")))
+            await other.send_bytes(encode(hello(model, incarnation="i-3")))
+            with pytest.raises(aiohttp.WSServerHandshakeError):  # after it has read the hellos
+                await _connect_once(proxy, "wrong")
+            parted.set()
+            workers = [asyncio.create_task(until_refused(socket)) for socket in (one, other)]
+            await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+            assert sum(worker.done() for worker in workers) == 1
+            await router.check()
+            assert router.infos == [engine.info for engine in relay.engines]
+            for worker in workers:
+                worker.cancel()
+        await relay.close()
+        await router.close()
+
+
+async def until_refused(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Answers the proxy's checks."""
+    while not isinstance(message := decode_to_worker(await socket.receive_bytes()), Refuse):
+        if isinstance(message, Check):
+            await socket.send_bytes(encode(Health(message.number, 0, None)))
