@@ -82,8 +82,7 @@ class TurnStatus(StrEnum):
     DONE = "done"
     """Sampled to the end, and committed before the terminal event was sent."""
     CUT = "cut"
-    """Interrupted (client disconnected, engine failed, proxy killed), or another answer of its call
-    was: kept, never trained."""
+    """It or another answer of its call was interrupted (client disconnected, engine failed, …)."""
     SUPERSEDED = "superseded"
     """Answered, but the agent did not receive the answer and retried: kept, never trained."""
     CONTEXT = "context"
