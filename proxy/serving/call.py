@@ -14,8 +14,7 @@ PLACING     nothing is recorded.
 BEGUN       every answer has a turn that is OPEN; nothing is sampled. → SAMPLING, always.
 SAMPLING    → RECORDING  every answer is sampled to its end; or the engine fails or the call is
                          aborted while one is incomplete, and all answers become CUT.
-RECORDING   cannot be aborted.
-            → PLACING    an answer lacks the tool call that the agent requires (`forced_call`).
+RECORDING   → PLACING    an answer lacks its required tool call (`forced_call`); if not aborted.
             → ENDED      every turn is DONE or CUT in the store. If recording fails, turns are
                          closed, or their answers marked as not arrived (`Ownership.close`).
 ENDED       watchers get the answers or the error. When the answer has arrived at one of them, or
@@ -113,7 +112,7 @@ class LiveCall:
     @property
     def abandoned(self) -> bool:
         """Whether the call is being aborted."""
-        return self._aborted is not None
+        return self._aborted is not None and self.state is not CallState.RECORDING
 
     def start(self) -> None:
         """Registers the call with its session and runs it."""
@@ -127,7 +126,7 @@ class LiveCall:
 
     def abort(self, why: ProxyError) -> None:
         """Ends the call early with the error `why`. Further calls have no effect."""
-        if self._aborted is None and not self.ended and self.state is not CallState.RECORDING:
+        if self._aborted is None and not self.ended:
             self._aborted = why
             if self._interruptible and self._task is not None:
                 self._task.cancel()
@@ -154,7 +153,7 @@ class LiveCall:
     def left_by(self, watcher: Watcher) -> None:
         """Ends the watching. `Watcher` calls it."""
         self.watchers.discard(watcher)
-        if not self.ended and not self.watchers:
+        if not self.watchers and self.state not in (CallState.RECORDING, CallState.ENDED):
             self.abort(EngineError("the client closed its connection"))
         elif self.ended and (watcher.arrived or not self.watchers):
             self._settle(arrived=watcher.arrived)
@@ -211,6 +210,8 @@ class LiveCall:
         """The answer, with the tool call that the agent requires if the model made none."""
         if not self.watchers or not lacks_call(self.asked, said):
             return said
+        if self._aborted is not None:
+            raise asyncio.CancelledError
         live, backend = self.live, self.backend
 
         async def begin() -> Fresh | Replayed:

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from proxy.config import SessionsConfig
 from proxy.conversation.messages import Conversation, Message, load_answer
-from proxy.errors import ProxyError, StoreError
+from proxy.errors import EngineError, ProxyError, StoreError
 from proxy.metrics import Metrics
 from proxy.profiles import Profiles
 from proxy.records import Turn, TurnStatus
@@ -38,7 +38,7 @@ from proxy.serving.sessions import LiveSession, Sessions
 from proxy.store.protocol import Undelivered
 from proxy.store.sqlite import SqliteStore
 from proxy.token_tree import TokenTree
-from proxy.wire.dialect import Call, Options
+from proxy.wire.dialect import Call, ForcedCall, Options
 from tests.proxy.serving.faulty_parts import CrashError, FaultKind, GatedEngine, Gates, faulty
 
 QUESTIONS = ("One?", "Two?")
@@ -347,6 +347,29 @@ async def test_closing_a_turn_is_tried_again_after_any_error(
     (turn,) = await scene.process.store.get_turns("t")
     assert turn.status is TurnStatus.CUT
     assert not errors
+
+
+async def test_call_that_is_aborted_while_its_answer_is_recorded_begins_no_required_call(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_turn = scene.process.store.commit_turn
+
+    async def commit_and_abort(turn: Turn, quota: str) -> None:
+        await commit_turn(turn, quota)
+        call.abort(EngineError("it takes too long"))
+
+    monkeypatch.setattr(scene.process.store, "commit_turn", commit_and_abort)
+    live = await scene.process.sessions.authorise(scene.key, None)
+    look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    conversation = Conversation([Message("user", "One?")], tools=[look])
+    request = Call("m", conversation, Options(forced=ForcedCall()))
+    call = await scene.process.calls.open(live, request, Caller("chat", 0.0))
+    with call.watched(lambda: True) as watcher, pytest.raises(EngineError, match="too long"):
+        await watcher.outcomes()
+    await scene.settled()
+    (turn,) = await scene.process.store.get_turns("t")
+    assert turn.status is TurnStatus.DONE
+    assert (await scene.process.store.undelivered("t")).lost == {0}
 
 
 def test_no_turn_stays_open_or_is_lost_if_any_await_fails(
