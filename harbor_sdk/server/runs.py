@@ -257,12 +257,11 @@ class Runs:
 
     async def _remove_old_runs(self) -> None:
         while True:
-            for run_id in await self._table.remove_finished_before(
-                time.time() - self._config.keep_s
-            ):
+            for run_id in await self._table.finished_before(time.time() - self._config.keep_s):
                 for folder in ("trials", "tasks"):
                     path = self._config.state_dir / folder / run_id
                     await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+                await self._table.remove(run_id)  # last: the next server goes on with its folders
             await asyncio.sleep(min(self._config.keep_s, 3600.0))
 
 

@@ -153,14 +153,17 @@ class RunTable:
         rows = await self._do(lambda db: db.execute("SELECT run_id FROM runs").fetchall())
         return {row[0] for row in rows}
 
-    async def remove_finished_before(self, time: float) -> list[str]:
-        """Removes the rows, and returns their ids so that the caller can remove their folders."""
+    async def finished_before(self, time: float) -> list[str]:
+        """The ids of the runs that finished before this Unix time."""
         rows = await self._do(
             lambda db: db.execute(
-                "DELETE FROM runs WHERE finished_at < ? RETURNING run_id", (time,)
+                "SELECT run_id FROM runs WHERE finished_at < ?", (time,)
             ).fetchall()
         )
         return [row[0] for row in rows]
+
+    async def remove(self, run_id: str) -> None:
+        await self._do(lambda db: db.execute("DELETE FROM runs WHERE run_id = ?", (run_id,)))
 
     async def close(self) -> None:
         await self._do(lambda db: db.close())

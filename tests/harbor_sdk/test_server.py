@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -336,6 +337,31 @@ async def test_old_runs_and_their_folders_are_removed(
         with pytest.raises(AgentRunError) as caught:
             await _until_gone(client, run.run_id)
         assert caught.value.code == "not_found"
+
+
+async def test_folders_of_old_runs_are_removed_by_the_next_server_if_this_one_is_killed(
+    tmp_path: Path, trials: ScriptedTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, trials) as url, AgentRunClient(url) as client:
+        run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
+    begun = threading.Event()
+
+    def killed(path: Path, *, ignore_errors: bool) -> None:
+        begun.set()
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("harbor_sdk.server.runs.shutil.rmtree", killed)
+        async with serving(tmp_path, trials, keep_s=0.001):
+            assert await asyncio.to_thread(begun.wait, 5)
+    async with serving(tmp_path, trials, keep_s=0.001) as url, AgentRunClient(url) as client:
+        with pytest.raises(AgentRunError):
+            await _until_gone(client, run.run_id)
+        assert not (tmp_path / "state/trials" / run.run_id).exists()
+
+
+class KilledError(Exception):
+    """The server ends here."""
 
 
 async def _until_gone(client: AgentRunClient, run_id: str) -> None:
