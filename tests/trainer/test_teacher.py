@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from agent_loop.records import Group, Task
 from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
 from proxy.engines.vllm_server import VllmServer
-from tests.trainer.rollouts import group
+from tests.conftest import TINY_CONTEXT_TOKENS
+from tests.trainer.rollouts import VOCABULARY, group, rollout
 from tests.trainer.test_fit import config_of
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.kl import K2
@@ -55,6 +57,20 @@ def test_engine_scores_the_tokens_as_the_same_checkpoint_does(
     loaded = Policy(ModelConfig(path=tiny_model)).compute_logprobs(batch, temperature=1.0).logprobs
     torch.testing.assert_close(scored, loaded, atol=1e-3, rtol=0)
     assert scored.std() > 0.1
+
+
+def test_engine_scores_a_sequence_that_fills_its_context(
+    vllm: VllmServer, tiny_model: Path
+) -> None:
+    answer = rollout(np.random.default_rng(5), "", prompt=()).segments[0].ids
+    prompt = [at % VOCABULARY for at in range(TINY_CONTEXT_TOKENS - len(answer))]
+    full = rollout(np.random.default_rng(5), "full", prompt=prompt)
+    batch = build_batch([Group("g", Task("g", {}), [full])])
+    assert len(batch.sequences[0]) == TINY_CONTEXT_TOKENS
+    teacher = EngineTeacher(vllm.url, Ranks(), concurrency=1)
+    scored = teacher.compute_logprobs(batch, temperature=1.0).logprobs
+    loaded = Policy(ModelConfig(path=tiny_model)).compute_logprobs(batch, temperature=1.0).logprobs
+    torch.testing.assert_close(scored, loaded, atol=1e-3, rtol=0)
 
 
 def test_teachers_with_the_policys_tokenizer_are_accepted(

@@ -114,22 +114,19 @@ class EngineControl:
         list(self._pool.map(lambda url: self._unload_adapters(url, chosen), self.urls))
 
     def prompt_logprobs(self, ids: Sequence[int], model: str | None = None) -> list[list[float]]:
-        """For each engine, log p(ids[t] | ids[:t]) at temperature 1, for t = 1 … T-1. `model` is
-        the name of an adapter; None: the engine's own weights."""
+        """For each engine, log p(ids[t] | ids[:t]) at temperature 1, for t = 1 … T-1. T may be the
+        engine's whole context. `model` is the name of an adapter; None: the engine's own
+        weights."""
+        # The engine refuses a prompt without room for a token after it, so the last id is scored as
+        # that token. Listed twice, because vLLM's first result is the token that it sampled.
+        last = {"logprob_token_ids": [ids[-1]] * 2, "logprobs": 2}
         body: dict[str, Any] = {
-            "token_ids": list(ids),
-            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+            "token_ids": list(ids[:-1]),
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, **last},
         }
         if model is not None:
             body["model"] = model
-        answers = self._post_all("/inference/v1/generate", body)
-        return [
-            [
-                float(answer["prompt_logprobs"][t][str(ids[t])]["logprob"])
-                for t in range(1, len(ids))
-            ]
-            for answer in answers
-        ]
+        return [_scored(ids, answer) for answer in self._post_all("/inference/v1/generate", body)]
 
     def held_dtypes(self, described: str) -> list[Any]:
         """What each worker of each engine reports in which type it holds the `described` weights
@@ -279,6 +276,14 @@ class EngineControl:
                 raise _died(engine, f"{method} {path} waited for it", why)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {self.timeout_s:g} s")
+
+
+def _scored(ids: Sequence[int], answer: Mapping[str, Any]) -> list[float]:
+    """The log-probabilities of all ids but the first, from vLLM's answer to a scoring call."""
+    prompt, (sampled,) = answer["prompt_logprobs"], answer["choices"][0]["logprobs"]["content"]
+    scores = [prompt[t][str(ids[t])]["logprob"] for t in range(1, len(ids) - 1)]
+    listed = {entry["token_id"]: entry["logprob"] for entry in sampled["top_logprobs"]}
+    return [float(score) for score in (*scores, listed[ids[-1]])]
 
 
 def _connection(engine: str, timeout_s: float) -> http.client.HTTPConnection:
