@@ -1,10 +1,10 @@
 """Gets the log-probabilities of recorded tokens from a vLLM, for a replay.
 
-There are two exact ways. `path` is one prefill: vLLM computes the log-probabilities of a prompt
-before it applies any sampling parameter. `sampled` makes one call of one token for each recorded
-token, with the parameters that it was sampled with; the prefix cache makes such a call one step.
-Parameters that depend on the answer so far (presence and frequency penalty, a grammar) have no
-effect in a call that begins in the middle of an answer.
+There are two exact ways. `path` is one prefill, and one call for the last token: vLLM computes the
+log-probabilities of a prompt before it applies any sampling parameter. `sampled` makes one call of
+one token for each recorded token, with the parameters that it was sampled with; the prefix cache
+makes such a call one step. Parameters that depend on the answer so far (presence and frequency
+penalty, a grammar) have no effect in a call that begins in the middle of an answer.
 """
 
 from __future__ import annotations
@@ -68,16 +68,20 @@ class VllmScorer:
     async def path(self, ids: Ids) -> Logprobs:
         """`[T]`: each id's log-probability given the preceding ids, at temperature 1; 0 for the
         first id. Raises EngineError or RequestError."""
-        answer = await self._ask(ids, {"temperature": 1.0, "prompt_logprobs": 0})
+        # The engine refuses a prompt without room for a token after it, and the last id may fill
+        # its context: it is scored as that token.
+        prompt = ids[:-1]
+        answer = await self._ask(prompt, {"temperature": 1.0, "prompt_logprobs": 0})
         scored = answer.prompt_logprobs or []
-        if len(scored) != len(ids):
-            raise self._upstream.fault(f"scored {len(scored)} of {len(ids)} tokens")
+        if len(scored) != len(prompt):
+            raise self._upstream.fault(f"scored {len(scored)} of {len(prompt)} tokens")
         values = np.zeros(len(ids), np.float32)
-        for at, (token, known) in enumerate(zip(ids.tolist(), scored, strict=True)):
+        for at, (token, known) in enumerate(zip(prompt.tolist(), scored, strict=True)):
             entry = (known or {}).get(str(token))
             if entry is None and at:
                 raise self._upstream.fault(f"did not score token {token} at {at}")
             values[at] = entry.logprob if entry is not None else 0.0
+        values[-1] = await self._token(ids, len(prompt), {"temperature": 1.0})
         return values
 
     async def sampled(self, path: Ids, count: int, params: Mapping[str, Any]) -> Logprobs:

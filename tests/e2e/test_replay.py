@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from proxy.commands.replay import replay
 from proxy.engines.vllm_scoring import VllmScorer
 from proxy.engines.vllm_server import VllmServer
+from tests.conftest import TINY_CONTEXT_TOKENS
 from tests.e2e.running_proxy import Running, running_proxy
 
 pytestmark = pytest.mark.engine
@@ -41,6 +43,13 @@ async def test_replay_returns_the_recorded_log_probabilities(
     assert [entry.turn for entry in compared] == [0, 1, 2, 3]
     assert sum(entry.tokens for entry in compared) == sum(len(t.sampled_ids) for t in turns) > 8
     assert max(entry.largest for entry in compared) <= NOISE_NATS
+
+
+async def test_path_that_fills_the_engines_context_is_scored(scorer: VllmScorer) -> None:
+    path = np.arange(TINY_CONTEXT_TOKENS, dtype=np.int32) % 90 + 20
+    scored, before = await scorer.path(path), await scorer.path(path[:-1])
+    np.testing.assert_allclose(scored[:-1], before, atol=NOISE_NATS)
+    assert scored[-1] < 0
 
 
 @pytest.mark.parametrize(
