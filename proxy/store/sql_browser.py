@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,12 @@ class SqlBrowser:
     """The column of turns and answers in the order of their insertion."""
     LEAST = "least"
     """The database's function for the smaller of two numbers."""
+    COMMITTED = "? IS NULL"
+    """Whether a row of the table `{}` was written before the transaction `_oldest_running`."""
+
+    async def _oldest_running(self) -> str | None:
+        """The oldest transaction that writes; None: no row comes before one that is there."""
+        return None
 
     async def _fetch(self, sql: str, *values: Any) -> Sequence[Any]:
         raise NotImplementedError
@@ -171,17 +177,13 @@ class SqlBrowser:
         if after is None:
             after = await self._back(limit)
         begun = await self.begun(after.begun, limit)
-        answered = await self._fetch(
-            f"SELECT {_HEAD_COLUMNS}, a.{seq} FROM answers a JOIN turns t"
-            " ON a.session_id = t.session_id AND a.idx = t.idx"
-            f" WHERE a.{seq} > ? ORDER BY a.{seq} LIMIT ?",
-            after.answered,
-            limit,
+        answers = (
+            f"{_HEAD_COLUMNS}, a.{seq}",
+            "answers a JOIN turns t ON a.session_id = t.session_id AND a.idx = t.idx",
         )
-        events = await self._fetch(
-            "SELECT session_id, seq, at, kind, data FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
-            after.events,
-            limit,
+        answered = await self._committed(*answers, f"a.{seq}", after.answered, limit)
+        events = await self._committed(
+            "e.session_id, e.seq, e.at, e.kind, e.data", "events e", "e.seq", after.events, limit
         )
         position = Position(
             begun[-1][0] if begun else after.begun,
@@ -196,14 +198,24 @@ class SqlBrowser:
         return Recent(position, [head for _, head in begun], [_head(r) for r in answered], told)
 
     async def begun(self, after: int, limit: int) -> list[tuple[int, TurnHead]]:
-        seq = self.SEQUENCE
+        place = f"t.{self.SEQUENCE}"
+        found = await self._committed(f"{_HEAD_COLUMNS}, {place}", _JOINED, place, after, limit)
+        return [(row[-1], _head(row)) for row in found]
+
+    async def _committed(
+        self, columns: str, source: str, place: str, after: int, limit: int
+    ) -> list[Any]:
+        """The rows of `source` after a place, up to the first before which a row may still come."""
+        running = await self._oldest_running()
+        table = place.partition(".")[0]
         found = await self._fetch(
-            f"SELECT {_HEAD_COLUMNS}, t.{seq} FROM {_JOINED} WHERE t.{seq} > ?"
-            f" ORDER BY t.{seq} LIMIT ?",
+            f"SELECT {columns}, {self.COMMITTED.format(table)} FROM {source} WHERE {place} > ?"
+            f" ORDER BY {place} LIMIT ?",
+            running,
             after,
             limit,
         )
-        return [(row[-1], _head(row)) for row in found]
+        return [row[:-1] for row in takewhile(lambda row: row[-1], found)]
 
     async def _back(self, count: int) -> Position:
         """The position before the last `count` rows of each table."""

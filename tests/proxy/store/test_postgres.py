@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import asyncpg
 import pytest
 
 from proxy.errors import StoreError
@@ -54,3 +55,21 @@ async def test_answer_that_is_recorded_while_its_proxy_seems_dead_is_kept(
 
     monkeypatch.setattr(two, "_alive", none_alive)
     assert (await two.get_turns(ID))[0].status is TurnStatus.DONE
+
+
+async def test_reader_gets_an_event_that_is_committed_after_a_later_one(
+    pair: tuple[PostgresStore, PostgresStore],
+) -> None:
+    one, two = pair
+    position = (await two.browser.recent(None, 100)).position
+    slow = await asyncpg.connect(one._url)
+    async with slow.transaction():
+        sql = "INSERT INTO events (session_id, at, kind, data) VALUES ($1, 1.0, 'slow', '{}')"
+        await slow.execute(sql, ID)
+        await one.add_event(ID, "quick", {})
+        during = await two.browser.recent(position, 100)
+    await slow.close()
+    after = await two.browser.recent(during.position, 100)
+    kinds = [event["kind"] for event in (*during.events, *after.events)]
+    assert kinds == ["slow", "quick"]
+    assert (await two.browser.recent(after.position, 100)).position == after.position
