@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -142,7 +142,8 @@ class PolicyJudge:
                 headers = JSON | {"Authorization": f"Bearer {session.api_key}"}
                 yield JudgeAccess(session.base_url, finished.trial.model, headers)
             finally:
-                await proxy.complete(session.trial_id)
+                with suppress(ProxyClientError):  # the judge has answered; the session expires
+                    await proxy.complete(session.trial_id)
         except ProxyClientError as error:
             raise RewardError(f"judge: the policy's proxy: {error}") from error
 

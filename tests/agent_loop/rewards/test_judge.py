@@ -20,12 +20,13 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.judge import Judge, JudgeConfig
 from agent_loop.rewards.judge_models import ServedJudge
 from agent_loop.trial_config import TrialConfig
+from proxy.client import ProxyClient, ProxyClientError
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError
 from proxy.records import SessionKind, SessionStatus
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.recorded import finished
-from tests.proxy.conftest import RunningProxy
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 SILENCE = "silence"
 
@@ -184,6 +185,21 @@ async def test_answers_of_the_policy_as_judge_are_no_part_of_the_rollout(
     sessions = {each["trial_id"]: each["kind"] for each in await proxy.control.list_sessions()}
     assert sessions.pop(rollout.trial_id) == "train"
     assert list(sessions.values()) == ["eval"]
+
+
+async def test_reward_of_the_policy_as_judge_is_kept_if_its_session_cannot_be_completed(
+    proxy: RunningProxy, make_trial: MakeTrial
+) -> None:
+    class Away(ProxyClient):
+        async def complete(self, trial_id: str) -> None:
+            raise ProxyClientError("the proxy is restarting", 0)
+
+    proxy.answers("Reward: 0.5")
+    judge = Judge(JudgeConfig(policy=True))
+    async with Away(proxy.url, ADMIN_KEY) as client:
+        trial = replace(finished(make_trial(), answers=["All done."]), proxy=client)
+        assert await judge.grade(trial) == Graded(0.5)
+    await judge.close()
 
 
 async def test_policy_as_judge_needs_a_proxy(make_trial: MakeTrial) -> None:
