@@ -180,6 +180,7 @@ class Swarm:
         """
         request = self._request = object()
         await self.trained(self._status.batch)
+        self._require_current(request)
         self._status.version = self.episodes.version = version
         if self.state in (EngineState.BOOTING, EngineState.SYNCING):
             self.set_state(EngineState.ROLLING)

@@ -17,7 +17,7 @@ from agent_loop.swarm.client import AsyncSwarmClient
 from agent_loop.swarm.episode import Episode
 from agent_loop.swarm.producer import SwarmProducer
 from agent_loop.swarm.table import EpisodeTable
-from agent_loop.swarm.wire import TrainerHello
+from agent_loop.swarm.wire import Claim, EpisodeView, TrainerHello
 from tests.agent_loop.swarm.conftest import (
     ADMIN_KEY,
     TOKEN,
@@ -100,6 +100,37 @@ async def test_pending_request_of_a_dead_trainer_gets_no_batch(start_swarm: Star
     batch = await swarm.trainer.next_batch()
     assert batch is not None
     assert (await swarm.client.status()).counts == {"batched": 2}
+
+
+async def test_claim_that_waits_while_the_trainer_ends_gets_no_episode_of_it(
+    start_swarm: StartSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer ends while its batch is marked as trained on disk."""
+    swarm = await start_swarm(**ONE)
+    await swarm.play("a", 1.0)
+    await swarm.play("a", 0.0)
+    assert await swarm.trainer.next_batch() is not None
+    marking, marked, move = asyncio.Event(), asyncio.Event(), EpisodeTable.move
+
+    async def slowly(table: EpisodeTable, *arguments: Any, **changes: Any) -> list[EpisodeView]:
+        marking.set()
+        await marked.wait()
+        return await move(table, *arguments, **changes)
+
+    monkeypatch.setattr(EpisodeTable, "move", slowly)
+    async with asyncio.timeout(5):
+        wanted = Claim(client_id="c", task_id="b", wait_s=60)
+        claim = asyncio.create_task(swarm.swarm.claim(wanted))
+        stale = asyncio.create_task(swarm.swarm.next_batch(1, wait_s=60))
+        await marking.wait()
+        ended = asyncio.create_task(swarm.swarm.trainer_ended(EngineState.ERROR, "killed"))
+        await asyncio.sleep(0)
+        marked.set()
+        await ended
+        with pytest.raises(SwarmError, match="this trainer has ended"):
+            await stale
+        with pytest.raises(SwarmError, match="the engine is error: killed"):
+            await claim
 
 
 @pytest.mark.parametrize("saved", [True, False])
