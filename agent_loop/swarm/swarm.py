@@ -155,6 +155,7 @@ class Swarm:
         self.set_state(EngineState.BOOTING)  # before anything is awaited: one start at a time
         try:
             await self._return_batch()
+            await self.episodes.abandon("its trainer has ended")
             self.episodes.generation += 1
             await self._table.remember("generation", str(self.episodes.generation))
             return await self._table.recall("run_dir") or ""

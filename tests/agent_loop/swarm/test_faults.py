@@ -305,6 +305,22 @@ async def test_recording_that_cannot_be_removed_does_not_end_the_reclaiming_of_e
             await swarm.swarm.status(since=status.change, wait_s=5)
 
 
+async def test_episode_whose_abort_a_full_disk_refused_ends_before_the_next_trainer_starts(
+    start_swarm: StartSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = await start_swarm(**ONE)
+    episode = await swarm.client.begin_episode(task_id="a", timeout_s=5)
+
+    async def full(*_: object, **__: object) -> None:
+        raise SwarmError("the swarm's database: disk full", "unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EpisodeTable, "move", full)
+        await swarm.swarm.trainer_ended(EngineState.ERROR, "killed")
+    await swarm.client.start_engine(timeout_s=5)
+    assert not await swarm.client.can_continue_episode(episode)
+
+
 async def test_claim_that_a_full_disk_refused_leaves_no_open_session(
     start_swarm: StartSwarm,
     proxy: RunningProxy,
