@@ -3,7 +3,7 @@
 `play` runs one episode of an environment and returns its reward; `list_tasks` prints the tasks of
 its taskset. Of this project, it can import the modules that need the standard library alone.
 Invariant: the policy is called through the session of the trial only, and an episode that the
-environment could not finish has no reward.
+environment could not finish, or in which the policy has no run, has no reward.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def environment(settings: Mapping[str, Any], harness: str | None = None) -> Any:
     return load_environment(resolve_env_config(merged))
 
 
-async def play(call: VerifiersCall) -> dict[str, Any]:
-    """The rewards and metrics of the policy's runs, by name, with their sum as `reward`; or
-    `error`, if the environment failed."""
+async def play(call: VerifiersCall) -> dict[str, Any] | None:
+    """The rewards and metrics of the policy's runs, by name, with their sum as `reward`; None if
+    the episode has no such run; or `error`, if the environment failed."""
     env = environment(call.env, call.harness)
     kind = type(env.taskset).task_type()
     task = kind(kind.data_type().model_validate(dict(call.data)), env.config.taskset.task)
@@ -60,8 +60,10 @@ async def play(call: VerifiersCall) -> dict[str, Any]:
     return _rewards(episode)
 
 
-def _rewards(episode: Any) -> dict[str, Any]:
+def _rewards(episode: Any) -> dict[str, Any] | None:
     played = [trace for trace in episode.traces if trace.agent.trainable]
+    if not played:
+        return None
     parts: dict[str, float] = {}
     for trace in played:
         seat = f"{trace.agent.name}." if len(played) > 1 else ""

@@ -122,3 +122,12 @@ async def test_episode_that_the_environment_cannot_finish_is_failed(
     assert rollout.reward is None
     assert "vf-guess" in (rollout.error or "")
     assert "invalid literal for int()" in (rollout.error or "")
+
+
+async def test_episode_without_a_run_of_the_policy_has_no_reward_instead_of_0(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    rollout, proxy = await episode(start_proxy, tmp_path, "vf-untrained", 1, lambda _: "It is 4.")
+    assert_recorded(rollout, proxy)
+    assert rollout.reward is None
+    assert not rollout.trainable
