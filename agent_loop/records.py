@@ -251,8 +251,12 @@ class Rollout:
     """Turn index → the return credited to the turn, after discounts, rewards of turns and branches,
     and the credit policy for side calls; the return of a turn that is not listed is `reward`."""
     turn_shares: Mapping[int, float] = field(default_factory=dict)
-    """Turn index → the share of `reward` in the turn's return: `discount ** distance` in a chain
-    without forks, and 1 for a turn that is not listed. Baselines are multiplied by this share."""
+    """Turn index → the share of the trial's reward in the turn's return: `discount ** distance` in
+    a chain without forks, and 1 for a turn that is not listed. Baselines are multiplied by this
+    share."""
+    reward_of_turns: float = 0.0
+    """The part of `reward` that is the sum of rewards of single turns, each of which is in the
+    return of its own turn alone; 0 if the trial has a reward of its own."""
     turn_policies: Mapping[int, str] = field(default_factory=dict)
     """Turn index → the policy that sampled it, for the turns of a run that trains several; empty:
     one policy sampled all trained tokens."""

@@ -65,7 +65,7 @@ _DECODER = msgspec.msgpack.Decoder(_Group)
 
 _PLAIN = (
     *("trial_id", "reward", "num_turns", "started_version", "error", "logs", "seed", "prefix"),
-    "started_at",
+    *("started_at", "reward_of_turns"),
     *("reward_parts", "forks", "times_s", "metrics", "turn_shares", "turn_policies"),
     "turn_calls",
 )

@@ -133,7 +133,7 @@ def build_rollout(
     if zeroed:
         graded, posted = _zero(graded, zeroed), ()
     credited = assign_credit(turns, graded.value, posted, credit or CreditConfig())
-    reward = _with_turn_rewards(graded, posted)
+    reward, of_turns = _with_turn_rewards(graded, posted)
     ending = _ending(attempt, agent, turns, reward, _ended_by(marks))
     others = {turn.index for turn in turns if turn.policy not in attempt.policies}
     is_eval = attempt.kind is SessionKind.EVAL
@@ -147,6 +147,7 @@ def build_rollout(
         reward_parts=reward.parts,
         turn_returns=credited.returns,
         turn_shares=credited.shares,
+        reward_of_turns=of_turns,
         turn_policies=_turn_policies(attempt, turns),
         turn_calls=_turn_calls(turns),
         truncated_turns=_truncated(turns),
@@ -240,12 +241,15 @@ def _ending(
     return _Ending(RolloutStatus.DONE)
 
 
-def _with_turn_rewards(graded: Graded, posted: Sequence[Reward]) -> Graded:
-    """If turns or branches have rewards and the trial has none, their sum is the trial's reward."""
-    of_turns = [reward.value for reward in posted if reward.turn is not None]
-    if graded.value is None and of_turns:
-        return Graded(sum(of_turns), graded.parts)
-    return graded
+def _with_turn_rewards(graded: Graded, posted: Sequence[Reward]) -> tuple[Graded, float]:
+    """If turns or branches have rewards and the trial has none, their sum is the trial's reward;
+    and the part of it that belongs to single turns."""
+    given = [reward for reward in posted if reward.turn is not None]
+    if graded.value is not None or not given:
+        return graded, 0.0
+    of_turns = sum(reward.value for reward in given if not reward.branch)
+    of_branches = sum(reward.value for reward in given if reward.branch)
+    return Graded(of_turns + of_branches, graded.parts), of_turns
 
 
 def _answered(turns: Sequence[Turn]) -> list[Turn]:

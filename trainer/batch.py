@@ -59,7 +59,8 @@ class Batch:
 
     Example: two rollouts of one task, the second with one token fewer:
         sequences        = ([5 6 7 8], [5 6 9])       # p p s s | p p s
-        sequence_rollout = [0 1]     group = [0 0]     rewards = [1.0 0.0]
+        sequence_rollout = [0 1]     group = [0 0]
+        rewards = [1.0 0.0]   trial_rewards = [1.0 0.0]
         sequence         = [0 0 1]   position = [2 3 2]   ids = [7 8 9]   turns = [0 0 0]
         logprobs         = [-0.1 -2.3 -0.7]   versions = [4 4 4]
         returns          = [1.0 1.0 0.0]   shares = [1.0 1.0 1.0]
@@ -71,7 +72,10 @@ class Batch:
     """`[R]` int64, index of the rollouts that share a baseline: a group, or the rollouts of a group
     that began with the same recorded turns."""
     rewards: Tensor
-    """`[R]` float32, reward of each rollout; baselines and statistics are computed from these."""
+    """`[R]` float32, reward of each rollout."""
+    trial_rewards: Tensor
+    """`[R]` float32, the part of the rewards that their turns share: all but what belongs to single
+    turns (`Rollout.reward_of_turns`)."""
     sequences: tuple[Ids, ...]
     """`[S]` arrays of token ids: the whole sequences, both prompt and sampled tokens."""
     sequence_rollout: Tensor
@@ -92,7 +96,7 @@ class Batch:
     returns: Tensor
     """`[N]` float32, the return that the token's turn is credited with; by default the reward."""
     shares: Tensor
-    """`[N]` float32, the share of the rollout's reward in that return: 1 without a discount."""
+    """`[N]` float32, the share of `trial_rewards` in that return: 1 without a discount."""
     prefixes: tuple[str, ...] = ()
     """`[R]`, the recorded turns with which each rollout began, as `Rollout.prefix`; empty: no
     rollout did."""
@@ -223,6 +227,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
         prefixes=tuple(rollout.prefix for _, rollout in rollouts),
         group=_shared_baselines(rollouts),
         rewards=_float([rollout.reward for _, rollout in rollouts]),
+        trial_rewards=_float([(r.reward or 0.0) - r.reward_of_turns for _, r in rollouts]),
         sequences=tuple(sequences),
         routing=tuple(routing) if any(each is not None for each in routing) else (),
         sequence_rollout=_int(sequence_rollout),

@@ -46,6 +46,7 @@ def part_of(batch: Batch, sequences: Iterable[int]) -> BatchPart:
             sources=_chosen(batch.sources, rollouts),
             group=batch.group[rollouts],
             rewards=batch.rewards[rollouts],
+            trial_rewards=batch.trial_rewards[rollouts],
             sequences=_chosen(batch.sequences, chosen),
             routing=_chosen(batch.routing, chosen),
             sequence_rollout=owners,

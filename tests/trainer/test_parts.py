@@ -47,7 +47,8 @@ def test_every_token_is_in_exactly_one_part(seed: int, ranks: int, share: bool) 
         assert torch.equal(column, getattr(batch, name).float())
     for part in parts:
         rollouts, sequences = part.batch.num_rollouts, len(part.batch.sequences)
-        lengths = {"group": rollouts, "rewards": rollouts, "sequence_rollout": sequences}
+        lengths = dict.fromkeys(("group", "rewards", "trial_rewards"), rollouts)
+        lengths["sequence_rollout"] = sequences
         for name in columns:
             own = lengths.get(name, part.batch.num_tokens)
             assert len(getattr(part.batch, name)) == own, name

@@ -166,7 +166,8 @@ class PassAtK(Advantage):
     `ρ = 1 − C(N−c, k) / C(N, k)`, `σ = √(ρ (1 − ρ))`, for a correct rollout `(1 − ρ) / σ`, else
     `(1 − ρ − C(N−c−1, k−1) / C(N−1, k−1)) / σ`; 0 if σ is 0. In a group of fewer than `k` rollouts,
     their number replaces `k`. A turn gets its share of the rollout's advantage. Rewards of single
-    turns and the KL divergence are ignored.
+    turns are ignored, unless the trial has no other; then their sum is its reward. The KL
+    divergence is ignored.
     """
 
     name: Literal["pass_at_k"] = "pass_at_k"
@@ -192,7 +193,8 @@ class Tree(Advantage):
     """Turn by turn, from Monte-Carlo values of the states between them; see `turn_values.py`.
 
     For `rollout.tree`; without branches it is `rloo`. A turn gets its share of the advantage.
-    Rewards of single turns and the KL divergence are ignored. arXiv 2604.11037, 2509.21240.
+    Rewards of single turns are ignored, unless the trial has no other; then their sum is its
+    reward. The KL divergence is ignored. arXiv 2604.11037, 2509.21240.
     """
 
     name: Literal["tree"] = "tree"
@@ -258,7 +260,7 @@ class Gae(Advantage):
         values = returns.values
         if values is None:
             raise ValueError("advantage gae needs the critic's values")
-        credited = returns.share * returns.rewards[returns.rollout] + returns.extra
+        credited = returns.share * returns.trial_rewards[returns.rollout] + returns.extra
         rewards = turn_rewards(credited, returns.sequence, returns.turns) + returns.kl_rewards
         columns = (rewards, values.double(), returns.sequence)
         if self.level == "turn":

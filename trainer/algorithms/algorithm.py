@@ -90,9 +90,9 @@ class Algorithm:
         _refuse_text(batch)
         if self.needs_values:
             _needed(batch.values, "the critic's values")
-        shaped, metrics = self._shaped_rewards(batch)
+        shaped, of_trials, metrics = self._shaped_rewards(batch)
         kl_rewards, kl_metrics = self._kl_rewards(batch)
-        returns = Returns.of(batch, shaped, kl_rewards)
+        returns = Returns.of(batch, shaped, of_trials, kl_rewards)
         advantages, targets = self.config.advantage.estimate(returns)
         batch.advantages = advantages.float()
         batch.value_targets = None if targets is None else targets.float()
@@ -209,17 +209,20 @@ class Algorithm:
         """`[R]` bool: whether the rewards with which the rollout's is compared differ."""
         compared = batch.group
         if self.config.advantage.compares_trees:
-            compared = Returns.of(batch, batch.rewards).tree
+            compared = Returns.of(batch, batch.rewards, batch.trial_rewards).tree
         return ~are_equal(batch.rewards, compared)
 
-    def _shaped_rewards(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """`[R]` float64: the shaped reward of each rollout, and metrics of the shaping."""
+    def _shaped_rewards(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """`[R]` float64, twice: `rewards` and `trial_rewards`, shaped; and metrics of the
+        shaping."""
         shaping = self.config.reward
         shaped = shaping.shaped(batch.rewards.double())
+        of_trials = shaping.shaped(batch.trial_rewards.double())
         if shaping.overlong is None:
-            return shaped, {}
+            return shaped, of_trials, {}
         penalty = shaping.overlong.penalty(batch.rollout_tokens.double())
-        return shaped + penalty, {"reward/overlong_penalty": float(penalty.mean())}
+        metrics = {"reward/overlong_penalty": float(penalty.mean())}
+        return shaped + penalty, of_trials + penalty, metrics
 
     def _kl_rewards(self, batch: Batch) -> tuple[Tensor | None, Metrics]:
         """`[N]`: `−β KL` of each token, or None if the divergence is not in the reward; and its

@@ -8,10 +8,10 @@ The return of a token is
 
     G = share · R + extra + penalty
 
-`R` is the reward of the token's rollout, `share` the share of it that the token's turn gets (1, or
-`discount ** distance`), `extra` the reward posted for that turn, and `penalty` the sum of the KL
-penalties from this token on. Each term has its own baseline, computed from the same term of the
-other rollouts:
+`R` is the trial's reward of the token's rollout (0 if only its turns have rewards), `share` the
+share of it that the token's turn gets (1, or `discount ** distance`), `extra` the reward posted for
+that turn, and `penalty` the sum of the KL penalties from this token on. Each term has its own
+baseline, computed from the same term of the other rollouts:
 
     G − b = share · (R − b(R)) + (extra − b(extra)) + (penalty − b(penalty))
 
@@ -47,14 +47,17 @@ must increase by the same constant."""
 @dataclass(frozen=True)
 class Returns:
     """Example: two rollouts of one group, the second with two turns and a discount of 0.5:
-    rewards = [1 0]   group = [0 0]   tokens = [1 2]
+    rewards = trial_rewards = [1 0]   group = [0 0]   tokens = [1 2]
     rollout = [0 1 1]   sequence = [0 1 1]   turns = [0 0 1]   share = [1 .5 1]
     extra = [0 0 0]   kl_rewards = [0 0 0]
     centred(group_mean) = [.5 -.25 -.5]
     """
 
     rewards: Tensor
-    """`[R]` float64, rewards after shaping."""
+    """`[R]` float64, rewards after shaping. If only turns have rewards, their sum."""
+    trial_rewards: Tensor
+    """`[R]` float64, rewards of the trials after shaping. 0 before it, if only turns have rewards:
+    these are `extra`."""
     group: Tensor
     """`[R]` int64, index of the rollout's group."""
     tokens: Tensor
@@ -66,7 +69,7 @@ class Returns:
     turns: Tensor
     """`[N]` int64, index of the token's turn within its session."""
     share: Tensor
-    """`[N]` float64, the share of the rollout's reward in the return."""
+    """`[N]` float64, the share of the trial's reward in the return."""
     extra: Tensor
     """`[N]` float64, reward posted for the token's turn; exactly 0 if none was posted."""
     kl_rewards: Tensor
@@ -79,14 +82,21 @@ class Returns:
     """`[R]`, as in `Batch`."""
 
     @classmethod
-    def of(cls, batch: Batch, rewards: Tensor, kl_rewards: Tensor | None = None) -> Returns:
-        """The returns of a batch with the shaped rewards `rewards` `[R]`."""
+    def of(
+        cls,
+        batch: Batch,
+        rewards: Tensor,
+        trial_rewards: Tensor,
+        kl_rewards: Tensor | None = None,
+    ) -> Returns:
+        """The returns of a batch with these shaped rewards, both `[R]`."""
         share, credited = batch.shares.double(), batch.returns.double()
-        reached = share * batch.rewards.double()[batch.rollout]
+        reached = share * batch.trial_rewards.double()[batch.rollout]
         rounding = REWARD_ROUNDING * torch.maximum(credited.abs(), reached.abs())
         extra = credited - reached
         return cls(
             rewards=rewards.double(),
+            trial_rewards=trial_rewards.double(),
             group=batch.group,
             tokens=batch.rollout_tokens.double(),
             rollout=batch.rollout,
@@ -131,7 +141,7 @@ class Returns:
     def centred(self, baseline: Baseline, by: Tensor | None = None) -> Tensor:
         """`[N]`: `G − b`, compared within `group`, or within the grouping `by` `[R]`."""
         by = self.group if by is None else by
-        rewards = centre(self.rewards, by, self.tokens, baseline)
+        rewards = centre(self.trial_rewards, by, self.tokens, baseline)
         result = self.share * rewards[self.rollout]
         if self.extra.any():
             result = result + self._centred_units(self.extra, self.turns, by, baseline)

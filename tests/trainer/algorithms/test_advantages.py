@@ -31,6 +31,7 @@ def returns_of(rewards: Array, group: Any, tokens: Any, **changes: Any) -> Retur
     zeros = torch.zeros(len(rollout), dtype=torch.float64)
     plain = Returns(
         rewards=torch.as_tensor(rewards).double(),
+        trial_rewards=torch.as_tensor(rewards).double(),
         group=torch.as_tensor(group),
         tokens=torch.as_tensor(tokens).double(),
         rollout=rollout,

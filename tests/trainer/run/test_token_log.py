@@ -25,6 +25,7 @@ def a_batch() -> Batch:
         trial_ids=("a", "b"),
         group=torch.tensor([0, 0]),
         rewards=torch.tensor([1.0, 0.0]),
+        trial_rewards=torch.tensor([1.0, 0.0]),
         sequences=(np.arange(9), np.arange(6), np.arange(4)),
         sequence_rollout=torch.tensor([0, 0, 1]),
         sequence=torch.tensor([0, 0, 1, 1, 2]),

@@ -1,0 +1,84 @@
+"""Rewards that were posted for single turns, from the session to the advantages of its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agent_loop.credit import CreditConfig
+from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, Task
+from agent_loop.trial_outcome import Attempt, build_rollout
+from proxy.records import Reward
+from tests.agent_loop.recorded import turn
+from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.batch import build_batch
+
+TASK = Task("t", {})
+COMPARING = ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "opo", "gpg"]
+
+
+def trial(name: str, own: Sequence[float], reward: float | None = None, **credit: Any) -> Rollout:
+    """A trial of one chain of turns with these rewards; `reward` is that of the trial itself."""
+    turns = [turn(0, None, 0, [1], [2])]
+    turns += [turn(n, n - 1, 2 * n, [1], [2]) for n in range(1, len(own))]
+    posted = [Reward(f"turn {n}", value, turn=n) for n, value in enumerate(own) if value]
+    return build_rollout(
+        Attempt(name, TASK),
+        AgentResult(AgentEnd.EXITED),
+        turns,
+        Graded(reward),
+        posted=posted,
+        credit=CreditConfig.model_validate(credit),
+    )
+
+
+def advantages_of(group: Sequence[Rollout], **settings: Any) -> list[list[float]]:
+    """The advantage of each turn of each rollout; a turn is one token."""
+    batch = build_batch([Group("g", TASK, group)])
+    Algorithm(AlgorithmConfig.model_validate(settings)).compute_advantages(batch)
+    assert batch.advantages is not None
+    owners = range(batch.num_rollouts)
+    return [batch.advantages[batch.rollout == owner].tolist() for owner in owners]
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+@pytest.mark.parametrize("name", COMPARING)
+def test_punished_turn_of_a_long_trial_is_not_reinforced_by_the_rewards_of_its_other_turns(
+    name: str, discount: float
+) -> None:
+    group = [
+        trial("long", [-1.0, 3.0, -2.0, 4.0], turn_discount=discount),
+        trial("punished", [0.0, -1.0], turn_discount=discount),
+        trial("rewarded", [0.0, 1.0], turn_discount=discount),
+    ]
+    assert [rollout.reward for rollout in group] == [4.0, -1.0, 1.0]
+    long, punished, _ = advantages_of(group, advantage=name)
+    assert long[:2] == [0.0, 0.0]  # no other trial has a turn at this distance to its end
+    assert long[2] < 0 < long[3]
+    assert punished[1] < 0
+
+
+def test_length_is_penalised_also_where_only_turns_have_rewards() -> None:
+    settings = {"overlong": {"max_tokens": 2, "buffer_tokens": 1}}
+    (short,), (first, second) = advantages_of(
+        [trial("short", [1.0]), trial("long", [0.0, 1.0])], advantage="dr_grpo", reward=settings
+    )
+    assert (short, first, second) == (0.5, -0.5, -0.5)
+
+
+@pytest.mark.parametrize("advantage", [{"name": "pass_at_k", "k": 1}, {"name": "accepted"}])
+def test_sum_of_the_rewards_of_turns_is_the_reward_that_a_threshold_is_compared_with(
+    advantage: dict[str, Any],
+) -> None:
+    group = [trial("right", [0.25, 0.5]), trial("wrong", [0.25])]
+    right, (wrong,) = advantages_of(group, advantage=advantage)
+    assert right[0] == right[1] > 0 >= wrong
+
+
+def test_reward_of_a_trial_counts_beside_those_of_its_turns() -> None:
+    group = [trial("right", [0.0, 0.5], 1.0), trial("wrong", [0.0, 0.0], 0.0)]
+    right, wrong = advantages_of(group, advantage="dr_grpo")
+    assert right == [0.5, 0.75]
+    assert wrong == [-0.5, -0.75]
