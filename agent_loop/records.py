@@ -7,9 +7,10 @@ exactly one of a rollout's trajectories, however many paths run through it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -329,24 +330,40 @@ class Group:
     @property
     def uniform(self) -> bool:
         """Whether the rewards of the trainable rollouts that share a baseline are equal, up to
-        rounding: of those with one prefix, and of a rollout and all that branch from it, which
-        `algorithm.advantage=tree` compares."""
+        rounding, and those of their turns, too: of the rollouts with one prefix, and of a rollout
+        and all that branch from it, which `algorithm.advantage=tree` compares."""
         trained = [rollout for rollout in self.rollouts if rollout.trainable]
         by_trial = {rollout.trial_id: rollout for rollout in trained}
-        compared: dict[str, list[float]] = {}
+        compared: dict[str, list[Rollout]] = {}
         for rollout in trained:
             root = rollout
             while root.prefix and (trunk := by_trial.get(root.prefix.rpartition("@")[0])):
                 root = trunk
-            if rollout.reward is not None:
-                compared.setdefault(root.prefix, []).append(rollout.reward)
-        return all(map(_are_equal, compared.values()))
+            compared.setdefault(root.prefix, []).append(rollout)
+        return all(map(_are_alike, compared.values()))
 
     @property
     def oldest_version(self) -> int:
         """The oldest version of the trainable rollouts, or of all rollouts if none is trainable."""
         counted = [r for r in self.rollouts if r.trainable] or self.rollouts
         return min((r.oldest_version for r in counted), default=0)
+
+
+def _are_alike(rollouts: Sequence[Rollout]) -> bool:
+    """Whether their rewards are equal, and those of the turns that are as far from the end."""
+    if not _are_equal([rollout.reward or 0.0 for rollout in rollouts]):
+        return False
+    turns = zip_longest(*map(_own_rewards, rollouts))
+    return all(_are_equal([own for own in place if own is not None]) for place in turns)
+
+
+def _own_rewards(rollout: Rollout) -> Iterator[float]:
+    """What each credited turn has in addition to its share of the trial's reward, from the last
+    turn on."""
+    of_trial = (rollout.reward or 0.0) - rollout.reward_of_turns
+    for turn in sorted(rollout.turn_returns, reverse=True):
+        credited, shared = rollout.turn_returns[turn], rollout.turn_shares.get(turn, 1.0) * of_trial
+        yield 0.0 if _are_equal([credited, shared]) else credited - shared
 
 
 def _are_equal(rewards: Sequence[float]) -> bool:

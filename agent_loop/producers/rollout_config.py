@@ -81,8 +81,8 @@ class RolloutConfig(SamplingConfig):
     finished trials, after half of the group has finished; branches of a `tree` do not count as
     finished ones. None: never."""
     drop_uniform_groups: bool = False
-    """Replace groups whose rewards are all equal by other groups (DAPO's dynamic sampling,
-    arXiv 2503.14476)."""
+    """Replace groups whose rewards are all equal, also those of single turns, by other groups
+    (DAPO's dynamic sampling, arXiv 2503.14476)."""
     tree: TreeConfig | None = None
     """If set, rollouts branch from finished ones, in addition to `group_size`: their first calls
     are answered from the recording (docs/rewind.md). Use with `algorithm.advantage=tree`."""

@@ -42,6 +42,8 @@ class Advantage(NamedPart, ABC):
     """Whether the baseline is the group's own, so that a group of one rollout teaches nothing."""
     compares_trees: ClassVar[bool] = False
     """Whether a rollout is also compared with those that branch from it."""
+    credits_turns: ClassVar[bool] = True
+    """Whether the rewards of single turns count."""
 
     @abstractmethod
     def estimate(self, returns: Returns) -> Estimate:
@@ -171,6 +173,7 @@ class PassAtK(Advantage):
     """
 
     name: Literal["pass_at_k"] = "pass_at_k"
+    credits_turns: ClassVar[bool] = False
     k: int = Field(4, ge=1)
     """Number of attempts that pass@k considers."""
     threshold: float = 0.5
@@ -199,6 +202,7 @@ class Tree(Advantage):
 
     name: Literal["tree"] = "tree"
     compares_trees: ClassVar[bool] = True
+    credits_turns: ClassVar[bool] = False
 
     def estimate(self, returns: Returns) -> Estimate:
         columns = (returns.rewards, returns.group, returns.trunk, returns.first_turn)
@@ -217,6 +221,7 @@ class Accepted(Advantage):
 
     name: Literal["accepted"] = "accepted"
     compares_within_group: ClassVar[bool] = False
+    credits_turns: ClassVar[bool] = False
     threshold: float = 0.5
     """Minimum reward of the rollouts that are imitated."""
 

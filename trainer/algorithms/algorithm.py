@@ -99,8 +99,8 @@ class Algorithm:
         return metrics | kl_metrics | _advantage_metrics(batch, shaped, self._has_signal(batch))
 
     def trained_sequences(self, batch: Batch) -> Tensor:
-        """Indices of the sequences to train on: all of them, or those of rollouts whose reward is
-        compared with different ones."""
+        """Indices of the sequences to train on: all of them, or those of rollouts whose reward, or
+        those of whose turns, are compared with different ones."""
         if self.config.groups == "all":
             return torch.arange(len(batch.sequences))
         return self._has_signal(batch)[batch.sequence_rollout].nonzero()[:, 0]
@@ -206,11 +206,13 @@ class Algorithm:
             self.kl_coefficient = self.config.kl.adaptive.adapted(self.kl_coefficient, kl)
 
     def _has_signal(self, batch: Batch) -> Tensor:
-        """`[R]` bool: whether the rewards with which the rollout's is compared differ."""
-        compared = batch.group
-        if self.config.advantage.compares_trees:
-            compared = Returns.of(batch, batch.rewards, batch.trial_rewards).tree
-        return ~are_equal(batch.rewards, compared)
+        """`[R]` bool: whether the rewards with which the rollout's is compared differ, or those of
+        its turns."""
+        advantage = self.config.advantage
+        returns = Returns.of(batch, batch.rewards, batch.trial_rewards)
+        compared = returns.tree if advantage.compares_trees else batch.group
+        differ = ~are_equal(batch.rewards, compared)
+        return differ | returns.turns_differ(compared) if advantage.credits_turns else differ
 
     def _shaped_rewards(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """`[R]` float64, twice: `rewards` and `trial_rewards`, shaped; and metrics of the

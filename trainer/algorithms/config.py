@@ -36,7 +36,7 @@ class AlgorithmConfig(Part):
     reward: RewardShaping = RewardShaping()
     groups: Literal["all", "with_signal"] = "all"
     """Groups that are trained on; `with_signal` leaves out groups whose rewards are all equal, up
-    to rounding."""
+    to rounding, also those of single turns if the advantage uses these."""
     advantage: Annotated[Advantage, ADVANTAGES] = Grpo()
     """How rewards become advantages."""
     loss: Annotated[Loss, LOSSES] = Ppo()

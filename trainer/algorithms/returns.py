@@ -150,6 +150,13 @@ class Returns:
             result = result + self._centred_units(to_go, torch.arange(len(to_go)), by, baseline)
         return result
 
+    def turns_differ(self, by: Tensor) -> Tensor:
+        """`[R]` bool: whether rewards of turns that `centred` compares within `by` `[R]` differ."""
+        apart = self._centred_units(self.extra, self.turns, by, _no_baseline)
+        largest = torch.zeros_like(self.rewards)
+        largest = largest.scatter_reduce(0, self.rollout, apart, "amax")
+        return group_max(largest, by) > 0
+
     def std(self, centred: Tensor, by: Tensor | None = None) -> Tensor:
         """`[N]`: `√(Σ_i m_i / (n − 1))` of the group's `n` rollouts, where `m_i` is the mean square
         of the centred returns of rollout i. Without discounts, posted turn rewards and KL it is the
@@ -186,6 +193,10 @@ class Returns:
         values = torch.zeros(len(owner), dtype=column.dtype).scatter(0, index, column)
         place = torch.unique(by[owner] * len(owner) + to_go, return_inverse=True)[1]
         return centre(values, place, self.tokens[owner], baseline)[index]
+
+
+def _no_baseline(values: Tensor, _group: Tensor, _tokens: Tensor) -> Tensor:
+    return torch.zeros_like(values)
 
 
 def centre(values: Tensor, group: Tensor, tokens: Tensor, baseline: Baseline) -> Tensor:

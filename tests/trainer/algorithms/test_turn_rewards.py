@@ -77,6 +77,41 @@ def test_sum_of_the_rewards_of_turns_is_the_reward_that_a_threshold_is_compared_
     assert right[0] == right[1] > 0 >= wrong
 
 
+@pytest.mark.parametrize("reward", [None, 1.0])
+@pytest.mark.parametrize("name", COMPARING)
+def test_group_of_equal_sums_is_trained_if_rewards_of_its_turns_differ(
+    name: str, reward: float | None
+) -> None:
+    group = [trial("early", [1.0, 0.0], reward), trial("late", [0.0, 1.0], reward)]
+    assert has_signal(group, name)
+    assert not Group("g", TASK, group).uniform
+    assert advantages_of(group, advantage=name)[0][0] > 0
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_group_has_no_signal_if_the_turns_that_are_compared_have_equal_rewards(name: str) -> None:
+    group = [
+        trial("a", [0.25, 0.5], 1.0, turn_discount=0.9),
+        trial("b", [0.25, 0.5], 1.0, turn_discount=0.9),
+        trial("c", [0.75, 0.25, 0.5], 1.0, turn_discount=0.9),
+    ]
+    assert not has_signal(group, name)
+    assert Group("g", TASK, group).uniform
+    assert not any(map(any, advantages_of(group, advantage=name)))
+
+
+@pytest.mark.parametrize("name", ["pass_at_k", "tree"])
+def test_rewards_of_turns_are_no_signal_for_an_estimator_that_ignores_them(name: str) -> None:
+    assert not has_signal([trial("early", [1.0, 0.0], 1.0), trial("late", [0.0, 1.0], 1.0)], name)
+
+
+def has_signal(group: Sequence[Rollout], name: str) -> bool:
+    """Whether `groups: with_signal` trains the group."""
+    config = AlgorithmConfig.model_validate({"advantage": name, "groups": "with_signal"})
+    batch = build_batch([Group("g", TASK, group)])
+    return len(Algorithm(config).trained_sequences(batch)) == len(batch.sequences)
+
+
 def test_reward_of_a_trial_counts_beside_those_of_its_turns() -> None:
     group = [trial("right", [0.0, 0.5], 1.0), trial("wrong", [0.0, 0.0], 0.0)]
     right, wrong = advantages_of(group, advantage="dr_grpo")
