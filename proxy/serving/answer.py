@@ -241,7 +241,7 @@ class LiveAnswer:
         """A whole answer is parsed at its end, a stream in the way its model family allows."""
         opening = self._asked.opening.tolist()
         plain = self._asked.request.conversation.raw is not None
-        before = self._prompt[-CONTEXT_TOKENS - len(opening) : -len(opening) or None]
+        before = _before(self._prompt, len(opening))
         common: dict[str, Any] = {
             "stop": self._sampling.stop,
             "calls": self._asked.request.options.tool_calls,
@@ -335,11 +335,38 @@ def replayed_outcome(
         prompt_tokens=turn.prompt_tokens,
         cached_tokens=turn.shared_tokens,
         completion_tokens=len(turn.sampled_ids),
+        stop_string=_stop_string(call, turn, prompt),
         tokens=tokens,
         turn=turn.index,
         prompt_ids=prompt,
         sampled_ids=turn.sampled_ids,
     )
+
+
+def _stop_string(call: LiveCall, turn: Turn, prompt: Ids) -> str | None:
+    """The stop string that ended a recorded answer, which is not recorded; None: none did."""
+    request, opening = call.asked.request, call.asked.opening.tolist()
+    options, conversation = request.options, request.conversation
+    ended = turn.finish_reason is FinishReason.STOP
+    if not ended or not options.stop or conversation.raw is not None:
+        return None
+    parser = WholeParser(
+        call.backend.rendering,
+        _before(prompt, len(opening)),
+        conversation.tools,
+        stop=options.stop,
+        calls=options.tool_calls,
+        one_call=not options.parallel_calls,
+        opening=opening,
+    )
+    parser.feed(turn.sampled_ids.tolist())
+    parser.finish()
+    return parser.stop_string
+
+
+def _before(prompt: Ids, opening_tokens: int) -> Ids:
+    """The end of the prompt without the answer's opening."""
+    return prompt[-CONTEXT_TOKENS - opening_tokens : -opening_tokens or None]
 
 
 def _shown(call: LiveCall, chunk: Chunk) -> list[SampledToken]:

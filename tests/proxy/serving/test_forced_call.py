@@ -213,3 +213,32 @@ async def test_lost_answer_of_two_turns_is_given_to_the_retry(
     assert len((await after.record(session))[1]) == 2
     assert (await ask(after, moved, stream=False))["content"] == "Another answer."
     await store.close()
+
+
+@pytest.mark.parametrize("choice", ["any", "auto"])
+async def test_retry_gets_the_stop_sequence_of_a_lost_answer_and_no_call_after_it(
+    choice: str, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = LosingStore(tmp_path / "lost.db")
+    proxy = await start_proxy(store=store)
+    session = await proxy.session()
+    proxy.answers(says("<think>\nI would rather not.\n</think>\n\nI would rather talk."))
+    request = {
+        "model": "m",
+        "max_tokens": 100,
+        "messages": ASKED["messages"],
+        "tools": [{"name": "shell", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": choice},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "stop_sequences": ["talk", "rather"],
+    }
+    _, lost = await proxy.post(session, "messages", request)
+    await store.marks.acquire()
+    after = await start_proxy(store=store, engine=proxy.engine)
+    moved = replace(session, base_url=f"{after.url}/v1")
+    _, again = await after.post(moved, "messages", request)
+
+    assert (lost["stop_reason"], lost["stop_sequence"]) == ("stop_sequence", "rather")
+    assert again == lost | {"id": again["id"]}
+    assert len(proxy.engine.calls) == 1
+    await store.close()
