@@ -254,7 +254,8 @@ class Router:
     def version_of(self, engine: Engine) -> int:
         """Implements `Replicas`. A replica's version is known from its health checks and its whole
         answers; a replica that reports none has the newest version that is known."""
-        return max(self._version, engine.info.version or self.version)
+        info = engine.info
+        return max(self._version, info.version) if info.reports_version else self.version
 
     def failed(self, engine: Engine, error: EngineError) -> str:
         """Implements `Replicas`. Only the log gets the engine's address and message."""

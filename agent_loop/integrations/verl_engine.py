@@ -98,6 +98,7 @@ class VerlEngine:
         version = output.extra_fields.get("min_global_steps")
         if version is not None:
             self._info.version = max(self._info.version, int(version))
+            self._info.reports_version = True
         return Chunk(
             ids=list(ids),
             logprobs=list(logprobs),

@@ -324,6 +324,8 @@ class EngineView(Schema):
     healthy: bool
     in_flight: int
     version: int
+    reports_version: bool
+    """Whether the engine reports its version; otherwise, `version` is not known."""
     model: str | None
     max_context_tokens: int | None
     cache_tokens: int | None

@@ -264,10 +264,11 @@ class HttpEngine(ABC, Generic[A]):
         Raises EngineError.
         """
         text = str(label)
+        if text != FIRST_LABEL and not (text.isascii() and text.isdigit()):
+            return self._info.version
+        self._info.reports_version = True
         if text == FIRST_LABEL:
             return 0
-        if not (text.isascii() and text.isdigit()):
-            return self._info.version
         if len(text) > len(str(MAX_VERSION)) or int(text) > MAX_VERSION:
             raise self._upstream.fault(
                 f"reported weight version {text[:20]}; the maximum is {MAX_VERSION}"

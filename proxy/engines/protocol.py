@@ -85,6 +85,8 @@ class EngineInfo:
     healthy: bool = True
     in_flight: int = 0
     version: int = 0
+    reports_version: bool = False
+    """`version` is the engine's own report; otherwise, it is unknown."""
     model: str | None = None
     max_context_tokens: int | None = None
     cache_tokens: int | None = None

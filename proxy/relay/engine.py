@@ -97,6 +97,7 @@ class RelayEngine:
             url=f"relay://{hello.name}",
             healthy=False,
             version=hello.version,
+            reports_version=True,
             model=hello.model,
             max_context_tokens=hello.max_context_tokens,
             adapters=True,

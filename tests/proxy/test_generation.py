@@ -346,15 +346,18 @@ async def test_answer_that_was_whole_when_its_engine_died_is_not_continued(
     assert replicas.servers[1].calls == []
 
 
-async def test_every_token_has_the_version_that_sampled_it(stack: AsyncExitStack) -> None:
+@pytest.mark.parametrize("version", [0, 4])
+async def test_every_token_has_the_version_that_sampled_it(
+    version: int, stack: AsyncExitStack
+) -> None:
     replicas = await start_replicas(stack)
     first, second = replicas.servers
-    first.version, second.version = 4, 5
+    first.version, second.version = version, 5
     await replicas.router.check()
     first.faults = [Fault("die", after_tokens=3)]
     generation = replicas.generation()
     await Sampled().take(generation)
-    assert generation.versions == (VersionSpan(4, 0, 3), VersionSpan(5, 3, len(ANSWER)))
+    assert generation.versions == (VersionSpan(version, 0, 3), VersionSpan(5, 3, len(ANSWER)))
 
 
 async def test_update_of_the_weights_in_the_second_call_is_in_the_versions(
