@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -30,11 +31,25 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """The result of `work`. Ctrl-C cancels it: a claim that went on would hold its episode for
+        nobody. It begins only when this thread can no longer be interrupted without knowing it."""
+        known: Future[None] = Future()
+
+        async def begin() -> T:
+            try:
+                await asyncio.wrap_future(known)
+            except asyncio.CancelledError:
+                work.close()
+                raise
+            return await work
+
+        running: Future[T] | None = None
         try:
+            running = asyncio.run_coroutine_threadsafe(begin(), self._loop)
+            known.set_result(None)
             return running.result()
-        except BaseException:  # Ctrl-C: a claim that went on would hold its episode for nobody
-            running.cancel()
+        except BaseException:
+            (known if running is None else running).cancel()
             raise
 
     @contextmanager
