@@ -25,6 +25,7 @@ from proxy.records import EMPTY_IDS, Ids
 from proxy.serving.asked import Asked, Caller, required_tool
 from proxy.serving.backend import Backend
 from proxy.serving.call import LiveCall
+from proxy.serving.forced_call import call_or_answer
 from proxy.serving.prompt_bounds import refuse_too_many_chars
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.body import scrub
@@ -59,6 +60,9 @@ class Calls:
                 await self._backend.ownership.settle(live)
         if request.referring is not None:
             await self._resolve(live, request.referring)
+        if request.conversation.continues is not None:
+            named = await self._answered(live, request.conversation.continues)
+            request.conversation.continues = named
         recognised = await self._recognised(live, request.conversation, large=request.is_large)
         keys = await self._keys(live, request)
         policy = live.session.policy_of(request.model)
@@ -129,9 +133,9 @@ class Calls:
         referring.resolve({turn.index: load_answer(turn.answer) for turn in turns if turn.answer})
         scrub(referring.conversation, live.profile)
 
-    async def _continued(
-        self, live: LiveSession, conversation: Conversation, index: int
-    ) -> list[Key]:
+    async def _answered(self, live: LiveSession, index: int) -> int:
+        """The turn that `previous_response_id` continues, if it names turn `index`. The beginning
+        of a stream has the id of the turn before a required call. Raises RequestError (404)."""
         if not live.tree.answered(index):  # another process may have recorded it
             async with live.placing:
                 await self._backend.ownership.reload(live)
@@ -141,6 +145,11 @@ class Calls:
                 param="previous_response_id",
                 status=404,
             )
+        return call_or_answer(index, live.tree)
+
+    async def _continued(
+        self, live: LiveSession, conversation: Conversation, index: int
+    ) -> list[Key]:
         session_id = live.session.session_id
         turn = (await self._backend.store.get_turns(session_id, since=index))[0]
         answered = key_from_stored(turn.answer_key)

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from proxy.conversation import ConversationKey
-from proxy.records import FinishReason, ForkCause
+from proxy.records import FinishReason, ForkCause, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Asked, required_tool
 from proxy.token_tree import Node, Placement, TokenTree
@@ -56,6 +56,13 @@ def calls_after(turn: int, asked: Asked, tree: TokenTree) -> list[Node]:
     if asked.request.options.forced is None:
         return []
     return tree.same_requests(_key_after(asked, turn))
+
+
+def call_or_answer(turn: int, tree: TokenTree) -> int:
+    """The turn of the required call that continued the answer of `turn`; `turn` if none did."""
+    calls = tree.same_requests(tree.nodes[turn].request_key.begun("after", str(turn)))
+    made = [n.index for n in calls if n.answer_key is not None and n.status is not TurnStatus.CUT]
+    return made[-1] if made else turn
 
 
 def _key_after(asked: Asked, turn: int) -> ConversationKey:

@@ -140,7 +140,7 @@ async def test_truncated_answer_and_one_that_a_stop_string_ends_stay_without_a_c
     assert len((await proxy.record(session))[1]) == 2
 
 
-@pytest.mark.parametrize("by", ["previous_response_id", "item_reference"])
+@pytest.mark.parametrize("by", ["previous_response_id", "created", "item_reference"])
 async def test_responses_continue_the_turn_of_the_call(by: str, proxy: RunningProxy) -> None:
     session = await proxy.session()
     proxy.answers(says(SAID[0]))
@@ -148,7 +148,9 @@ async def test_responses_continue_the_turn_of_the_call(by: str, proxy: RunningPr
     request: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "stream": True}
     asked = [{"role": "user", "content": "Hi."}]
     events = await proxy.events(session, "responses", {**request, "input": asked})
-    response = orjson.loads(events[-1].partition(b"data: ")[2])["response"]
+    created, response = (
+        orjson.loads(event.partition(b"data: ")[2])["response"] for event in (events[0], events[-1])
+    )
     assert [item["type"] for item in response["output"]] == [
         "reasoning",
         "message",
@@ -161,6 +163,8 @@ async def test_responses_continue_the_turn_of_the_call(by: str, proxy: RunningPr
     }
     proxy.answers("Done.")
     more: dict[str, Any] = {"previous_response_id": response["id"], "input": [result]}
+    if by == "created":  # LangChain and the AI SDK of Vercel keep the id of the first event
+        more["previous_response_id"] = created["id"]
     if by == "item_reference":
         known = [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
         more = {"input": [*asked, *known, result]}
