@@ -80,6 +80,11 @@ class LiveBranch:
         same = tree.same_requests(asked.request_key)
         return [node for node in same if node.index < self.origin.turn]
 
+    def replays(self, live: LiveSession, asked: Asked) -> bool:
+        """Whether the request gets recorded answers, for which nothing is sampled."""
+        recorded = bool(self.recorded(live.tree, asked))
+        return recorded and isinstance(self.decide(live.tree, live.retries, asked), Replay)
+
     async def open(
         self,
         live: LiveSession,

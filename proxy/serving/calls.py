@@ -71,7 +71,7 @@ class Calls:
         joined = live.retries.joinable(asked)
         if joined is not None:
             return joined
-        if live.branch is None or not live.branch.recorded(live.tree, asked):
+        if live.branch is None or not live.branch.replays(live, asked):
             try:
                 self._admit(live, request)
             except RequestError:

@@ -498,3 +498,17 @@ async def test_replayed_calls_do_not_count_against_the_limits(proxy: RunningProx
     status, body = await branch.run()
     assert (status, body["error"]["code"]) == (403, "max_turns")
     assert len(proxy.engine.calls) == 1
+
+
+async def test_further_answers_to_a_recorded_request_count_against_the_limits(
+    proxy: RunningProxy,
+) -> None:
+    parent = await record(proxy)
+    origin = Origin(parent.session.trial_id, 3)
+    session = await proxy.control.branch(origin, limits={"max_turns": 4})
+    proxy.engine.calls.clear()
+    body = {"model": "m", "messages": parent.messages[:2], "tools": TOOLS}
+    replies = [await proxy.post(session, "chat/completions", body) for _ in range(4)]
+    assert [status for status, _ in replies] == [200, 200, 403, 403]
+    assert replies[-1][1]["error"]["code"] == "max_turns"
+    assert len(proxy.engine.calls) == 1
