@@ -156,7 +156,7 @@ class LiveCall:
         if not self.watchers and self.state not in (CallState.RECORDING, CallState.ENDED):
             self.abort(EngineError("the client closed its connection"))
         elif self.ended and (watcher.arrived or not self.watchers):
-            self._settle(arrived=watcher.arrived)
+            self._settle(arrived=watcher.arrived and not self.stream.failed)
 
     async def _run(self) -> list[Outcome]:
         try:

@@ -31,6 +31,11 @@ class AnswerStream:
         """Whether `finish` or `fail` was called."""
         return self._result is not None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the watchers got an error in the place of the answers."""
+        return isinstance(self._result, BaseException)
+
     def push(self, piece: Piece) -> None:
         """Adds a piece for all watchers."""
         self.pieces.append(piece)

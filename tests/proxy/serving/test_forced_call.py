@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from proxy.client import SessionHandle
+from proxy.engines.scripted import Fault
 from proxy.records import ForkCause, SessionKind, TurnStatus
 from proxy.store.protocol import DeliveryMark
 from proxy.store.sqlite import SqliteStore
@@ -217,6 +218,29 @@ async def test_lost_answer_of_two_turns_is_given_to_the_retry(
     assert len((await after.record(session))[1]) == 2
     assert (await ask(after, moved, stream=False))["content"] == "Another answer."
     await store.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_whose_required_call_failed_is_given_to_the_next_request_with_a_call(
+    stream: bool, start_proxy: StartProxy
+) -> None:
+    proxy = await start_proxy(limits={"engine_patience_s": 0})
+    session = await proxy.session()
+    proxy.answers(says(SAID[0]))
+    proxy.engine.faults = [None, Fault("error")]
+    if stream:
+        events = await proxy.events(session, "chat/completions", {**ASKED, "stream": True})
+        assert b'"error"' in events[-1]
+    else:
+        assert (await proxy.post(session, "chat/completions", ASKED))[0] == 503
+
+    message = await ask(proxy, session, stream=stream)
+
+    assert message["content"] == "I would rather talk."
+    assert len(message["tool_calls"]) == 1
+    _, turns = await proxy.record(session)
+    assert [turn.status for turn in turns] == [TurnStatus.DONE, TurnStatus.CUT, TurnStatus.DONE]
+    assert (turns[2].parent, turns[2].fork_cause) == (0, ForkCause.CALL_REQUIRED)
 
 
 @pytest.mark.parametrize("choice", ["any", "auto"])
