@@ -103,7 +103,7 @@ class RetryBook:
         `sending` are the turns whose answers are on their way, which no agent can have rejected.
         """
         open_ended = _open_ended(tree, same, asked)
-        arrived = [n for n in open_ended if n.index not in sending and not n.children]
+        arrived = [node for node in open_ended if node.index not in sending]
         lost = self._lost(open_ended, asked)
         if lost:
             self.lost.difference_update(lost)
@@ -116,7 +116,7 @@ class RetryBook:
         if again:
             self.repeated.update(again)
             return Replay(again)
-        return Resample(self._superseded(arrived, asked))
+        return Resample(self._superseded(tree, arrived, asked))
 
     def required_call(
         self, live: LiveSession, asked: Asked, said: Outcome, rendering: Rendering
@@ -161,7 +161,8 @@ class RetryBook:
         )
         return tuple(latest) if new and len(latest) == asked.request.n else ()
 
-    def _superseded(self, arrived: list[Node], asked: Asked) -> tuple[int, ...]:
+    def _superseded(self, tree: TokenTree, arrived: list[Node], asked: Asked) -> tuple[int, ...]:
+        """The answers that the agent rejected, with the required calls that continue them."""
         room = asked.request.options.max_tokens
         before = [node for node in arrived if self._arrived_before(node.index, asked)]
         found = {n.index for n in before if room is not None and (n.truncated_at or room) < room}
@@ -171,6 +172,8 @@ class RetryBook:
             if asked.caller.is_retry or in_another_form(attempt, asked):
                 own = attempt.turns if attempt else (latest,)
                 found.update(node.index for node in before if node.index in own)
+        calls = [call for index in found for call in calls_after(index, asked, tree)]
+        found.update(call.index for call in calls if call.status is TurnStatus.DONE)
         return tuple(sorted(found))
 
     def _arrived_before(self, index: int, asked: Asked) -> bool:

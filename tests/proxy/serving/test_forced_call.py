@@ -220,6 +220,19 @@ async def test_lost_answer_of_two_turns_is_given_to_the_retry(
     await store.close()
 
 
+@pytest.mark.parametrize("said", SAID)
+async def test_answer_of_two_turns_requested_again_in_another_form_is_superseded(
+    said: str, proxy: RunningProxy
+) -> None:
+    session = await proxy.session()
+    proxy.answers(says(said))
+    await ask(proxy, session, stream=True)
+    await ask(proxy, session, stream=False)
+    _, turns = await proxy.record(session)
+    superseded, done = [TurnStatus.SUPERSEDED] * 2, [TurnStatus.DONE] * 2
+    assert [turn.status for turn in turns] == superseded + done
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answer_whose_required_call_failed_is_given_to_the_next_request_with_a_call(
     stream: bool, start_proxy: StartProxy
