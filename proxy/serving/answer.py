@@ -327,7 +327,7 @@ def replayed_outcome(
     if message.text and not only_calls:
         deltas.append(TextDelta(message.text))
     send_calls([], message.tool_calls, deltas)
-    tokens = _shown(call, Chunk(turn.sampled_ids.tolist(), turn.logprobs.tolist()))
+    tokens = _shown(call, _recorded_chunk(turn, call.asked.request.options.top_logprobs))
     call.stream.push(Piece(choice, tuple(deltas), tuple(tokens), turn.index))
     return Outcome(
         message=message,
@@ -341,6 +341,15 @@ def replayed_outcome(
         prompt_ids=prompt,
         sampled_ids=turn.sampled_ids,
     )
+
+
+def _recorded_chunk(turn: Turn, top_logprobs: int) -> Chunk:
+    """A recorded answer as an engine gives it, as far as its alternatives are recorded."""
+    chunk = Chunk(turn.sampled_ids.tolist(), turn.logprobs.tolist())
+    if top_logprobs and turn.alternatives is not None:
+        rows = turn.alternatives[:, :top_logprobs].tolist()
+        chunk.top_logprobs = [[each for each in row if each[0] >= 0] for row in rows]
+    return chunk
 
 
 def _stop_string(call: LiveCall, turn: Turn, prompt: Ids) -> str | None:

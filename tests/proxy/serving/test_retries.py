@@ -482,3 +482,22 @@ async def test_empty_answer_is_replayed(proxy: RunningProxy) -> None:
     status, again = await proxy.post(session, CHAT, chat(), **RETRY)
     assert (status, again["choices"]) == (200, empty["choices"])
     assert await statuses(proxy, session) == [TurnStatus.DONE]
+
+
+async def test_retry_gets_the_alternatives_of_a_recorded_answer(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    body = chat(logprobs=True, top_logprobs=2)
+    _, first = await proxy.post(session, CHAT, body)
+
+    _, again = await proxy.post(session, CHAT, body, **RETRY)
+
+    assert len(proxy.engine.calls) == 1
+    tokens = again["choices"][0]["logprobs"]["content"]
+    _, (turn,) = await proxy.record(session)
+    assert turn.alternatives is not None
+    assert [len(token["top_logprobs"]) for token in tokens] == [2] * len(turn.sampled_ids)
+    recorded = turn.alternatives["logprob"][:, :2].tolist()
+    assert [[top["logprob"] for top in token["top_logprobs"]] for token in tokens] == recorded
+    bare = [{**token, "top_logprobs": []} for token in tokens]
+    given = first["choices"][0]["logprobs"]["content"]
+    assert bare == [{**token, "top_logprobs": []} for token in given]
