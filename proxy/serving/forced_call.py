@@ -72,11 +72,15 @@ def _key_after(asked: Asked, turn: int) -> ConversationKey:
 
 
 def joined(said: Outcome, called: Outcome) -> Outcome:
-    """Both halves as the one answer that the agent gets."""
+    """Both halves as the one answer that the agent gets. Its tokens are the sampled ones, without
+    the beginning of the call."""
+    halves = [half.sampled_ids for half in (said, called) if half.sampled_ids is not None]
     return replace(
         called,
         prompt_tokens=said.prompt_tokens,
         cached_tokens=said.cached_tokens,
         completion_tokens=said.completion_tokens + called.completion_tokens,
         tokens=[*said.tokens, *called.tokens],
+        prompt_ids=said.prompt_ids,
+        sampled_ids=np.concatenate(halves) if halves else None,
     )

@@ -220,6 +220,20 @@ async def test_lost_answer_of_two_turns_is_given_to_the_retry(
     await store.close()
 
 
+async def test_token_ids_of_an_answer_of_two_turns_are_those_of_its_log_probabilities(
+    proxy: RunningProxy,
+) -> None:
+    session = await proxy.session()
+    proxy.answers(says(SAID[0]))
+    body = {**ASKED, "n": 2, "logprobs": True, "return_token_ids": True}
+    _, reply = await proxy.post(session, "chat/completions", body)
+    _, turns = await proxy.record(session)
+    assert reply["prompt_token_ids"] == turns[0].prompt_ids.tolist()
+    for choice, halves in zip(reply["choices"], (turns[0::2], turns[1::2]), strict=True):
+        assert choice["token_ids"] == [i for turn in halves for i in turn.sampled_ids.tolist()]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+
+
 @pytest.mark.parametrize("said", SAID)
 async def test_answer_of_two_turns_requested_again_in_another_form_is_superseded(
     said: str, proxy: RunningProxy
