@@ -47,6 +47,7 @@ class PrefixParser:
         calls: bool = True,
         one_call: bool = False,
         opening: list[int] | None = None,
+        given_chars: int = 0,
     ) -> None:
         self._rendering = rendering
         self._prompt_end = prompt_end
@@ -55,6 +56,7 @@ class PrefixParser:
         self._one_call = one_call
         self._second_call = False
         self._stop = stop
+        self._given_chars = given_chars
         self.stop_string: str | None = None
         """The stop string that ended the text, if any."""
         self._ids = list(opening or [])
@@ -146,7 +148,7 @@ class PrefixParser:
     def _before_stop(self, text: str, *, ended: bool) -> str:
         """The part of `text` that can be sent: up to a stop string, or up to a possible beginning
         of one unless the answer has `ended`."""
-        found = first_stop(text, self._stop)
+        found = first_stop(text, self._stop, self._given_chars)
         if found is not None:
             end, self.stop_string = found
             return text[:end].rstrip()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 
-def first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
-    """The position of the first stop string, and the string; None if there is none."""
-    found = [(text.find(string), string) for string in stop if string in text]
+def first_stop(text: str, stop: tuple[str, ...], since: int = 0) -> tuple[int, str] | None:
+    """The position of the first stop string that begins at `since` or later, and the string; None
+    if there is none."""
+    found = [(at, string) for string in stop if (at := text.find(string, since)) >= 0]
     return min(found, default=None)
 
 

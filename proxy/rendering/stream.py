@@ -63,16 +63,19 @@ class AnswerParser:
         calls: bool = True,
         one_call: bool = False,
         opening: list[int] | None = None,
+        given_chars: int = 0,
         plain: bool = False,
     ) -> None:
         """`markers` may be None for a `plain` answer. `opening` holds the ids at the end of the
-        prompt that belong to the answer. With `one_call` the answer ends where a second tool call
-        begins. A `plain` answer (Completions) has neither reasoning nor tool calls, and its white
-        space is kept."""
+        prompt that belong to the answer. The first `given_chars` characters of the text are the
+        agent's own, in which stop strings end nothing. With `one_call` the answer ends where a
+        second tool call begins. A `plain` answer (Completions) has neither reasoning nor tool
+        calls, and its white space is kept."""
         self._rendering = rendering
         self._prompt_end = prompt_end
         self._tools = tools
         self._stop = stop
+        self._given_chars = given_chars
         self._calls = calls
         self._one_call = one_call
         self._second_call = False
@@ -81,7 +84,7 @@ class AnswerParser:
         self._ids: list[int] = []
         self._channel = _Channel.START
         self._plain = plain
-        self._text = _Trimmed(stop, trim=not plain)
+        self._text = _Trimmed(stop, trim=not plain, given_chars=given_chars)
         self._reasoning = _Trimmed(())
         self._stream = _Decoder(rendering)
         self._early: list[Delta] = []
@@ -127,7 +130,7 @@ class AnswerParser:
                 calls=self._calls,
                 one_call=self._one_call,
             )
-        found = first_stop(message.text, self._stop)
+        found = first_stop(message.text, self._stop, self._given_chars)
         if found is not None:
             text = message.text[: found[0]]
             message.text = text if self._plain else text.rstrip()
@@ -240,8 +243,10 @@ class AnswerParser:
 class _Trimmed:
     """Text of one channel, without surrounding white space and stop strings."""
 
-    def __init__(self, stop: tuple[str, ...], *, trim: bool = True) -> None:
+    def __init__(self, stop: tuple[str, ...], *, trim: bool = True, given_chars: int = 0) -> None:
         self._stop = stop
+        self._given_chars = given_chars
+        """Number of characters, not sent yet, in which stop strings end nothing."""
         self._trim = trim
         self._waiting = ""
         self._sent: list[str] = []
@@ -266,7 +271,7 @@ class _Trimmed:
             waiting = waiting.lstrip()
         ready = waiting
         if self._stop:
-            found = first_stop(waiting, self._stop)
+            found = first_stop(waiting, self._stop, self._given_chars)
             if found is not None:
                 end, self.stop_string = found
             else:
@@ -277,6 +282,7 @@ class _Trimmed:
         self._waiting = waiting[len(ready) :]
         if ready:
             self._sent.append(ready)
+            self._given_chars = max(0, self._given_chars - len(ready))
         return ready
 
 

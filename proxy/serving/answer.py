@@ -247,6 +247,7 @@ class LiveAnswer:
             "calls": self._asked.request.options.tool_calls,
             "one_call": not self._asked.request.options.parallel_calls,
             "opening": opening,
+            "given_chars": self._begun_chars,
         }
         tools = self._asked.request.conversation.tools
         rendering = self._call.backend.rendering
@@ -266,7 +267,7 @@ class LiveAnswer:
 
     @property
     def _begun_chars(self) -> int:
-        return len((self._asked.request.conversation.prefill or "").lstrip())
+        return _given_chars(self._asked)
 
     def _without_prefill(self, message: Message) -> Message:
         """The message as the agent gets it, without the agent's own prefill."""
@@ -367,10 +368,15 @@ def _stop_string(call: LiveCall, turn: Turn, prompt: Ids) -> str | None:
         calls=options.tool_calls,
         one_call=not options.parallel_calls,
         opening=opening,
+        given_chars=_given_chars(call.asked),
     )
     parser.feed(turn.sampled_ids.tolist())
     parser.finish()
     return parser.stop_string
+
+
+def _given_chars(asked: Asked) -> int:
+    return len((asked.request.conversation.prefill or "").lstrip())
 
 
 def _before(prompt: Ids, opening_tokens: int) -> Ids:

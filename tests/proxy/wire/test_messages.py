@@ -320,3 +320,29 @@ async def test_tool_that_is_not_offered_cannot_be_forced(proxy: RunningProxy) ->
         asked = {**request, "tool_choice": {"type": "any"}, **more}
         status, reply = await proxy.post(session, "messages", asked)
         assert (status, "tool_choice" in reply["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_sequence_in_a_prefill_does_not_end_the_answer(
+    proxy: RunningProxy, stream: bool
+) -> None:
+    """The usual way to get bare JSON: a prefill that opens a code block, and a stop sequence that
+    closes it."""
+    session = await proxy.session()
+    proxy.answers('\n{"sum": 5}\n``` Is this right?')
+    messages = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "Well: ```json"},
+    ]
+    request = body(messages, stop_sequences=["```"], stream=stream)
+    if stream:
+        reply = assembled(await proxy.events(session, "messages", request))
+    else:
+        _, reply = await proxy.post(session, "messages", request)
+    assert reply["content"] == [{"type": "text", "text": '\n{"sum": 5}'}]
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "```")
+    retry = {"x-stainless-retry-count": "1"}
+    _, again = await proxy.post(session, "messages", {**request, "stream": False}, **retry)
+    assert [again[name] for name in ("content", "stop_sequence")] == [
+        reply[name] for name in ("content", "stop_sequence")
+    ]
