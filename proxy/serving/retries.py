@@ -20,6 +20,7 @@ that was sent before the answer arrived.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
@@ -165,7 +166,7 @@ class RetryBook:
         """The answers that the agent rejected, with the required calls that continue them."""
         room = asked.request.options.max_tokens
         before = [node for node in arrived if self._arrived_before(node.index, asked)]
-        found = {n.index for n in before if room is not None and (n.truncated_at or room) < room}
+        found = {n.index for n in before if room is not None and _ends_at(tree, n, asked) < room}
         if before:
             latest = before[-1].index
             attempt = self.ended.get(latest)
@@ -196,6 +197,15 @@ def _is_continued(tree: TokenTree, node: Node, asked: Asked) -> bool:
     calls = calls_after(node.index, asked, tree)
     of_the_answer = sum(call.shared_tokens > node.prompt_tokens for call in calls)
     return node.children > of_the_answer or any(call.children for call in calls)
+
+
+def _ends_at(tree: TokenTree, node: Node, asked: Asked) -> float:
+    """The `max_tokens` at which the answer, or the required call after it, was truncated; infinite
+    if it was not."""
+    calls = [call for call in calls_after(node.index, asked, tree) if call.truncated_at is not None]
+    if calls:
+        return len(node.sampled_ids) + (calls[-1].truncated_at or 0)
+    return math.inf if node.truncated_at is None else node.truncated_at
 
 
 def in_another_form(attempt: EndedCall | None, asked: Asked) -> bool:

@@ -247,6 +247,23 @@ async def test_answer_of_two_turns_requested_again_in_another_form_is_superseded
     assert [turn.status for turn in turns] == superseded + done
 
 
+async def test_truncated_required_call_requested_with_larger_max_tokens_is_superseded(
+    proxy: RunningProxy,
+) -> None:
+    session = await proxy.session()
+    proxy.answers(says("I would rather talk."))
+    size = proxy.rendering.count("I would rather talk.") + 4
+    replies = [
+        (await proxy.post(session, "chat/completions", {**ASKED, "max_tokens": limit}))[1]
+        for limit in (size, size, 400)
+    ]
+    reasons = [reply["choices"][0]["finish_reason"] for reply in replies]
+    assert reasons == ["length", "length", "tool_calls"]
+    _, turns = await proxy.record(session)
+    superseded, done = [TurnStatus.SUPERSEDED] * 4, [TurnStatus.DONE] * 2
+    assert [turn.status for turn in turns] == superseded + done
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answer_whose_required_call_failed_is_given_to_the_next_request_with_a_call(
     stream: bool, start_proxy: StartProxy
