@@ -239,7 +239,7 @@ class Fit:
         return await self._evaluate(str(self.step))
 
     async def _evaluate(self, name: str) -> float | None:
-        """Evaluates; returns the success rate, or None without held-out tasks."""
+        """Evaluates; returns the success rate, or None without held-out tasks or a judged trial."""
         if self.evaluator is None:
             return None
         self.log.phase(self.step, f"evaluation {name}", self.evaluator.trials)
@@ -249,7 +249,7 @@ class Fit:
         finally:
             self.producer.resume()
         self.log.evaluation(self.step, name, report)
-        return report.overall.success
+        return report.overall.success if report.overall.rollouts else None
 
     def _is_best(self, success: float | None) -> bool:
         return success is not None and (self.best is None or success > self.best)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import resource
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
@@ -323,7 +324,7 @@ def test_checkpoints_are_written_by_time(checkpoint: Path, engine: str, new_fold
 
 
 class ScriptedEvaluator:
-    """An evaluator with scripted success rates, one for each evaluation."""
+    """An evaluator with scripted success rates, one for each evaluation; NaN: its trial failed."""
 
     def __init__(self, *rates: float) -> None:
         self._rates = list(rates)
@@ -332,7 +333,8 @@ class ScriptedEvaluator:
 
     async def evaluate(self, version: int) -> EvalReport:
         success = self._rates.pop(0)
-        score = Score(success, (0.0, 1.0), success, {1: success}, 1, 1, 0, 1.0)
+        judged = 0 if math.isnan(success) else 1
+        score = Score(success, (0.0, 1.0), success, {1: success}, judged, judged, 1 - judged, 1.0)
         return EvalReport(version, score, {}, [])
 
 
@@ -349,6 +351,21 @@ def test_run_stops_at_success_and_saves_that_step_as_the_best(
     assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
     assert [line["step"] for line in lines(folder) if "reward/mean" in line] == [1, 2, 3]
     assert (folder.checkpoints / "best").read_text() == "step-000003"
+
+
+def test_evaluation_without_a_judged_trial_is_neither_the_goal_nor_the_best(
+    checkpoint: Path, engine: str, new_folder: Any
+) -> None:
+    folder = new_folder("a")
+    config = config_of(
+        checkpoint,
+        trainer={"steps": 3, "save_every": 0, "stop_at_success": 0.9},
+        eval={"every": 1, "before": False, "after": False},
+    )
+    evaluator = ScriptedEvaluator(math.nan, 0.3, 0.2)
+    assert asyncio.run(run_once(config, folder, engine, evaluator=evaluator)) == "done"
+    assert [line["step"] for line in lines(folder) if "reward/mean" in line] == [1, 2, 3]
+    assert (folder.checkpoints / "best").read_text() == "step-000002"
 
 
 def test_repeated_and_added_steps_are_evaluated_again(
