@@ -96,14 +96,16 @@ def training_sources(data: DataConfig, *, needs_prompt: bool = False) -> list[So
     """The sources of all tasks to train on, with their weights.
 
     Raises:
-        ConfigurationError: no task is configured, a weight names no source, a task has no prompt
-            although the agent needs one, or (TaskFileError) a file cannot be read.
+        ConfigurationError: no task is configured, two files have one name, a weight names no
+            source, a task has no prompt although the agent needs one, or (TaskFileError) a file
+            cannot be read.
     """
     if not data.train_files and not data.train_harbor_dir and not data.train_sources:
         raise ConfigurationError(
             "data.train_files: missing; give at least one file of tasks, or a folder of "
             "Harbor tasks in data.train_harbor_dir, or another source in data.train_sources"
         )
+    _refuse_one_name(data.train_files)
     read: dict[str, list[Task]] = {file.stem: read_tasks(file) for file in data.train_files}
     for root in data.train_harbor_dir:
         source = data.harbor_data_source or root.name
@@ -177,6 +179,17 @@ def refuse_without_prompt(tasks: Iterable[Task]) -> None:
                 f"task {task.task_id!r} of source {task.source!r} has no prompt, and "
                 "remote_agent.command uses it ({prompt} or TASK_PROMPT); give each task a "
                 '"prompt", "instruction" or "question", or use TASK_FILE in the command'
+            )
+
+
+def _refuse_one_name(files: Sequence[Path]) -> None:
+    """Raises ConfigurationError: two files would be the same source."""
+    first: dict[str, Path] = {}
+    for file in files:
+        if (other := first.setdefault(file.stem, file)) is not file:
+            raise ConfigurationError(
+                f"data.train_files: {other} and {file} have the same name, {file.stem!r}, by which "
+                "their tasks are drawn; rename one of them, or join them in one file"
             )
 
 

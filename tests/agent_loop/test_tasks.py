@@ -149,3 +149,14 @@ def test_tasks_without_a_prompt_are_refused_where_the_command_uses_it(
         training_tasks(train, needs_prompt=True)
     with pytest.raises(ConfigurationError, match=r"task 'b' .* has no prompt"):
         held_out_tasks(held_out, needs_prompt=True)
+
+
+def test_two_files_of_one_name_are_refused_because_one_would_never_be_trained(
+    tmp_path: Path,
+) -> None:
+    files = (tmp_path / "easy" / "train.jsonl", tmp_path / "hard" / "train.parquet")
+    for file in files:
+        file.parent.mkdir()
+        file.write_text('{"prompt": "1 + 1"}\n')
+    with pytest.raises(ConfigurationError, match=r"easy/train.jsonl and .*hard/train.parquet have"):
+        training_tasks(DataConfig(train_files=files))
