@@ -180,9 +180,12 @@ def judge(group: Group, config: RolloutConfig) -> Verdict:
         return Verdict.FAILED
     if config.drop_uniform_groups and group.uniform:
         return Verdict.UNIFORM
-    if config.filter is not None and not config.filter(group):
-        return Verdict.FILTERED
-    return Verdict.KEPT
+    return Verdict.KEPT if is_wanted(group, config) else Verdict.FILTERED
+
+
+def is_wanted(group: Group, config: RolloutConfig) -> bool:
+    """Whether the user's own `filter` keeps it; without a filter, all are kept."""
+    return config.filter is None or config.filter(group)
 
 
 class Intake:
@@ -235,11 +238,16 @@ class Intake:
         if verdict is Verdict.FILTERED:
             self._leave_out()
             return False
+        if verdict is Verdict.UNIFORM:
+            self._uniform += 1
+            if self._uniform <= (config.max_resamples - 1) * config.groups_per_step:
+                self._filtered = 0
+                return False
+            if not is_wanted(group, config):
+                self._leave_out()
+                return False
         self._filtered = 0
-        if verdict is Verdict.KEPT:
-            return True
-        self._uniform += 1
-        return self._uniform > (config.max_resamples - 1) * config.groups_per_step
+        return True
 
     def batch_is_full(self) -> None:
         """To be called when a batch is complete: the next group counts for the next batch."""

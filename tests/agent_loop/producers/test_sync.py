@@ -84,6 +84,38 @@ async def test_batch_is_filled_with_uniform_groups_if_every_group_is_uniform() -
     assert producer.counts == {"uniform": 12, "no_signal": 12}
 
 
+def is_of_an_odd_task(group: Group) -> bool:
+    return int(group.task.task_id[1:]) % 2 == 1
+
+
+def no_group(group: Group) -> bool:
+    return False
+
+
+def all_uniform(own_filter: str) -> SyncProducer:
+    """A producer whose groups are all uniform and also pass a filter."""
+    loop = ScriptedLoop(reward=lambda task, seed: 1.0)
+    settings = {
+        "groups_per_step": 2,
+        "group_size": 3,
+        "max_resamples": 3,
+        "drop_uniform_groups": True,
+        "filter": f"{__name__}:{own_filter}",
+    }
+    return SyncProducer(loop, stream(), RolloutConfig.model_validate(settings), seed=0)
+
+
+async def test_uniform_groups_fill_a_batch_only_if_the_filter_keeps_them() -> None:
+    producer = all_uniform("is_of_an_odd_task")
+    for _ in range(5):
+        assert all(map(is_of_an_odd_task, await producer.next_batch(0)))
+
+
+async def test_filter_that_leaves_out_every_uniform_group_ends_the_run() -> None:
+    with pytest.raises(ProductionError, match="no_group left out 6 groups in a row"):
+        await all_uniform("no_group").next_batch(0)
+
+
 async def test_groups_without_signal_are_counted_even_if_they_are_kept() -> None:
     loop = ScriptedLoop(reward=lambda task, seed: 1.0)
     settings = RolloutConfig(groups_per_step=2, group_size=3)
