@@ -211,8 +211,11 @@ class Algorithm:
         advantage = self.config.advantage
         returns = Returns.of(batch, batch.rewards, batch.trial_rewards)
         compared = returns.tree if advantage.compares_trees else batch.group
-        differ = ~are_equal(batch.rewards, compared)
-        return differ | returns.turns_differ(compared) if advantage.credits_turns else differ
+        if not advantage.credits_turns:
+            return ~are_equal(batch.rewards, compared)
+        # A reward of turns may be of turns that other policies sampled, or that nothing compares.
+        of_trials = batch.trial_rewards if advantage.compares_within_group else batch.rewards
+        return ~are_equal(of_trials, compared) | returns.turns_differ(compared)
 
     def _shaped_rewards(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """`[R]` float64, twice: `rewards` and `trial_rewards`, shaped; and metrics of the

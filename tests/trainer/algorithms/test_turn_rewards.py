@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agent_loop.credit import CreditConfig
+from agent_loop.policy_parts import parts_of
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, Task
 from agent_loop.trial_outcome import Attempt, build_rollout
 from proxy.records import Reward
@@ -97,6 +99,31 @@ def test_group_has_no_signal_if_the_turns_that_are_compared_have_equal_rewards(n
     ]
     assert not has_signal(group, name)
     assert Group("g", TASK, group).uniform
+    assert not any(map(any, advantages_of(group, advantage=name)))
+
+
+GROUP_BASELINES = [name for name in COMPARING if name != "reinforce++"]
+
+
+@pytest.mark.parametrize("name", GROUP_BASELINES)
+def test_rewards_of_the_turns_of_another_policy_are_no_signal(name: str) -> None:
+    """The second turn is of the policy that the other batch of a run with two policies trains."""
+    own = [
+        replace(trial(each, [0.5, reward]), turn_policies={0: "planner", 1: "coder"})
+        for each, reward in (("a", 0.0), ("b", 1.0))
+    ]
+    group = Group("g", TASK, own)
+    assert has_signal(own, name)
+    (planner,), (coder,) = parts_of([group], "planner"), parts_of([group], "coder")
+    assert not has_signal(planner.rollouts, name)
+    assert has_signal(coder.rollouts, name)
+    assert not any(map(any, advantages_of(planner.rollouts, advantage=name)))
+
+
+@pytest.mark.parametrize("name", GROUP_BASELINES)
+def test_reward_of_a_turn_that_no_other_trial_has_is_no_signal(name: str) -> None:
+    group = [trial("short", [0.5]), trial("long", [1.0, 0.5])]
+    assert not has_signal(group, name)
     assert not any(map(any, advantages_of(group, advantage=name)))
 
 
