@@ -135,8 +135,9 @@ def held_out_tasks(data: DataConfig, *, needs_prompt: bool = False) -> list[Task
     """All held-out tasks; the list may be empty.
 
     Raises:
-        ConfigurationError: a file, folder or source is also used for training, a task has no
-            prompt although the agent needs one, or (TaskFileError) a file cannot be read.
+        ConfigurationError: a file, folder or source is also used for training, two tasks of one
+            source have one id, a task has no prompt although the agent needs one, or
+            (TaskFileError) a file cannot be read.
     """
     _refuse_shared(data.train_files, data.val_files, "files")
     _refuse_shared(data.train_harbor_dir, data.val_harbor_dir, "harbor_dir")
@@ -150,6 +151,7 @@ def held_out_tasks(data: DataConfig, *, needs_prompt: bool = False) -> list[Task
                 "split, or other settings"
             )
         tasks += _all_tasks(name, section, data.seed)
+    _refuse_same_ids(tasks)
     if needs_prompt:
         refuse_without_prompt(tasks)
     return tasks
@@ -191,6 +193,19 @@ def _refuse_one_name(files: Sequence[Path]) -> None:
                 f"data.train_files: {other} and {file} have the same name, {file.stem!r}, by which "
                 "their tasks are drawn; rename one of them, or join them in one file"
             )
+
+
+def _refuse_same_ids(tasks: Iterable[Task]) -> None:
+    """Raises ConfigurationError: two tasks would count as one."""
+    found: set[tuple[str, str]] = set()
+    for task in tasks:
+        if (task.source, task.task_id) in found:
+            raise ConfigurationError(
+                f"held-out tasks: two of the source {task.source!r} have the task_id "
+                f"{task.task_id!r}, so that they would count as one; rename one of the files or "
+                "folders of this name, or give each task its own task_id"
+            )
+        found.add((task.source, task.task_id))
 
 
 def _refuse_shared(train: Sequence[Path], held_out: Sequence[Path], key: str) -> None:

@@ -160,3 +160,15 @@ def test_two_files_of_one_name_are_refused_because_one_would_never_be_trained(
         file.write_text('{"prompt": "1 + 1"}\n')
     with pytest.raises(ConfigurationError, match=r"easy/train.jsonl and .*hard/train.parquet have"):
         training_tasks(DataConfig(train_files=files))
+
+
+def test_held_out_tasks_that_would_count_as_one_are_refused(tmp_path: Path) -> None:
+    files = (tmp_path / "easy" / "test.jsonl", tmp_path / "hard" / "test.jsonl")
+    for file in files:
+        file.parent.mkdir()
+        file.write_text('{"prompt": "1 + 1"}\n')
+    data = DataConfig(val_files=files)
+    with pytest.raises(ConfigurationError, match="two of the source 'test' have the task_id 'test"):
+        held_out_tasks(data)
+    files[1].write_text('{"task_id": "hard-1", "prompt": "1 + 1"}\n')
+    assert [task.task_id for task in held_out_tasks(data)] == ["test-1", "hard-1"]
