@@ -253,8 +253,12 @@ def build_models(
     ranks = ranks or Ranks()
     check_models(model, algorithm, ranks.parallelism)
     per_batch = algorithm.epochs * algorithm.mini_batches
-    total_steps = None if batches is None else batches * per_batch
-    policy = _policy(model, optimizer, device, ranks, total_steps, weights_of)
+    total_steps = own_steps = None
+    if batches is not None:
+        warmup = 0 if algorithm.critic is None else algorithm.critic.warmup_steps
+        total_steps = batches * per_batch
+        own_steps = max(0, batches - warmup) * per_batch  # of the policy
+    policy = _policy(model, optimizer, device, ranks, own_steps, weights_of)
     models = Models(policy, Algorithm(algorithm))
 
     def frozen(path: Path) -> TrainablePolicy:

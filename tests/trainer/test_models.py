@@ -90,6 +90,18 @@ def test_only_the_critic_is_trained_during_its_warm_up(checkpoint: Path) -> None
     assert "actor/loss" in second
 
 
+def test_schedule_of_the_policy_begins_after_the_warm_up_of_its_critic(checkpoint: Path) -> None:
+    linear = OptimizerConfig(schedule="linear", lr=1e-3)
+    critic = {"warmup_steps": 2, "optimizer": linear.model_dump()}
+    algorithm = AlgorithmConfig.model_validate({"preset": "ppo", "critic": critic})
+    models = build_models(ModelConfig(path=checkpoint), linear, algorithm, batches=6)
+    metrics = [train(models, make_batch(1)) for _ in range(6)]
+    rates = [each["actor/lr"] for each in metrics if "actor/lr" in each]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    of_critic = [each["critic/lr"] for each in metrics]
+    assert of_critic == pytest.approx([1e-3 * left / 6 for left in range(6, 0, -1)])
+
+
 def test_restored_models_train_exactly_like_the_saved_ones(checkpoint: Path) -> None:
     algorithm: dict[str, Any] = {
         "preset": "ppo",
