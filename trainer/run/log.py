@@ -283,10 +283,12 @@ def evaluation_summary(step: int, report: EvalReport) -> dict[str, Any]:
     values = {"step": step} | report.as_dict()
     values["reward"] = values.pop("mean_reward")
     values["trials"] = values.pop("rollouts")
-    rewards: dict[str, list[float]] = {}
+    rewards: dict[tuple[str, ...], list[float]] = {}
     for rollout in report.rollouts:
         if is_judged(rollout) and rollout.reward is not None:
-            rewards.setdefault(rollout.task.task_id, []).append(rollout.reward)
+            task = rollout.task
+            key = task.agent, task.source, task.task_id
+            rewards.setdefault(key, []).append(rollout.reward)
     if len(rewards) > 1:
         # Over tasks, because rollouts of one task are not independent.
         values["reward_interval"] = bootstrap_interval([fmean(each) for each in rewards.values()])

@@ -6,9 +6,10 @@ import json
 from contextlib import closing
 from pathlib import Path
 
+from agent_loop.evaluator import EvalConfig, EvalReport, score
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from trainer.run.folder import RunFolder
-from trainer.run.log import WARNINGS, LoggingConfig, RunLog
+from trainer.run.log import WARNINGS, LoggingConfig, RunLog, evaluation_summary
 
 
 def test_warnings_are_counted_and_a_resumed_run_keeps_them(tmp_path: Path) -> None:
@@ -49,3 +50,14 @@ def test_number_of_different_warnings_is_bounded(tmp_path: Path) -> None:
     assert len(warnings) == WARNINGS + 1
     assert warnings["other warnings"] == 7
     assert max(map(len, warnings)) == 500
+
+
+def test_tasks_of_two_sources_with_one_id_are_two_tasks_of_the_reward_interval() -> None:
+    tasks = [Task("1", {}, source) for source in ("easy", "hard")]
+    rollouts = [
+        Rollout(task.source, task, RolloutStatus.DONE, reward)
+        for task, reward in zip(tasks, (1.0, 0.0), strict=True)
+    ]
+    groups = [Group(each.trial_id, each.task, [each]) for each in rollouts]
+    report = EvalReport(0, score(groups, EvalConfig()), {}, rollouts)
+    assert evaluation_summary(1, report)["reward_interval"] == (0.0, 1.0)
