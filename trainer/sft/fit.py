@@ -98,12 +98,20 @@ class SftFit:
         """Continues from a checkpoint's state; to be called before `run`.
 
         Raises:
-            CheckpointError: the run was begun with other demonstrations.
+            CheckpointError: the run was begun with other demonstrations, or in another order.
         """
         if state.step and state.loop["demonstrations"] != self.digest:
             raise CheckpointError(
                 f"{self.log.folder.path}: its sessions have changed since the run began, so that it"
                 " cannot continue in the same order; begin a new run with trainer.resume=never"
+            )
+        order = self.schedule.order  # earlier releases did not store it
+        if state.step and state.loop.get("order", order) != order:
+            raise CheckpointError(
+                f"{self.log.folder.path}: sft.batch_sessions, sft.held_out or trainer.seed has "
+                f"changed since the run began, so that after step {state.step} some sessions would "
+                "be trained twice and others never; set it as it was, or begin a new run with "
+                "trainer.resume=never"
             )
         self.step = state.step
 
@@ -167,7 +175,7 @@ class SftFit:
 
     async def _write(self, *, must: bool) -> None:
         await self.control.finish(self.uploads.room(self.log.progress.say))
-        loop: dict[str, Any] = {"demonstrations": self.digest}
+        loop: dict[str, Any] = {"demonstrations": self.digest, "order": self.schedule.order}
         try:
             await self.control.finish(self.rank_zero.ask(Save(self.checkpoints, loop, best=False)))
         except CheckpointError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
@@ -31,6 +32,14 @@ class Schedule:
     @property
     def steps(self) -> int:
         return self.epochs * self.steps_per_epoch
+
+    @property
+    def order(self) -> str:
+        """Identifies the batches of each epoch and their order; the number of epochs may differ."""
+        total = sha256(f"{self.batch_sessions} {self.seed}".encode())
+        for each in self.demonstrations:
+            total.update(f" {each.rollout.trial_id}".encode())
+        return total.hexdigest()
 
     def batch(self, step: int) -> list[Demonstration]:
         """The batch of a step, from 1 to `steps`. The batches of an epoch differ in size by at most
