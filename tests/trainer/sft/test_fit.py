@@ -91,7 +91,5 @@ async def test_run_whose_batches_would_be_others_does_not_continue(changes: dict
     longer.resume_from(state)
     await longer.run()
     assert longer.step == 8
-    with pytest.raises(
-        CheckpointError, match=r"sft\.batch_sessions, .* has changed"
-    ):
+    with pytest.raises(CheckpointError, match=r"sft\.batch_sessions, .* has changed"):
         new_fit(TrainerSection(), **changes)[0].resume_from(state)
