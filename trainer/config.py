@@ -305,8 +305,9 @@ class TrainerConfig(ProcessesConfig):
 
     def _groups_have_a_baseline(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
-        alone = self.rollout.group_size == 1 and self.rollout.tree is None
-        if alone and advantage.compares_within_group:
+        tree = self.rollout.tree
+        branches = tree is not None and (tree.children > 1 or advantage.compares_trees)
+        if self.rollout.group_size == 1 and not branches and advantage.compares_within_group:
             yield (
                 f"rollout.group_size=1: algorithm.advantage.name={advantage.name} compares the "
                 "rollouts of a group, so a group of one trains nothing; use rollout.group_size=2 "

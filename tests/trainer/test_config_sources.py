@@ -306,6 +306,13 @@ def test_groups_of_one_are_refused_if_the_baseline_is_the_groups_own(file: Path)
     assert load([file], words).rollout.group_size == 1
 
 
+def test_rollouts_that_branch_once_have_a_baseline_only_if_trees_are_compared(file: Path) -> None:
+    words = ["rollout.group_size=1", "rollout.tree.every=2", "rollout.tree.children=1"]
+    assert "algorithm.advantage.name=grpo compares" in error_of(file, *words)
+    for more in ("algorithm.advantage=tree", "rollout.tree.children=2"):
+        assert load([file], [*words, more]).rollout.group_size == 1
+
+
 def test_contradictions_between_sections_are_reported_at_once_each_with_its_keys(
     file: Path,
 ) -> None:
