@@ -81,7 +81,8 @@ def test_batch_of_equal_rewards_is_not_trained_with_groups_with_signal(checkpoin
     algorithm = Algorithm(AlgorithmConfig(groups="with_signal"))
     policy = make_policy(checkpoint)
     batch = prepared(policy, algorithm)
-    batch.rewards = torch.full((batch.num_rollouts,), 0.7)
+    batch.rewards = batch.trial_rewards = torch.full((batch.num_rollouts,), 0.7)
+    batch.returns = batch.shares * 0.7
     before = copy.deepcopy(policy.model.state_dict())
     assert update(policy, algorithm, batch) == {"update_steps": 0.0}
     for name, weight in policy.model.state_dict().items():
