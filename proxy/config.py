@@ -30,8 +30,9 @@ from proxy.profiles import AgentProfile
 from proxy.search.rules import Rules
 from proxy.secret_files import read_secret, with_secret
 from proxy.section import Section
-from proxy.shown_config import shown_value, yaml_fault
+from proxy.shown_config import shown_value
 from proxy.store_address import with_password
+from proxy.yaml_file import read_yaml, yaml_fault
 
 ENVIRONMENT_PREFIX = "AGENTIC_PROXY_"
 
@@ -377,7 +378,7 @@ def _said(key: str, error: ErrorDetails) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text()) or {}
+        data = read_yaml(path) or {}
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot read the file: {error.strerror}") from error
     except yaml.YAMLError as error:

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import yaml
-
 MAX_CHARS = 500
 """Characters of a value that are shown."""
 HIDDEN = "hidden"
@@ -95,13 +93,6 @@ def shown_value(key: Iterable[str | int], value: object) -> str:
     if is_section or any(is_secret(str(part), value) for part in key):
         return ""
     return f" (value: {without_secrets(value)!r})"
-
-
-def yaml_fault(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the lines of the file, which may contain a secret."""
-    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
-        return "it contains characters that YAML does not allow"
-    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
 def is_secret(name: str, value: Any = "") -> bool:

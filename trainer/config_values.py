@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from proxy.shown_config import HIDDEN, is_secret, without_secrets, yaml_fault
+from proxy.shown_config import HIDDEN, is_secret, without_secrets
+from proxy.yaml_file import read_yaml, yaml_fault
 from trainer.errors import ConfigError
 
 ENV_PREFIX = "AGENTIC_TRAIN__"
@@ -72,7 +73,7 @@ def shown(key: str, value: Any) -> str:
 
 def _from_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_yaml(path)
     except OSError as error:
         raise ConfigError(
             f"--config {path}: cannot be read ({error.strerror}); give a YAML file"

@@ -258,6 +258,25 @@ def test_error_has_no_secret(tmp_path: Path, content: str) -> None:
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            b"model: {path: a}\nmodel: {path: b}\n",
+            "line 2, column 1: the key 'model' is given twice",
+        ),
+        (b"model: {path: caf\xe9}\n", "characters that YAML does not allow"),
+    ],
+)
+def test_file_with_a_key_twice_or_not_in_utf_8_is_refused_with_its_path(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    assert f"--config {path}: not YAML: " in (error := error_of(path))
+    assert says in error
+
+
 def test_missing_configuration_file_is_refused_with_its_path(tmp_path: Path) -> None:
     assert "nothing.yaml" in error_of(tmp_path / "nothing.yaml")
 

@@ -1,0 +1,45 @@
+"""Reads a YAML file of settings.
+
+Invariant: a file is read in full or not at all: a key that is given twice, or a character that is
+not UTF-8, is an error like any other fault of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        yaml.YAMLError: it is not YAML, or a mapping in it has a key twice.
+    """
+    return yaml.load(path.read_bytes(), _UniqueKeyLoader)
+
+
+def yaml_fault(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the lines of the file, which may contain a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
+        return "it contains characters that YAML does not allow"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag == _MERGE or not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                problem = f"the key {key.value!r} is given twice; keep one of them"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,38 @@
+"""A file of settings is read in full, or the fault and its place are reported."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from proxy.config import load_config
+from proxy.errors import ConfigurationError
+from proxy.yaml_file import read_yaml
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"port: 1\nhost: x\nport: 2\n", "line 3, column 1: the key 'port' is given twice"),
+        (b"limits:\n  body_bytes: 1\n  body_bytes: 2\n", "line 3, column 3: the key 'body_by"),
+        (b"served_model_name: caf\xe9\n", "characters that YAML does not allow"),
+    ],
+)
+def test_proxy_reports_a_key_given_twice_and_a_file_that_is_not_utf_8(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=says):
+        load_config(file)
+
+
+def test_file_with_merged_mappings_and_a_byte_order_mark_is_read_as_by_safe_load(
+    tmp_path: Path,
+) -> None:
+    text = "\ufeffa: &a {x: 1, y: é}\nb: {<<: *a, x: 2}\nc: {<<: [*a, {z: 3}], y: 4}\nd: [*a, {}]\n"
+    file = tmp_path / "any.yaml"
+    file.write_text(text, encoding="utf-8")
+    assert read_yaml(file) == yaml.safe_load(text.encode())
+    file.write_text("")
+    assert read_yaml(file) is None
