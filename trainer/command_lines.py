@@ -31,6 +31,16 @@ class CommandLine:
         return parser
 
 
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least 1")
+    return count
+
+
 def _init(parser: argparse.ArgumentParser) -> None:
     from trainer.init_project import kinds
 
@@ -64,8 +74,8 @@ def _trials(parser: argparse.ArgumentParser, endpoint: str) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="new, or of an interrupted command"
     )
-    parser.add_argument("--repeats", type=int, metavar="K", help="trials per task")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks")
+    parser.add_argument("--repeats", type=_count, metavar="K", help="trials per task")
+    parser.add_argument("--limit", type=_count, metavar="N", help="only the first N tasks")
     parser.add_argument(
         "--model",
         metavar="FOLDER|URL",
@@ -118,7 +128,7 @@ def _questions(parser: argparse.ArgumentParser) -> None:
         ("--max-tokens", 1024, "of an answer"),
         ("--concurrency", 8, "of requests"),
     ):
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+        parser.add_argument(flag, type=_count, default=default, metavar="N", help=text)
     parser.add_argument(
         "--instructions",
         metavar="TEXT",

@@ -171,6 +171,25 @@ def test_model_id_of_the_hub_is_refused_with_the_command_that_downloads_it(
     assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in text
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "--out", "x", "--repeats"],
+        ["collect", "--out", "x", "--limit"],
+        ["questions", "docs", "--model", "m", "--out", "x", "--per-part"],
+    ],
+)
+def test_count_below_one_is_refused_with_its_option(
+    words: list[str], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        COMMANDS[words[0]].parser(words[0]).parse_args([*words[1:], text])
+    assert refused.value.code == 2
+    said = f"argument {words[-1]}: {text!r}: give a whole number of at least 1"
+    assert said in capfd.readouterr().err
+
+
 def test_several_wrong_keys_are_refused_in_one_line_each(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
