@@ -29,6 +29,7 @@ from proxy.web_guard import EVERYWHERE, Hosts
 HOSTS_VARIABLE = "AGENTIC_SWARM_ALLOWED_HOSTS"
 """Variable with additional host names of the server that clients use, separated by commas."""
 SHUTDOWN_TIMEOUT_S = 2.0
+MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,14 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
     """Serves until SIGTERM or SIGINT and ends the trainer. Calls `listening` with the URL.
 
     Raises:
-        ConfigurationError: the address or the state folder cannot be used.
+        ConfigurationError: the address, the state folder or the configuration cannot be used.
     """
     host, port = _address(options.address)
     state = options.state_dir
     with _locked(state):
         config = state / "trainer.yaml"
         if options.config is not None:
-            config.write_text(options.config.read_text())
+            config.write_bytes(_content(options.config))
         elif options.default_config and not config.exists():
             config.write_text(options.default_config)
         table = EpisodeTable(state)
@@ -88,8 +89,15 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
 @contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
     """Holds the folder until the block or this process ends."""
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (state_dir / "lock").open("ab") as lock:
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (state_dir / "lock").open("ab")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--state-dir {state_dir}: cannot be used ({error.strerror}); give a folder that is "
+            "writable"
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -98,6 +106,15 @@ def _locked(state_dir: Path) -> Iterator[None]:
                 "another folder"
             ) from None
         yield
+
+
+def _content(config: Path) -> bytes:
+    try:
+        return config.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--config {config}: cannot be read ({error.strerror}); give a YAML file"
+        ) from error
 
 
 def _url(host: str, port: int) -> str:
@@ -113,6 +130,9 @@ async def _until_stopped() -> None:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigurationError(f"--swarm-server {text!r}: give host:port, like 127.0.0.1:8100")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
+        raise ConfigurationError(
+            f"--swarm-server {text!r}: give host:port, like 127.0.0.1:8100, with a port of at most "
+            f"{MAX_PORT}"
+        )
     return host.strip("[]"), int(port)
