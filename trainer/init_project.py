@@ -181,9 +181,15 @@ def init(folder: Path, agent: str, model: Path | None) -> list[str]:
         raise ConfigError(
             f"--model {model}: has no config.json; give the folder of a Hugging Face checkpoint"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists and is not an empty folder; choose another name")
-    _write(folder, project, model)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder}: exists and is not an empty folder; choose another name")
+        _write(folder, project, model)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror or error}); choose a folder that is "
+            "writable"
+        ) from error
     lines = [f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}"]
     if project.install:
         lines.append(f"install the agent, so that it is on PATH: {project.install}")

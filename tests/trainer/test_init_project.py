@@ -40,6 +40,16 @@ def test_small_project_is_the_quickstart(tmp_path: Path) -> None:
     assert yaml.safe_load(text) == wanted
 
 
+def test_folder_that_cannot_be_made_is_refused_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "project"
+    assert main(["init", str(folder)]) == 2
+    said = f"agentic-train init: {folder}: cannot be written (Not a directory); choose a folder"
+    assert capfd.readouterr().err.startswith(said)
+
+
 def test_every_example_agent_is_a_kind() -> None:
     stems = {file.stem.replace("_", "-") for file in (EXAMPLES / "agents").glob("*.yaml")}
     assert stems | {"openai", "command"} == set(kinds())
