@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.token import DEFAULT_STATE_DIR, client_token
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(command: str, url: str, state_dir: Path) -> None:
-    if not url.startswith(("http://", "https://")):
+    if not _is_address(url):
         raise SwarmError(
             f"URL {url!r}: give the server's address, like http://127.0.0.1:8100", "invalid"
         )
@@ -85,6 +86,14 @@ async def _run(command: str, url: str, state_dir: Path) -> None:
             print((await swarm.stop_engine()).model_dump_json(indent=1))
         else:
             print((await swarm.status()).model_dump_json(indent=1))
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of brackets without an end, or of a port that is none
+        return False
 
 
 async def _watch(swarm: AsyncSwarmClient, console: Console) -> None:

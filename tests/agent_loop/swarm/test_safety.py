@@ -175,3 +175,15 @@ sys.exit(f"imported: {sorted(heavy)}" if heavy else 0)
     )
     assert done.returncode == 0, done.stderr
     assert "watch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8100", "http://", "http://[::1", "http://a:b", "ftp://a"]
+)
+def test_command_refuses_what_is_no_address_in_one_line(
+    url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", url]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(f"agentic-swarm: URL {url!r}: give the server's address, like http://")
+    assert said.count("\n") == 1
