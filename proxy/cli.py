@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.commands.arguments import add_commands
 from proxy.errors import ConfigurationError, EngineError
+from proxy.standard_output import escape_unknown_characters
 from proxy.version_option import PrintVersion
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the process."""
+    escape_unknown_characters()
     arguments = _parser().parse_args(argv)
     try:
         result: int = arguments.run(arguments)

@@ -14,7 +14,7 @@
     agentic-train relay-worker                    an engine on another machine, started by a run
     agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes
 
-This module imports the standard library only, so that `--help` answers at once; the commands are
+This module imports nothing that takes long, so that `--help` answers at once; the commands are
 implemented in `trainer.commands` and in the modules that `trainer.command_lines` names.
 """
 
@@ -29,6 +29,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+from proxy.standard_output import escape_unknown_characters
 from trainer.command_lines import COMMANDS
 
 TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "vllm", "xxhash"})
@@ -37,6 +38,7 @@ TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "v
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    escape_unknown_characters()
     words = sys.argv[1:] if argv is None else argv
     if "" not in sys.path:
         sys.path.append("")  # parts of a user's own, in the working folder
