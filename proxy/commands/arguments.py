@@ -18,6 +18,8 @@ Kind = Literal["train", "eval"]
 """The values of `SessionStatus` and `SessionKind`, repeated here because their module takes too
 long to import; a test compares them."""
 
+MAX_PORT = 65_535
+
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `run`, `rewind`, `sessions`, `export`, `replay`, `view`, `view-key` and `top`."""
@@ -308,8 +310,15 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="FOLDER", help="the checkpoint whose tokenizer shows tokens"
     )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, help="the port (default: any free one)")
+    parser.add_argument("--port", type=_port, default=0, help="the port (default: any free one)")
     parser.set_defaults(run=_view)
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= port <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a port, 1 to {MAX_PORT}, or 0: any free")
+    return port
 
 
 def _add_view_key(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -52,6 +52,17 @@ async def test_view_shows_a_store_after_the_fact(store_file: Path) -> None:
     assert (tokens["ids"], tokens["texts"]) == ([1, 2, 2**31 - 1, 5, 6], None)
 
 
+@pytest.mark.parametrize("port", ["65536", "-1", "http"])
+def test_port_that_cannot_be_is_refused_in_one_line(
+    port: str, store_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["view", str(store_file), "--port", port])
+    assert refused.value.code == 2
+    said = f"argument --port: {port!r}: give a port, 1 to 65535, or 0: any free"
+    assert said in capsys.readouterr().err
+
+
 def test_keys_are_made_listed_and_revoked(
     store_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
