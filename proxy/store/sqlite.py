@@ -35,7 +35,14 @@ from proxy.store.protocol import (
     Undelivered,
 )
 from proxy.store.sqlite_browser import SqliteBrowser
-from proxy.store.sqlite_file import connect, limit_size, make_file, migrate, never_wait
+from proxy.store.sqlite_file import (
+    connect,
+    is_without_layout,
+    limit_size,
+    make_file,
+    migrate,
+    never_wait,
+)
 from proxy.store.sqlite_group_commit import GroupWriter
 
 T = TypeVar("T")
@@ -52,6 +59,11 @@ async def open_sqlite(url: str, *, durability: Durability, create: bool) -> Sqli
         raise ConfigurationError(
             f"store: the file {file.absolute()} does not exist; run the command in the proxy's"
             " folder, or give --store sqlite:///FILE (four slashes before an absolute path)"
+        )
+    if not create and is_without_layout(file):
+        raise ConfigurationError(
+            f"store: the file {file.absolute()} is not a store of sessions, and was not changed;"
+            " give --store sqlite:///FILE with the file of a proxy or a run"
         )
     return SqliteStore(file, durability=durability)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from proxy.store import migrations
@@ -45,6 +45,16 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
             connection.execute(f"PRAGMA user_version = {step.layout}")
         connection.execute("COMMIT")
         on_error.pop_all()
+
+
+def is_without_layout(file: Path) -> bool:
+    """Whether the file is empty or the database of another program, which is only read here."""
+    try:
+        with closing(sqlite3.connect(file)) as connection:
+            (layout,) = connection.execute("PRAGMA user_version").fetchone()
+    except sqlite3.Error:  # opening the store reports it
+        return False
+    return bool(layout == 0)
 
 
 def limit_size(connection: sqlite3.Connection, max_file_bytes: int | None) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, StoreError
 from proxy.records import Turn, TurnStatus
-from proxy.store import sqlite_group_commit
+from proxy.store import open_store, sqlite_group_commit
 from proxy.store.sqlite import SqliteStore
 from tests.proxy.store.test_conformance import a_session, an_intent
 
@@ -257,3 +257,18 @@ async def test_write_while_the_store_closes_is_refused(tmp_path: Path) -> None:
     async with asyncio.timeout(5):
         with pytest.raises(StoreError, match="closed"):
             await late
+
+
+async def test_reading_leaves_a_file_that_is_not_a_store_as_it_was(tmp_path: Path) -> None:
+    empty, other = tmp_path / "empty.db", tmp_path / "other.db"
+    empty.touch()
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    connection.close()
+    for file in (empty, other):
+        content = file.read_bytes()
+        with pytest.raises(ConfigurationError, match=f"{file} is not a store of sessions"):
+            await open_store(f"sqlite:///{file}", create=False)
+        assert file.read_bytes() == content
+    await (await open_store(f"sqlite:///{empty}")).close()
+    await (await open_store(f"sqlite:///{empty}", create=False)).close()
