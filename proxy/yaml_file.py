@@ -6,7 +6,6 @@ not UTF-8, is an error like any other fault of the file.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,14 @@ def yaml_fault(error: yaml.YAMLError) -> str:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
-            if key.tag == _MERGE or not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 continue
-            if key.value in seen:
+            if (key.tag, key.value) in seen:
                 problem = f"the key {key.value!r} is given twice; keep one of them"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add((key.tag, key.value))
+        return node

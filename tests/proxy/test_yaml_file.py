@@ -30,7 +30,10 @@ def test_proxy_reports_a_key_given_twice_and_a_file_that_is_not_utf_8(
 def test_file_with_merged_mappings_and_a_byte_order_mark_is_read_as_by_safe_load(
     tmp_path: Path,
 ) -> None:
-    text = "\ufeffa: &a {x: 1, y: é}\nb: {<<: *a, x: 2}\nc: {<<: [*a, {z: 3}], y: 4}\nd: [*a, {}]\n"
+    text = (
+        "\ufeffa: &a {x: 1, y: é}\nb: {<<: *a, x: 2}\nc: {<<: [*a, {z: 3}], y: 4}\nd: [*a, {}]\n"
+        "deep: {e: &e {<<: *a, x: 5}}\nf: {<<: *e}\ng: {1: x, '1': y}\n"
+    )
     file = tmp_path / "any.yaml"
     file.write_text(text, encoding="utf-8")
     assert read_yaml(file) == yaml.safe_load(text.encode())
