@@ -9,6 +9,7 @@ import socket
 
 from proxy.errors import ConfigurationError
 
+MAX_PORT = 65_535
 BACKLOG = 4096
 """Connections that may wait until a busy server accepts them: thousands of agents connect at once.
 Others' requests are sent again by TCP after seconds, or reset. The kernel has a limit of its own

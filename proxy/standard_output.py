@@ -1,4 +1,4 @@
-"""Standard output of the commands.
+"""Standard output of the commands of proxy, trainer, swarm and relay.
 
 Invariant: what a command prints never ends it because the terminal's encoding lacks a character.
 """

@@ -23,13 +23,12 @@ from agent_loop.swarm.token import server_token
 from agent_loop.swarm.trainer_process import TrainerProcess
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
-from proxy.port import BACKLOG
+from proxy.port import BACKLOG, MAX_PORT
 from proxy.web_guard import EVERYWHERE, Hosts
 
 HOSTS_VARIABLE = "AGENTIC_SWARM_ALLOWED_HOSTS"
 """Variable with additional host names of the server that clients use, separated by commas."""
 SHUTDOWN_TIMEOUT_S = 2.0
-MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)

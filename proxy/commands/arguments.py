@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from proxy.export.registry import FORMATS, RECORDS
+from proxy.port import MAX_PORT
 
 Status = Literal["open", "completed", "expired"]
 Kind = Literal["train", "eval"]
 """The values of `SessionStatus` and `SessionKind`, repeated here because their module takes too
 long to import; a test compares them."""
-
-MAX_PORT = 65_535
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -18,6 +18,7 @@ import logging
 import sys
 
 from proxy.errors import ConfigurationError, EngineError
+from proxy.standard_output import escape_unknown_characters
 from proxy.version_option import PrintVersion
 
 FLAGS = {
@@ -38,6 +39,7 @@ FLAGS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Prints one line and exits with code 1 if the worker cannot run."""
+    escape_unknown_characters()
     given = vars(_parser().parse_args(argv))
     from proxy.relay.worker import WorkerRefused  # imported here to keep --help fast
     from proxy.relay.worker_process import run_worker, worker_config

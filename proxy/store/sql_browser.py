@@ -176,15 +176,15 @@ class SqlBrowser:
         seq = self.SEQUENCE
         if after is None:
             after = await self._back(limit)
-        begun = await self.begun(after.begun, limit)
+        running = await self._oldest_running()
+        begun = await self._begun(after.begun, limit, running)
         answers = (
             f"{_HEAD_COLUMNS}, a.{seq}",
             "answers a JOIN turns t ON a.session_id = t.session_id AND a.idx = t.idx",
         )
-        answered = await self._committed(*answers, f"a.{seq}", after.answered, limit)
-        events = await self._committed(
-            "e.session_id, e.seq, e.at, e.kind, e.data", "events e", "e.seq", after.events, limit
-        )
+        answered = await self._committed(*answers, f"a.{seq}", after.answered, limit, running)
+        columns = "e.session_id, e.seq, e.at, e.kind, e.data"
+        events = await self._committed(columns, "events e", "e.seq", after.events, limit, running)
         position = Position(
             begun[-1][0] if begun else after.begun,
             answered[-1][-1] if answered else after.answered,
@@ -198,15 +198,22 @@ class SqlBrowser:
         return Recent(position, [head for _, head in begun], [_head(r) for r in answered], told)
 
     async def begun(self, after: int, limit: int) -> list[tuple[int, TurnHead]]:
+        return await self._begun(after, limit, await self._oldest_running())
+
+    async def _begun(
+        self, after: int, limit: int, running: str | None
+    ) -> list[tuple[int, TurnHead]]:
         place = f"t.{self.SEQUENCE}"
-        found = await self._committed(f"{_HEAD_COLUMNS}, {place}", _JOINED, place, after, limit)
+        found = await self._committed(
+            f"{_HEAD_COLUMNS}, {place}", _JOINED, place, after, limit, running
+        )
         return [(row[-1], _head(row)) for row in found]
 
     async def _committed(
-        self, columns: str, source: str, place: str, after: int, limit: int
+        self, columns: str, source: str, place: str, after: int, limit: int, running: str | None
     ) -> list[Any]:
-        """The rows of `source` after a place, up to the first before which a row may still come."""
-        running = await self._oldest_running()
+        """The rows of `source` after a place, up to the first before which a row may still come.
+        `running` is the result of `_oldest_running`, from before this call."""
         table = place.partition(".")[0]
         found = await self._fetch(
             f"SELECT {columns}, {self.COMMITTED.format(table)} FROM {source} WHERE {place} > ?"

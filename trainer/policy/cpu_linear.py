@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 BLOCK_TOKENS = 512
+"""Tokens of a product that oneDNN makes."""
 
 
 def use_wide_products(model: nn.Module) -> None:
@@ -36,6 +37,7 @@ def _mkl_is_narrow() -> bool:
     return (
         hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and processor.exists()
         and "AuthenticAMD" in processor.read_text()
     )
 
