@@ -7,8 +7,14 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+# cpu or gpu: the one that is installed, or at first gpu where NVIDIA's driver lists a GPU.
+INSTALLED := $(shell cat $(VENV)/.extra 2>/dev/null)
+ifndef EXTRA
+EXTRA := $(or $(INSTALLED),$(shell $(PYTHON) -S proxy/engines/nvidia_driver.py 2>/dev/null && echo gpu || echo cpu))
+endif
 TORCH_INDEX ?=
+# What only the CPU build does without (also in `make locks`).
+OVERRIDES_cpu := --overrides docker/cpu_overrides.txt
 # What pip downloads and unpacks; for a GPU an estimate, because CUDA builds differ.
 SIZE_cpu := 1.2 GB to download, 4 GB on disk
 SIZE_gpu := 5 to 8 GB to download, 10 to 15 GB on disk
@@ -31,28 +37,35 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
 
-setup: $(VENV)/.ready ## create .venv with everything that the other targets need
+setup: $(VENV)/.ready ## create .venv with everything that the other targets need; EXTRA=gpu or cpu makes it again for that
+	@test $(EXTRA) = gpu || ! $(PYTHON) -S proxy/engines/nvidia_driver.py || echo "make: $(VENV) has vLLM for CPUs, but there is a GPU: make setup EXTRA=gpu"
 
 # Not with --compile-bytecode: to compile every package takes 69 s of processor time, and a first start
 # compiles what it imports in 9 s.
-$(VENV)/.ready: pyproject.toml
+#
+# The builds for CPU and GPU have the same files, so the one is not installed over the other.
+$(VENV)/.ready: pyproject.toml docker/cpu_overrides.txt $(if $(filter-out $(EXTRA),$(INSTALLED)),without-$(INSTALLED))
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; install Python 3.11 or run make PYTHON=…" >&2; exit 1; }
 	@echo "make: installs into $(VENV), once: $(SIZE_$(EXTRA))"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo $(EXTRA) >$(VENV)/.extra
 	$(BIN)/python -m pip install -q uv
 ifeq ($(EXTRA),cpu)
 	@echo "make: torch for CPUs, 0.2 GB …"
 	$(BIN)/python -m pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 endif
 	@echo "make: vLLM, the trainer and the tools for tests and documentation …"
-	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev]'
+	$(BIN)/uv pip install -q --python $(BIN)/python $(OVERRIDES_$(EXTRA)) -e '.[$(EXTRA),dev]'
 	@echo "make: $(VENV) is ready; make train starts the quickstart"
 	touch $@
+
+without-%:
+	rm -rf $(VENV)
 
 reference: $(VENV)/.reference ## also install TRL and verl, which tests and benchmarks compare with, and NeMo Automodel
 
 $(VENV)/.reference: $(VENV)/.ready
-	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$(EXTRA),dev,reference]'
+	$(BIN)/uv pip install -q --python $(BIN)/python $(OVERRIDES_$(EXTRA)) -e '.[$(EXTRA),dev,reference]'
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps verl==0.9.1 TransferQueue torchdata nemo-automodel==0.7.0
 	touch $@
 
@@ -113,8 +126,9 @@ $(RECIPES)/.ready: $(VENV)/.ready examples/recipes/tiny.py examples/recipes/publ
 dist: setup ## build the wheel in dist/, and the overrides that its extras need
 	rm -rf build dist
 	$(BIN)/uv build -q --wheel
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["uv"]["override-dependencies"], sep="\n")' > dist/overrides.txt
-	@ls dist/*.whl dist/overrides.txt
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["uv"]["override-dependencies"], sep="\n")' > dist/overrides-gpu.txt
+	@cat dist/overrides-gpu.txt docker/cpu_overrides.txt > dist/overrides-cpu.txt
+	@ls dist/*
 
 harbor: $(HARBOR)/.ready ## install Harbor and harbor-server in .harbor/ (Python 3.12)
 
@@ -286,7 +300,7 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
 locks: setup ## write docker/*.lock again from pyproject.toml
 	$(LOCK) pyproject.toml --extra telemetry --extra s3 --extra gcs --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu --extra kubernetes --extra ray --extra s3 --extra gcs $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
+	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu $(OVERRIDES_cpu) --extra kubernetes --extra ray --extra s3 --extra gcs $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
 	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra kubernetes --extra ray --extra s3 --extra gcs --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
 

