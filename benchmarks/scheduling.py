@@ -26,10 +26,11 @@ import aiohttp
 import numpy as np
 
 from proxy.config import SchedulingConfig
+from proxy.engines import vllm_platform
 from proxy.engines.address import EngineAddress
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
-from proxy.engines.vllm_server import VllmConfig, VllmServer, is_cpu_build
+from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.generation import Generation
 from proxy.routing import Router
 from proxy.scheduling.admission import CacheAdmission, RoomClaim
@@ -195,7 +196,7 @@ async def compare(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         numbers = write_model(model, layers=arguments.layers, hidden=arguments.hidden)
-        token_bytes = numbers * (4 if is_cpu_build() else 2)
+        token_bytes = numbers * (4 if _on_cpu() else 2)
         blocks = arguments.cache_mib * 2**20 // token_bytes // BLOCK_TOKENS
         print(f"cache: {blocks * BLOCK_TOKENS} tokens, {token_bytes} bytes each", flush=True)
         log = arguments.log or Path(folder) / "vllm.log"
@@ -207,7 +208,7 @@ async def compare(arguments: argparse.Namespace) -> None:
         for gib in (0.0, arguments.host_gib) if arguments.host_gib else (0.0,):
             args = ("--num-gpu-blocks-override", str(blocks), "--block-size", str(BLOCK_TOKENS))
             config = VllmConfig(max_context_tokens=8192, args=(*args, *tier_arguments(gib)))
-            dtype = "float32" if is_cpu_build() else "bfloat16"
+            dtype = "float32" if _on_cpu() else "bfloat16"
             async with VllmServer(config, model, log=log, dtype=dtype) as server:
                 await run(server, Work(2, 2, 100, 8, 0.1), scheduled=False)
                 tier = f", host tier of {gib:g} GiB" if gib else ""
@@ -224,10 +225,14 @@ async def compare(arguments: argparse.Namespace) -> None:
                     )
 
 
+def _on_cpu() -> bool:
+    return vllm_platform.installed() is vllm_platform.CPU
+
+
 def tier_arguments(gib: float) -> tuple[str, ...]:
     if not gib:
         return ()
-    return tiered_arguments(gib=gib) if is_cpu_build() else ("--kv-offloading-size", str(gib))
+    return tiered_arguments(gib=gib) if _on_cpu() else ("--kv-offloading-size", str(gib))
 
 
 def same_answers(one: Figures, other: Figures) -> str:

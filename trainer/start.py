@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from transformers.utils.logging import disable_progress_bar
 
 from proxy import logs
+from proxy.engines import vllm_platform
 from proxy.run_files.files import replace_file, truncate_jsonl
 from proxy.secrecy import hide_memory
 from proxy.section import Section
@@ -274,7 +275,13 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
 
 
 def _placement(config: ProcessesConfig) -> Iterator[str]:
-    """A line for each GPU of this machine that the run uses, and for each of its relay workers."""
+    """Lines about the engines that the run starts, one for each GPU of this machine that it uses,
+    and one for each of its relay workers."""
+    engine = config.engine
+    if engine.replicas and not engine.urls:
+        yield from vllm_platform.installed().describe(
+            engine.served_dtype(config.model), engine.nice, engine.kv_cache_gib
+        )
     plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
     if plan is not None:
         yield from plan.describe()

@@ -16,14 +16,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from proxy.engines import guard
 from proxy.engines.vllm_launch import EarlyOrders
 from proxy.secrecy import LatePipe, inherited
-
-LATE = frozenset({"VLLM_CPU_KVCACHE_SPACE"})
-"""Variables that vLLM reads only when it creates its engine."""
 
 _waiting: list[EarlyServer] = []
 
@@ -95,15 +92,16 @@ def begin(count: int, asked: Mapping[str, str], grace_s: float) -> list[EarlySer
     return begun
 
 
-def taken(asked: Mapping[str, str]) -> EarlyServer | None:
+def taken(asked: Mapping[str, str], late: Set[str] = frozenset()) -> EarlyServer | None:
     """A server that was begun, for the caller to `order`; None if there is none. One that was begun
-    with other variables is ended. What libraries have set in this process since then (importing
-    PyTorch's compiler sets some) does not count."""
+    with other variables than these is ended, those aside that it can still get (`late`). What
+    libraries have set in this process since then (importing PyTorch's compiler sets some) does not
+    count."""
     if not _waiting:
         return None
     early = _waiting.pop()
     differ = {k for k, _ in asked.items() ^ early.asked.items()}
-    if differ <= LATE and early.returncode is None:
+    if differ <= late and early.asked.keys() <= asked.keys() and early.returncode is None:
         return early
     early.end()
     return None

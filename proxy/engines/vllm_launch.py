@@ -20,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypedDict
 
+from proxy.engines import vllm_platform
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_nodes import HEADLESS
 from proxy.imports import importing
@@ -48,7 +49,8 @@ def main() -> None:
             import_module(MODULE)
     finally:  # what an import prints or raises belongs into the log that the orders name
         RequireKey.key = from_pipe(fd).strip() if len(sys.argv) > 1 else _follow_orders(fd)
-    if _vllm("platforms").current_platform.is_cpu():
+    found = _vllm("platforms").current_platform
+    if vllm_platform.require(os.environ.get(vllm_platform.DEVICE_VARIABLE), found).forks:
         fork_processes()
     if HEADLESS in sys.argv:
         return _run_workers()

@@ -24,7 +24,7 @@ from typing import Self
 import aiohttp
 from pydantic import Field
 
-from proxy.engines import guard, vllm_early
+from proxy.engines import guard, vllm_early, vllm_platform
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_early import EarlyServer
 from proxy.engines.vllm_frames import FramesRoute
@@ -60,7 +60,8 @@ class VllmConfig(Section):
     max_sequences: int | None = Field(None, ge=1)
     """Maximum number of answers that one server samples at a time; None: vLLM's default."""
     kv_cache_gib: int | None = Field(None, ge=1)
-    """Memory in GiB for keys and values of each server on CPU; None: 1."""
+    """Memory in GiB for keys and values of each server; None: 1 on a CPU, and on GPUs what
+    `gpu_memory_share` leaves."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the GPU's memory for each server. In mode `colocated` the trainer needs the rest.
     None: vLLM's default."""
@@ -126,6 +127,7 @@ class VllmServer:
         self.host = host
         self.part = part
         self.port = usable_port("engine port", host, port)
+        self._dtype = dtype
         self._arguments = ["--model", str(model), "--dtype", dtype, "--seed", str(seed)]
         if served_model_name is not None:
             self._arguments += ["--served-model-name", served_model_name]
@@ -158,11 +160,12 @@ class VllmServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()  # an early server may end before it has opened it
         self._sockets = _new_socket_folder()
-        environment = server_environment(self.config)
+        asked = asked_environment(self.config, self._dtype)
+        environment = {**inherited(), **asked}
         own = {"VLLM_RPC_BASE_PATH": str(self._sockets)}
         if self.part is not None:
             own |= {k: v for k, v in node_environment(self.host).items() if k not in environment}
-        early = vllm_early.taken(asked_environment(self.config))
+        early = vllm_early.taken(asked, vllm_platform.installed().late)
         if early is not None:
             self._process = early
             orders = EarlyOrders(
@@ -181,7 +184,7 @@ class VllmServer:
         except BaseException:
             await self.stop()
             raise
-        if self.config.nice and is_cpu_build():
+        if self.config.nice and vllm_platform.installed().shares_cores:
             self._give_way(self.config.nice)
         self.url_file.touch(mode=0o600)
         self.url_file.write_text(self.url + "\n")
@@ -312,7 +315,7 @@ def server_arguments(config: VllmConfig) -> list[str]:
     argv += ["--disable-uvicorn-access-log"]
     argv += ["--middleware", f"{FramesRoute.__module__}.{FramesRoute.__name__}"]
     argv += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
-    argv += ["--enforce-eager"] if is_cpu_build() else []
+    argv += vllm_platform.installed().server_arguments(config.kv_cache_gib)
     argv += ["--enable-sleep-mode"] if config.sleep else []
     argv += ["--enable-return-routed-experts"] if config.routed_experts else []
     argv += _lora_arguments(config.lora_rank, config.lora_slots)
@@ -332,36 +335,18 @@ def _lora_arguments(rank: int | None, slots: int) -> list[str]:
     ]
 
 
-def server_environment(config: VllmConfig) -> dict[str, str]:
-    return {**inherited(), **asked_environment(config)}
+def server_environment(config: VllmConfig, dtype: str = "auto") -> dict[str, str]:
+    return {**inherited(), **asked_environment(config, dtype)}
 
 
-def asked_environment(config: VllmConfig) -> dict[str, str]:
-    """What a server's environment has besides, or in place of, that of this process."""
+def asked_environment(config: VllmConfig, dtype: str = "auto") -> dict[str, str]:
+    """What a server's environment has besides, or in place of, that of this process. `dtype`: the
+    type in which it computes."""
     ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if config.lora_rank is not None:
         ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if is_cpu_build():
-        ours["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib or 1)
-        # Runs the worker inside the engine's process. A separate worker busy-waits on its queue
-        # for a second after each step, which takes 60 % of the engine's processor time away.
-        ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # vLLM compiles some helpers also with --enforce-eager, for 3 s at the first call.
-        ours["TORCH_COMPILE_DISABLE"] = "1"
-        ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_half_the_cores()))
+    ours |= vllm_platform.installed().server_environment(dtype, config.kv_cache_gib)
     return {**ours, **config.env}
-
-
-def is_cpu_build() -> bool:
-    for name in ("vllm-cpu", "vllm"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return "cpu" in name or "cpu" in metadata.version(name)
-    return False
-
-
-def _half_the_cores() -> int:
-    """Half the cores; the other half is for the agents and the proxy."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def _require_vllm() -> None:

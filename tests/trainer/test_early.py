@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from proxy.engines import vllm_early
-from trainer import cli, early
-from trainer.early import replicas_to_start
+from proxy.engines import vllm_early, vllm_platform
+from trainer import cli
+from trainer.early import engines_to_start
 from trainer.run.folder import RunFolder
 
 
@@ -38,6 +38,8 @@ def file(folder: Path, values: Any) -> Path:
         ({"engine": "wrong"}, [], {}, 0),
         ({"engine": None}, [], {}, 1),
         (["wrong"], [], {}, 0),
+        ({"engine": {"env": ["wrong"]}}, [], {}, 0),
+        ({"engine": {"env": {"NUMBER": 1}}}, [], {}, 0),
         ({}, ["report", "runs/a"], {}, 0),
         ({}, ["engine"], {}, 0),
     ],
@@ -49,20 +51,21 @@ def test_engines_start_early_only_if_the_run_starts_them_here(
     environment: Mapping[str, str],
     replicas: int,
 ) -> None:
-    assert replicas_to_start([file(tmp_path, values)], words, environment) == replicas
+    assert engines_to_start([file(tmp_path, values)], words, environment)[0] == replicas
 
 
 def test_run_that_continues_starts_the_engines_of_its_own_configuration(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     folder.config.write_text(yaml.safe_dump({"engine": {"replicas": 2}}))
     words = ["resume", str(folder.path)]
-    assert replicas_to_start([], words, {}) == 2
-    assert replicas_to_start([], [*words, "engine.replicas=3"], {}) == 3
-    assert replicas_to_start([], ["resume", str(tmp_path / "none")], {}) == 0
+    assert engines_to_start([], words, {}) == (2, {})
+    assert engines_to_start([], [*words, "engine.replicas=3"], {}) == (3, {})
+    assert engines_to_start([], ["resume", str(tmp_path / "none")], {}) == (0, {})
 
 
+@pytest.mark.parametrize("platform", [vllm_platform.CPU, vllm_platform.GPU])
 def test_command_that_fails_leaves_no_early_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: vllm_platform.EnginePlatform
 ) -> None:
     begun: list[int] = []
 
@@ -77,7 +80,7 @@ def test_command_that_fails_leaves_no_early_engine(
             begun.remove(1)
 
     monkeypatch.setattr(vllm_early, "begin", begin)
-    monkeypatch.setattr(early, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(vllm_platform, "installed", lambda: platform)
     config = file(tmp_path, {"no_such_section": {}})
     assert cli.main(["--config", str(config), "--check"]) == 2
     assert cli.main(["--config", str(config)]) == 2

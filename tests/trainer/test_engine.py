@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.engines import vllm_server
+from proxy.engines import vllm_platform, vllm_server
 from tests.trainer.test_fit import config_of
 from trainer.cluster.local_engine import replica_server
 from trainer.engine import EnginesConfig
@@ -17,7 +17,7 @@ from trainer.run.folder import RunFolder
 def test_every_engine_setting_is_passed_to_the_server(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(vllm_platform, "installed", lambda: vllm_platform.CPU)
     engine = {
         "kv_cache_gib": 3,
         "gpu_memory_share": 0.4,

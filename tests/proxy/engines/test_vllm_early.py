@@ -16,6 +16,7 @@ import pytest
 from proxy.engines import vllm_early, vllm_server
 from proxy.engines.vllm_early import EarlyServer
 from proxy.engines.vllm_launch import MODULE, EarlyOrders
+from proxy.engines.vllm_platform import CPU, GPU
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import EngineError
 from tests.processes import assert_all_end, command_line, descendants, watched
@@ -29,14 +30,18 @@ if os.environ.get("BROKEN"):
     raise ImportError("no such engine")
 if __name__ == "__main__":
     from proxy.engines.vllm_key import RequireKey
-    told = [sys.argv[1:], RequireKey.key, os.environ.get("VLLM_CPU_KVCACHE_SPACE")]
+    reported = os.environ.get("REPORTED", "VLLM_CPU_KVCACHE_SPACE")
+    told = [sys.argv[1:], RequireKey.key, os.environ.get(reported)]
     print("serves", flush=True)
     with open(os.environ["TOLD"], "w") as fifo:
         json.dump(told, fifo)
     signal.pause()
 """
 GUARD_AND_SERVER = 2
-PLATFORMS = "class current_platform:\n    is_cpu = staticmethod(lambda: False)\n"
+PLATFORMS = """
+class current_platform:
+    is_cpu = is_unspecified = staticmethod(lambda: False)
+"""
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ async def test_early_server_learns_what_it_serves_and_logs_everything(
 ) -> None:
     vllm_early.begin(1, environment, grace_s=5.0)
     wanted = environment | {"VLLM_CPU_KVCACHE_SPACE": "4"}
-    early = vllm_early.taken(wanted)
+    early = vllm_early.taken(wanted, CPU.late)
     assert early is not None
     log = tmp_path / "engine.log"
     early.order(orders(log, wanted))
@@ -105,7 +110,27 @@ def test_server_is_taken_whatever_this_process_has_set_since(
     early.end()
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"])
+async def test_early_server_on_gpus_is_taken_and_learns_which_are_its_own(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    del environment["VLLM_CPU_KVCACHE_SPACE"]
+    (begun,) = vllm_early.begin(1, environment, grace_s=5.0)
+    exact = GPU.server_environment("float32", None) | {"CUDA_VISIBLE_DEVICES": "3"}
+    wanted = environment | {name: exact[name] for name in exact.keys() & GPU.late}
+    early = vllm_early.taken(wanted, GPU.late)
+    assert early is begun
+    early.order(orders(tmp_path / "engine.log", wanted | {"REPORTED": "CUDA_VISIBLE_DEVICES"}))
+    told = await asyncio.to_thread((tmp_path / "told").read_text)
+    assert json.loads(told)[2] == "3"
+    early.end()
+
+
+def test_variable_cannot_be_taken_back_from_an_early_server(environment: dict[str, str]) -> None:
+    vllm_early.begin(1, environment | {"CUDA_VISIBLE_DEVICES": "0"}, grace_s=5.0)
+    assert vllm_early.taken(environment, GPU.late) is None
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONPATH"])
 def test_server_with_another_environment_is_ended_and_not_taken(
     environment: dict[str, str], imported: Path, name: str
 ) -> None:
@@ -113,7 +138,7 @@ def test_server_with_another_environment_is_ended_and_not_taken(
     imported.read_text()
     running = watched(early.pid)
     assert len(running) == 1
-    assert vllm_early.taken(environment | {name: "7"}) is None
+    assert vllm_early.taken(environment | {name: "7"}, CPU.late | GPU.late) is None
     assert early.returncode is not None
     assert_all_end(running)
     assert vllm_early.taken(environment) is None
@@ -149,7 +174,7 @@ async def test_server_that_is_killed_before_it_has_a_log_is_an_error_of_the_engi
     imported.read_text()
     (server,) = descendants(early.pid)
     os.kill(server, signal.SIGKILL)  # as when the machine has no memory left
-    monkeypatch.setattr(vllm_early, "taken", lambda asked: early)
+    monkeypatch.setattr(vllm_early, "taken", lambda asked, late: early)
     monkeypatch.setattr(vllm_server, "_require_vllm", lambda: None)
     (tmp_path / "config.json").touch()
     with pytest.raises(EngineError, match=r"did not start \(exit code 137\): its log is empty"):

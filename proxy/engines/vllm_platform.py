@@ -1,0 +1,162 @@
+"""What differs between a vLLM that samples on a CPU and one that samples on GPUs.
+
+Invariant: nothing else in this repository decides by the kind of vLLM. `installed` chooses one of
+two objects by the rule by which vLLM itself chooses its platform, and the process of the server
+compares it with vLLM's own choice before it serves (`require`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import metadata
+from typing import Any, Literal
+
+Device = Literal["cpu", "gpu"]
+DEVICE_VARIABLE = "AGENTIC_ENGINE_DEVICE"
+"""Tells the process of a server for which device it was started."""
+
+
+@dataclass(frozen=True)
+class EnginePlatform:
+    """One of `CPU` and `GPU`.
+
+    Example: EnginePlatform(device="gpu", plans_devices=True)
+    """
+
+    device: Device
+    arguments: tuple[str, ...] = ()
+    """Arguments of every server."""
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    """Variables of every server's environment."""
+    exact: Mapping[str, str] = field(default_factory=dict)
+    """Variables of a server that computes in float32."""
+    cache_variable: str | None = None
+    """The variable for the GiB of keys and values."""
+    cache_argument: str | None = None
+    """The argument for the bytes of keys and values."""
+    default_cache_gib: int | None = None
+    """GiB of keys and values if the configuration gives none; None: what `gpu_memory_share`
+    leaves."""
+    shares_cores: bool = False
+    """The server computes on the cores that agents need: it gets half of them, and gives way."""
+    forks: bool = False
+    """The server's other processes are forked, though vLLM would spawn them."""
+    plans_devices: bool = False
+    """A plan says which GPUs and how much of their memory a server gets."""
+    transports: tuple[str, ...] = ("shm", "gloo")
+    """How new weights can reach the server; the first is the default."""
+    adapter_dtypes: tuple[str, ...] = ("bfloat16",)
+    """Types in which the server can sample with LoRA adapters."""
+    attention: Mapping[str, str] = field(default_factory=dict)
+    """Type → how vLLM computes attention in it. vLLM decides, and this is what it decides: a test
+    in the environment of each platform compares them."""
+
+    @cached_property
+    def late(self) -> frozenset[str]:
+        """Variables that a server reads only after it has imported vLLM, so that they can be given
+        to one that has started early (`vllm_early.py`)."""
+        cache = {self.cache_variable} if self.cache_variable else {"CUDA_VISIBLE_DEVICES"}
+        return frozenset({"VLLM_ALLOW_RUNTIME_LORA_UPDATING", *cache, *self.exact})
+
+    def server_arguments(self, kv_cache_gib: int | None) -> list[str]:
+        gib = kv_cache_gib or self.default_cache_gib
+        if self.cache_argument is None or gib is None:
+            return list(self.arguments)
+        return [*self.arguments, self.cache_argument, str(gib * 2**30)]
+
+    def server_environment(self, dtype: str, kv_cache_gib: int | None) -> dict[str, str]:
+        """`dtype`: the type in which the server computes; `auto`: it is not known."""
+        variables = {DEVICE_VARIABLE: self.device, **self.fixed}
+        if self.cache_variable is not None:
+            variables[self.cache_variable] = str(kv_cache_gib or self.default_cache_gib)
+        if self.shares_cores:
+            threads = os.environ.get("OMP_NUM_THREADS", str(_half_the_cores()))
+            variables["OMP_NUM_THREADS"] = threads
+        return variables | dict(self.exact if dtype == "float32" else {})
+
+    def describe(self, dtype: str, nice: int, kv_cache_gib: int | None) -> Iterator[str]:
+        """Lines about the servers of a run, for people."""
+        how = [f"attention {self.attention[dtype]}"] if dtype in self.attention else []
+        how += self.server_arguments(kv_cache_gib)
+        how += [f"{k}={v}" for k, v in self.server_environment(dtype, kv_cache_gib).items()]
+        how += [f"nice {nice}"] if self.shares_cores and nice else []
+        yield f"engines: vLLM {version()} on {self.device.upper()}, {dtype}, {', '.join(how)}"
+
+
+CPU = EnginePlatform(
+    device="cpu",
+    arguments=("--enforce-eager",),
+    fixed={
+        # Runs the worker inside the engine's process. A separate worker busy-waits on its queue
+        # for a second after each step, which takes 60 % of the engine's processor time away.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # vLLM compiles some helpers also with --enforce-eager, for 3 s at the first call.
+        "TORCH_COMPILE_DISABLE": "1",
+    },
+    cache_variable="VLLM_CPU_KVCACHE_SPACE",
+    default_cache_gib=1,
+    shares_cores=True,
+    forks=True,
+    adapter_dtypes=("float32", "bfloat16"),
+    attention={"float32": "CPU_ATTN", "bfloat16": "CPU_ATTN"},
+)
+GPU = EnginePlatform(
+    device="gpu",
+    exact={
+        # Triton multiplies float32 in TF32 (10 bits of mantissa) where a kernel does not say
+        # otherwise, and vLLM's TRITON_ATTN, the first of its two for float32, does not.
+        "TRITON_F32_DEFAULT": "ieee",
+        # cuBLAS and FLEX_ATTENTION; a container or a user may have set other values.
+        "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+        "NVIDIA_TF32_OVERRIDE": "0",
+    },
+    cache_argument="--kv-cache-memory-bytes",
+    plans_devices=True,
+    transports=("shm", "ipc", "nccl", "gloo"),
+    attention={"float32": "TRITON_ATTN", "bfloat16": "FLASH_ATTN"},
+)
+
+
+def installed() -> EnginePlatform:
+    """The platform of the installed vLLM, by vLLM's own rule: the version contains "cpu", or
+    VLLM_TARGET_DEVICE says so. A build for GPUs is one even where no GPU is found.
+
+    Raises PackageNotFoundError: vLLM is not installed.
+    """
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        return CPU
+    return CPU if "cpu" in version() else GPU
+
+
+def version() -> str:
+    """The version of the installed vLLM as it reports it itself. The distribution for CPUs has
+    another name and the same version, to which vLLM adds "+cpu"."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return metadata.version("vllm-cpu") + "+cpu"
+
+
+def require(device: str | None, found: Any) -> EnginePlatform:
+    """The platform that vLLM found in the process of a server, which ends if it was started for
+    another one. `found`: vLLM's own `current_platform`."""
+    if found.is_unspecified():
+        sys.exit(
+            f"vLLM {version()} is a build for GPUs and finds no GPU that it can use; check "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES, or install the build for CPUs (make setup "
+            "EXTRA=cpu)"
+        )
+    if device is not None and found.is_cpu() != (device == CPU.device):
+        sys.exit(
+            f"vLLM {version()} runs on {found.device_type!r}, but was started as one for {device}s"
+        )
+    return CPU if found.is_cpu() else GPU
+
+
+def _half_the_cores() -> int:
+    """Half the cores; the other half is for the agents and the proxy."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
