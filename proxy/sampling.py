@@ -51,10 +51,12 @@ def resolve(
     conversation: Conversation | None = None,
     sibling: int = 0,
     routed_tokens: int = 0,
+    structured: dict[str, Any] | None = None,
 ) -> Sampling:
-    """`conversation` is what the prompt says. `sibling` is an answer's index among the `n` of a
-    call; it is added to the seed, so that a pinned or requested seed does not make all answers
-    equal. `routed_tokens` is the number of tokens of the prompt whose routed experts are recorded.
+    """`conversation` is what the prompt says, and `structured` the grammar of the whole answer.
+    `sibling` is an answer's index among the `n` of a call; it is added to the seed, so that a
+    pinned or requested seed does not make all answers equal. `routed_tokens` is the number of
+    tokens of the prompt whose routed experts are recorded.
 
     Raises:
         ContextOverflow: the prompt leaves no room for a token.
@@ -73,7 +75,7 @@ def resolve(
         logprobs=options.logprobs,
         top_logprobs=options.top_logprobs,
         alternatives=max(session.sampling.get("alternatives", 0), options.top_logprobs),
-        structured=options.structured,
+        structured=structured,
         trained=session.kind is SessionKind.TRAIN,
         policy=policy,
         conversation=conversation,

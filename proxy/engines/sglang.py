@@ -149,6 +149,9 @@ def _sampling_params(s: Sampling) -> dict[str, Any]:
     return params
 
 
+_STRUCTURED = (("regex", "regex"), ("grammar", "ebnf"), ("structural_tag", "structural_tag"))
+
+
 def _structured(wanted: dict[str, Any]) -> dict[str, str]:
     """Converts vLLM's `structured_outputs`, which the proxy uses."""
     if "json" in wanted:
@@ -156,7 +159,7 @@ def _structured(wanted: dict[str, Any]) -> dict[str, str]:
         return {"json_schema": schema if isinstance(schema, str) else orjson.dumps(schema).decode()}
     if wanted.get("json_object"):
         return {"json_schema": '{"type": "object"}'}
-    for ours, theirs in (("regex", "regex"), ("grammar", "ebnf")):
+    for ours, theirs in _STRUCTURED:
         if ours in wanted:
             return {theirs: str(wanted[ours])}
     raise RequestError(f"structured output by {sorted(wanted)} is not supported with SGLang")

@@ -100,6 +100,26 @@ def call_after(
     return 0, encode(opening)
 
 
+def written_before_call(rendering: Language) -> str | None:
+    """The text between the prompt and the name of any call that is all that an answer says; None if
+    the template writes none. Reasoning that the template closes by itself is left out."""
+    opening, _ = _opening(rendering, None, Message("assistant"))
+    for _, silent, _ in _OPEN_REASONING:
+        opening = opening.rpartition(silent)[2]
+    return opening or None
+
+
+def written_before_text(rendering: Language) -> str | None:
+    """The text between the prompt and an answer's text, as `written_before_call` has it."""
+    written = _written(rendering, Message("assistant", _PROBES[0]))
+    if written is None:
+        return None
+    before = written.partition(_PROBES[0])[0]
+    for _, silent, _ in _OPEN_REASONING:
+        before = before.rpartition(silent)[2]
+    return before
+
+
 def text_opening(rendering: Language, text: str) -> list[int]:
     """The ids that begin an answer with `text`. Raises RequestError."""
     written = _written(rendering, Message("assistant", text)) or ""

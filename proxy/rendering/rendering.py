@@ -21,6 +21,7 @@ from proxy.conversation.json_values import is_deeper, parsed_arguments
 from proxy.conversation.messages import Conversation, Message, ToolCall, own_call_id
 from proxy.errors import RequestError
 from proxy.records import Ids
+from proxy.rendering.answer_format import AnswerFormats
 from proxy.rendering.calls import begins_call, open_calls, read_call
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
@@ -67,6 +68,7 @@ class Rendering:
         self._stand_ins = tokenizer.stand_ins if self.family.takes_stand_ins else StandIns()
         self._forgetting: list[int] = tokenizer.convert_tokens_to_ids(list(self.family.forgetting))
         self._openings: dict[str | None, Ids] = {}
+        self._formats = AnswerFormats(self)
         self._system_first = False
         self._system_first = wants_system_first(self._render)
 
@@ -164,6 +166,13 @@ class Rendering:
         """How an answer that ended without a call continues with one: the number of its ids that
         stay, and the ids that begin the call. `spoken` has no end-of-turn token."""
         return call_after(self, spoken, prompt_end, forced)
+
+    def bound_format(
+        self, structured: dict[str, Any], prompt_end: Ids, tools: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The `structured_outputs` for an answer whose message is bound to the format `structured`,
+        and which may reason and call `tools` first. Raises RequestError."""
+        return self._formats.bound(structured, self._answer_opening(prompt_end), tools)
 
     def prefill(self, text: str) -> Ids:
         """The ids that begin an answer with `text`. Raises RequestError."""

@@ -35,6 +35,7 @@ from proxy.rendering.whole import WholeParser
 from proxy.scheduling.admission import RoomClaim
 from proxy.seams import Seam
 from proxy.serving.asked import Asked
+from proxy.serving.text_tokens import TextTokens
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class LiveAnswer:
             CollectedAlternatives(sampling.alternatives) if sampling.alternatives else None
         )
         self._tokens: list[SampledToken] = []
+        self._text_tokens = _text_tokens(call)
         self._finish = FinishReason.CUT
         self._begun = time.perf_counter()
         self._first_token_s: float | None = None
@@ -154,6 +156,8 @@ class LiveAnswer:
         cut, size = self._finish is FinishReason.CUT, len(self._ids)
         if self._finish is FinishReason.STOP and message.tool_calls:
             self._finish = FinishReason.TOOL_CALLS
+        visible = self._visible(rest)
+        tokens = self._rest_of_tokens(visible)
         said = self._without_prefill(message)
         self.key = self._answer_key(message)
         turn = structs.replace(
@@ -183,10 +187,18 @@ class LiveAnswer:
             prompt_ids=self._prompt,
             sampled_ids=turn.sampled_ids,
         )
-        visible = [] if cut else self._visible(rest)
-        if visible:
-            self._call.stream.push(Piece(self._choice, tuple(visible), turn=self._intent.index))
+        if not cut and (visible or tokens):
+            piece = Piece(self._choice, tuple(visible), tuple(tokens), self._intent.index)
+            self._call.stream.push(piece)
         return turn
+
+    def _rest_of_tokens(self, deltas: list[Delta]) -> list[SampledToken]:
+        """The last tokens of the text, of which `deltas` are the rest."""
+        if self._text_tokens is None:
+            return []
+        tokens = [*self._text_tokens.sent(deltas), *self._text_tokens.end()]
+        self._tokens += tokens
+        return tokens
 
     @property
     def _claim(self) -> RoomClaim:
@@ -228,11 +240,14 @@ class LiveAnswer:
         self._logprobs += chunk.logprobs
         if self._alternatives is not None:
             self._alternatives.add(len(chunk.ids), chunk.alternatives)
-        tokens = _shown(self._call, chunk) if self._asked.request.options.logprobs else []
-        self._tokens += tokens
         deltas = self._parser.feed(chunk.ids)
         if self._hidden_chars or self._continued is not None:
             deltas = self._visible(deltas)
+        if self._text_tokens is not None:
+            tokens = self._text_tokens.feed(chunk, deltas)
+        else:
+            tokens = _shown(self._call, chunk)
+        self._tokens += tokens
         if deltas or tokens:
             piece = Piece(self._choice, tuple(deltas), tuple(tokens), self._intent.index)
             self._call.stream.push(piece)
@@ -261,9 +276,10 @@ class LiveAnswer:
     @property
     def _streamed(self) -> bool:
         """Whether the answer is parsed while it is sampled: it is a stream, or the proxy may end it
-        before the engine does."""
+        before the engine does, or tells its text from the rest token by token."""
         options = self._asked.request.options
-        return self._asked.request.stream or bool(self._sampling.stop) or not options.parallel_calls
+        early = bool(self._sampling.stop) or not options.parallel_calls
+        return self._asked.request.stream or early or self._text_tokens is not None
 
     @property
     def _begun_chars(self) -> int:
@@ -328,7 +344,12 @@ def replayed_outcome(
     if message.text and not only_calls:
         deltas.append(TextDelta(message.text))
     send_calls([], message.tool_calls, deltas)
-    tokens = _shown(call, _recorded_chunk(turn, call.asked.request.options.top_logprobs))
+    chunk = _recorded_chunk(turn, call.asked.request.options.top_logprobs)
+    text_tokens = _text_tokens(call)
+    if text_tokens is None:
+        tokens = _shown(call, chunk)
+    else:
+        tokens = [*text_tokens.feed(chunk, deltas), *text_tokens.end()]
     call.stream.push(Piece(choice, tuple(deltas), tuple(tokens), turn.index))
     return Outcome(
         message=message,
@@ -384,8 +405,16 @@ def _before(prompt: Ids, opening_tokens: int) -> Ids:
     return prompt[-CONTEXT_TOKENS - opening_tokens : -opening_tokens or None]
 
 
+def _text_tokens(call: LiveCall) -> TextTokens | None:
+    """What tells the text's tokens from the others, if the agent asks for those."""
+    options = call.asked.request.options
+    if not options.logprobs or options.every_token:
+        return None
+    return TextTokens(call.backend.rendering.tokenizer)
+
+
 def _shown(call: LiveCall, chunk: Chunk) -> list[SampledToken]:
-    """The chunk's tokens as the agent gets them, if it asks for log-probabilities."""
+    """All tokens of the chunk, if the agent asks for log-probabilities."""
     if not call.asked.request.options.logprobs:
         return []
     decode = call.backend.rendering.tokenizer.decode

@@ -33,12 +33,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import Any
 
 import msgspec
 
 from proxy.conversation import Key
-from proxy.errors import EngineError, ProxyError, QuotaReached, StoreError
-from proxy.records import ForkCause, Turn, TurnStatus
+from proxy.errors import EngineError, ProxyError, QuotaReached, RequestError, StoreError
+from proxy.records import ForkCause, Ids, Turn, TurnStatus
+from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.sampling import as_record, resolve
 from proxy.serving.answer import LiveAnswer, replayed_outcome, sample_all
 from proxy.serving.asked import Asked
@@ -276,6 +278,7 @@ class LiveCall:
             conversation=asked.request.conversation,
             sibling=choice,
             routed_tokens=live.tree.routed(placement.parent, placement.shared_tokens),
+            structured=self._grammar(placement.prompt),
         )
         turn = Turn(
             session_id=live.session.session_id,
@@ -311,6 +314,26 @@ class LiveCall:
         else:
             placement = tree.place(conversation, asked.keys, rendering)
         return placement.followed_by(asked.opening)
+
+    def _grammar(self, prompt: Ids) -> dict[str, Any] | None:
+        """What the engine enforces in the answer. A required call is not the final message, which
+        the agent's format binds, so it is sampled as without a format. Raises RequestError."""
+        request = self.asked.request
+        options, conversation = request.options, request.conversation
+        if options.structured is None or options.forced is not None:
+            return None
+        if conversation.raw is not None:
+            return options.structured
+        if conversation.prefill is not None:
+            raise RequestError(
+                "response_format: a format cannot be enforced in an answer that the request "
+                "begins; end with a user message",
+                param="response_format",
+            )
+        tools = conversation.tools if options.tool_calls else []
+        return self.backend.rendering.bound_format(
+            options.structured, prompt[-CONTEXT_TOKENS:], tools
+        )
 
     async def _record_intent(self, turn: Turn, key: Key) -> None:
         """If it fails in any other way than these two, the intent may have been recorded."""

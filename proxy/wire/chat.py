@@ -113,15 +113,15 @@ class ChatWriter:
         return b"".join(self._chunk(i, role) for i in range(self._call.n))
 
     def piece(self, piece: Piece) -> bytes:
-        deltas = [_delta(delta) for delta in piece.deltas]
-        if len(deltas) == 1 and not piece.tokens:
-            return self._chunk(piece.choice, deltas[0])
-        if piece.tokens and not deltas:
-            deltas.append({"content": ""})
+        texts = [at for at, delta in enumerate(piece.deltas) if isinstance(delta, TextDelta)]
+        chunks = []
         logprobs = _logprobs(piece.tokens) if piece.tokens else None
-        chunks = [self._chunk(piece.choice, delta) for delta in deltas[:-1]]
-        chunks += [self._chunk(piece.choice, delta, logprobs=logprobs) for delta in deltas[-1:]]
-        return b"".join(chunks)
+        if logprobs is not None and not texts:
+            chunks.append(self._chunk(piece.choice, {"content": ""}, logprobs=logprobs))
+        for at, delta in enumerate(piece.deltas):
+            said = logprobs if texts and at == texts[-1] else None
+            chunks.append(self._chunk(piece.choice, _delta(delta), logprobs=said))
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         chunks = [
@@ -223,6 +223,7 @@ def parse_options(fields: Fields) -> Options:
     options = parse_sampling(fields)
     options.max_tokens = max_tokens or options.max_tokens
     options.logprobs, options.top_logprobs = logprobs, top if logprobs else 0
+    options.every_token = fields.flag("return_token_ids")
     options.tool_calls = fields.get("tool_choice") != "none"
     options.forced = _forced(fields)
     options.parallel_calls = fields.flag("parallel_tool_calls", True)
@@ -345,12 +346,18 @@ def _function(function: Fields, call_id: str) -> ToolCall:
     return ToolCall(call_id, function.text("name", ""), arguments or "")
 
 
+def json_object(fields: Fields) -> dict[str, Any]:
+    """The format `json_object`, with the `schema` that some servers take beside it."""
+    schema = fields.child("schema").data
+    return {"json": schema} if schema else {"json_object": True}
+
+
 def _structured(fields: Fields) -> dict[str, Any] | None:
     kind = fields.text("type", "text")
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"json_object": True}
+        return json_object(fields)
     if kind == "json_schema":
         schema = fields.child("json_schema").get("schema")
         if not isinstance(schema, dict):

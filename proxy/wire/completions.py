@@ -38,6 +38,7 @@ class CompletionsDialect:
         options.max_tokens = options.max_tokens or DEFAULT_MAX_TOKENS
         top = fields.integer("logprobs", 0, MAX_LOGPROBS)
         options.logprobs, options.top_logprobs = top is not None, top or 0
+        options.every_token = True
         return Call(
             model=fields.text("model", ""),
             conversation=Conversation([], raw=_prompt(fields)),

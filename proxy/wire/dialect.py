@@ -59,6 +59,8 @@ class Options(msgspec.Struct):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    every_token: bool = False
+    """Log-probabilities of all sampled tokens are wanted, not only of those of the text."""
     top_logprobs: int = 0
     structured: dict[str, Any] | None = None
     """Guided decoding, in the form of vLLM's `structured_outputs`."""

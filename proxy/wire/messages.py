@@ -265,19 +265,31 @@ def _options(fields: Fields) -> Options:
     kind = choice.text("type", "auto")
     if kind not in ("auto", "any", "tool", "none"):
         raise choice.refuse("type", "auto, any, tool or none")
-    output = fields.child("output_config").child("format")
-    schema = output.get("schema") if output.get("type") == "json_schema" else None
     return Options(
         max_tokens=fields.integer("max_tokens", 1, 2**31),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.integer("top_k", -1, 2**31),
         stop=fields.stops("stop_sequences"),
-        structured={"json": schema} if isinstance(schema, dict) else None,
+        structured=_structured(fields),
         tool_calls=kind != "none",
         forced=_forced(choice, kind),
         parallel_calls=not choice.flag("disable_parallel_tool_use"),
     )
+
+
+def _structured(fields: Fields) -> dict[str, Any] | None:
+    """`output_config.format`, or `output_format`, its name before."""
+    config = fields.child("output_config")
+    place, name = (config, "format") if config.get("format") else (fields, "output_format")
+    if place.get(name) is None:
+        return None
+    wanted = place.child(name)
+    if wanted.text("type") != "json_schema":
+        raise wanted.refuse("type", "json_schema")
+    if not isinstance(wanted.get("schema"), dict):
+        raise wanted.refuse("schema", "a JSON schema")
+    return {"json": wanted.child("schema").data}
 
 
 def _forced(choice: Fields, kind: str) -> ForcedCall | None:

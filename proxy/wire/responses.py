@@ -17,7 +17,7 @@ import orjson
 from proxy.conversation.messages import Conversation, Message, Role, ToolCall
 from proxy.conversation.references import AnswerPart, ReferringConversation
 from proxy.errors import ProxyError, RequestError
-from proxy.wire.chat import MAX_TOP_LOGPROBS, openai_error, parse_content
+from proxy.wire.chat import MAX_TOP_LOGPROBS, json_object, openai_error, parse_content
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome
 from proxy.wire.fields import Fields, refuse_unhonoured
 from proxy.wire.responses_stream import ResponsesWriter, answer_part, output_items, response_object
@@ -205,9 +205,12 @@ def _forced(fields: Fields, choice: Any) -> ForcedCall | None:
 def _structured(fields: Fields) -> dict[str, Any] | None:
     kind = fields.text("type", "text")
     if kind == "json_schema":
-        return {"json": fields.child("schema").data}
+        schema = fields.get("schema")
+        if not isinstance(schema, dict):
+            raise fields.refuse("schema", "a JSON schema")
+        return {"json": schema}
     if kind == "json_object":
-        return {"json_object": True}
+        return json_object(fields)
     if kind == "text":
         return None
     raise fields.refuse("type", "text, json_object or json_schema")

@@ -143,7 +143,14 @@ class ResponsesWriter:
     def piece(self, piece: Piece) -> bytes:
         self._tokens += piece.tokens
         self._turn = piece.turn
-        return b"".join(event for delta in piece.deltas for event in self._delta(delta))
+        texts = [at for at, delta in enumerate(piece.deltas) if isinstance(delta, TextDelta)]
+        events: list[bytes] = []
+        if piece.tokens and not texts:
+            events += self._delta(TextDelta(""), piece.tokens)
+        for at, delta in enumerate(piece.deltas):
+            last = texts and at == texts[-1]
+            events += self._delta(delta, piece.tokens if last else ())
+        return b"".join(events)
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         outcome = outcomes[0]
@@ -164,14 +171,15 @@ class ResponsesWriter:
         response["error"] = {"code": code, "message": failed["message"]}
         return self._event("response.failed", response=response)
 
-    def _delta(self, delta: Delta) -> Iterator[bytes]:
+    def _delta(self, delta: Delta, tokens: Sequence[SampledToken] = ()) -> Iterator[bytes]:
+        """`tokens` are those of a text's delta."""
         if isinstance(delta, TextDelta):
             text, again = delta.text, any(item["type"] == "message" for item in self._output)
             yield from self._enter(_message_item(self._item_id("msg"), "", []))
             if again and not self._text:  # `normalised` joins by a line break
                 text = text.removeprefix("\n")
             self._text += text
-            yield self._part("response.output_text.delta", delta=text, logprobs=[])
+            yield self._part("response.output_text.delta", delta=text, logprobs=_scored(tokens))
         elif isinstance(delta, ReasoningDelta):
             yield from self._enter(_reasoning_item(self._item_id("rs"), ""))
             self._text += delta.text
@@ -211,7 +219,9 @@ class ResponsesWriter:
         else:
             item = _reasoning_item(self._open["id"], self._text)
             kind = "reasoning_text"
-        done = {"text": self._text, **({"logprobs": []} if kind == "output_text" else {})}
+        done: dict[str, Any] = {"text": self._text}
+        if kind == "output_text":
+            done["logprobs"] = _scored(self._tokens)
         yield self._part(f"response.{kind}.done", **done)
         yield self._part("response.content_part.done", part=item["content"][0])
         yield self._done(item)
@@ -260,7 +270,19 @@ class ResponsesWriter:
 
 
 def _message_item(item_id: str, text: str, tokens: list[SampledToken]) -> Item:
-    logprobs = [
+    logprobs = _scored(tokens)
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def _scored(tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+    return [
         {
             "token": token.text,
             "logprob": token.logprob,
@@ -272,14 +294,6 @@ def _message_item(item_id: str, text: str, tokens: list[SampledToken]) -> Item:
         }
         for token in tokens
     ]
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "content": [part],
-    }
 
 
 def _reasoning_item(item_id: str, text: str) -> Item:

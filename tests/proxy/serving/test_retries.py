@@ -495,8 +495,9 @@ async def test_retry_gets_the_alternatives_of_a_recorded_answer(proxy: RunningPr
     tokens = again["choices"][0]["logprobs"]["content"]
     _, (turn,) = await proxy.record(session)
     assert turn.alternatives is not None
-    assert [len(token["top_logprobs"]) for token in tokens] == [2] * len(turn.sampled_ids)
-    recorded = turn.alternatives["logprob"][:, :2].tolist()
+    texts = len(turn.sampled_ids) - 1  # without the end-of-turn token
+    assert [len(token["top_logprobs"]) for token in tokens] == [2] * texts
+    recorded = turn.alternatives["logprob"][:texts, :2].tolist()
     assert [[top["logprob"] for top in token["top_logprobs"]] for token in tokens] == recorded
     bare = [{**token, "top_logprobs": []} for token in tokens]
     given = first["choices"][0]["logprobs"]["content"]
