@@ -13,8 +13,9 @@ ifndef EXTRA
 EXTRA := $(or $(INSTALLED),$(shell $(PYTHON) -S proxy/engines/nvidia_driver.py 2>/dev/null && echo gpu || echo cpu))
 endif
 TORCH_INDEX ?=
-# What only the CPU build does without (also in `make locks`).
-OVERRIDES_cpu := --overrides docker/cpu_overrides.txt
+# What an environment with vLLM does without (also in `make locks`).
+OVERRIDES_gpu := --overrides docker/vllm_overrides.txt
+OVERRIDES_cpu := $(OVERRIDES_gpu) --overrides docker/cpu_overrides.txt
 # What pip downloads and unpacks; for a GPU an estimate, because CUDA builds differ.
 SIZE_cpu := 1.2 GB to download, 4 GB on disk
 SIZE_gpu := 5 to 8 GB to download, 10 to 15 GB on disk
@@ -44,7 +45,7 @@ setup: $(VENV)/.ready ## create .venv with everything that the other targets nee
 # compiles what it imports in 9 s.
 #
 # The builds for CPU and GPU have the same files, so the one is not installed over the other.
-$(VENV)/.ready: pyproject.toml docker/cpu_overrides.txt $(if $(filter-out $(EXTRA),$(INSTALLED)),without-$(INSTALLED))
+$(VENV)/.ready: pyproject.toml docker/cpu_overrides.txt docker/vllm_overrides.txt $(if $(filter-out $(EXTRA),$(INSTALLED)),without-$(INSTALLED))
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; install Python 3.11 or run make PYTHON=…" >&2; exit 1; }
 	@echo "make: installs into $(VENV), once: $(SIZE_$(EXTRA))"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -126,8 +127,8 @@ $(RECIPES)/.ready: $(VENV)/.ready examples/recipes/tiny.py examples/recipes/publ
 dist: setup ## build the wheel in dist/, and the overrides that its extras need
 	rm -rf build dist
 	$(BIN)/uv build -q --wheel
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["uv"]["override-dependencies"], sep="\n")' > dist/overrides-gpu.txt
-	@cat dist/overrides-gpu.txt docker/cpu_overrides.txt > dist/overrides-cpu.txt
+	@cp docker/vllm_overrides.txt dist/overrides-gpu.txt
+	@cat docker/vllm_overrides.txt docker/cpu_overrides.txt > dist/overrides-cpu.txt
 	@ls dist/*
 
 harbor: $(HARBOR)/.ready ## install Harbor and harbor-server in .harbor/ (Python 3.12)
@@ -238,7 +239,7 @@ test-python: $(OTHER)/.ready ## tests of proxy and agent loop on another Python:
 .cache/python%/.ready: pyproject.toml
 	test -x $(@D)/bin/python || $(call find_python,python$*) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q uv
-	$(@D)/bin/uv pip install -q --python $(@D)/bin/python -e '.[dev-min]'
+	$(@D)/bin/uv pip install -q --python $(@D)/bin/python $(OVERRIDES_gpu) -e '.[dev-min]' oss-harmony
 	touch $@
 
 # Not part of `make test`: SWE-agent is not published as a package.
@@ -297,12 +298,15 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 	done
 	IMAGES="$(IMAGES)" $(BIN)/python -m pytest tests/deploy/images.py $(ARGS)
 
-LOCK = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
+# Each lock is for Python and platform of its image. torch for CPUs is not on the package index:
+# make locks TORCH_INDEX=https://download.pytorch.org/whl/cpu, or UV_FIND_LINKS=FOLDER with its wheel.
+LOCK = $(BIN)/uv pip compile -q --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make locks"
+LOCK_TRAINER = $(LOCK) pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra kubernetes --extra ray --extra s3 --extra gcs
 locks: setup ## write docker/*.lock again from pyproject.toml
-	$(LOCK) pyproject.toml --extra telemetry --extra s3 --extra gcs --python-version 3.11 --generate-hashes --no-emit-package hf-xet -o docker/proxy.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra cpu $(OVERRIDES_cpu) --extra kubernetes --extra ray --extra s3 --extra gcs $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
-	$(LOCK) pyproject.toml --python-version 3.11 --extra gpu --extra kubernetes --extra ray --extra s3 --extra gcs --python-platform x86_64-manylinux_2_28 -o docker/trainer-cuda.lock
-	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 --generate-hashes -o docker/harbor.lock
+	$(LOCK) pyproject.toml --extra telemetry --extra s3 --extra gcs --python-version 3.11 --no-emit-package hf-xet -o docker/proxy.lock
+	$(LOCK_TRAINER) --extra cpu $(OVERRIDES_cpu) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
+	$(LOCK_TRAINER) --extra gpu $(OVERRIDES_gpu) -o docker/trainer-cuda.lock
+	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 -o docker/harbor.lock
 
 LOCKS := proxy harbor trainer-cpu trainer-cuda
 sbom: $(LOCKS:%=dist/sbom/%.cdx.json) ## write each image's Python packages as CycloneDX in dist/sbom/

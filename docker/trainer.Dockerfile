@@ -5,8 +5,8 @@
 #   docker run --gpus all --shm-size 16g -v /runs:/runs -v $PWD:/work:ro agentic-trainer:cuda \
 #     --config agentic_trainer.yaml trainer.run_dir=/runs/first
 #
-# The run writes only to /runs and /tmp; with a read-only root file system, add --tmpfs /tmp. The CUDA
-# libraries come with torch's wheels, and the driver comes from the host. The image contains a C
+# The run writes only to /runs and /tmp; with a read-only root file system, add --tmpfs /tmp:exec (torch
+# and Triton load there what they compile). The CUDA libraries come with torch's wheels, and the driver comes from the host. The image contains a C
 # compiler because Triton and torch.compile call it at run time.
 ARG DEBIAN=docker.io/library/debian:12.12-slim@sha256:d5d3f9c23164ea16f31852f95bd5959aad1c5e854332fe00f7b3a20fcc9f635c
 FROM ${DEBIAN} AS build
@@ -16,9 +16,11 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
 COPY docker/trainer-${DEVICE}.lock /build/trainer.lock
+# The package index has torch for CUDA; only the build for CPUs comes from torch's own index.
 RUN python3 -m venv --without-pip /opt/agentic \
-    && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --no-deps \
-        --extra-index-url "${TORCH_INDEX}" -r /build/trainer.lock
+    && if [ "${DEVICE}" = cpu ]; then set -- --extra-index-url "${TORCH_INDEX}"; fi \
+    && pip --python /opt/agentic/bin/python install --no-cache-dir --no-compile --require-hashes \
+        --no-deps "$@" -r /build/trainer.lock
 COPY pyproject.toml setup.py README.md LICENSE /build/
 COPY proxy /build/proxy
 COPY agent_loop /build/agent_loop

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEEDED_BY_MAKE = ("Makefile", "pyproject.toml", "docker/cpu_overrides.txt")
+NEEDED_BY_MAKE = (
+    "Makefile",
+    "pyproject.toml",
+    "docker/cpu_overrides.txt",
+    "docker/vllm_overrides.txt",
+)
 DRIVER = "proxy/engines/nvidia_driver.py"
 NVML = """
 int nvmlInit_v2(void) {{ return {init}; }}

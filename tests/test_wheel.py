@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,6 +15,7 @@ import openai
 import pytest
 
 from tests.proxy.checkpoint import write_checkpoint
+from tests.proxy.rendering.harmony import write_harmony_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("proxy", "agent_loop", "trainer", "harbor_sdk", "examples")
@@ -76,6 +76,44 @@ def test_proxy_of_the_wheel_serves_and_records_a_call(base: Path, tmp_path: Path
     assert url.split("/")[-2] in _run(listed, tmp_path)
 
 
+RENDER = """
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from proxy.config import RenderingConfig
+from proxy.conversation import Conversation, Message
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
+dated = {"conversation_start_date": "2026-01-02"}
+config = RenderingConfig(renderer="gpt-oss", template_kwargs=dated)
+rendering = Rendering(load_tokenizer(Path(sys.argv[1])), config)
+print(sorted(d.name for d in distributions() if d.name.endswith("-harmony")))
+print(rendering.full(Conversation([Message("user", "Hi.")])).tolist())
+"""
+
+
+def test_gpt_oss_is_rendered_alike_whichever_package_of_harmony_wins(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's oss-harmony and renderers' openai-harmony have the same files; the second would
+    download its vocabulary."""
+    model = write_checkpoint(tmp_path / "model")
+    write_harmony_tokenizer(model)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    render = [str(base / "python"), "-c", RENDER, str(model)]
+    alone, expected = _run(render, tmp_path).splitlines()
+    assert alone == "['openai-harmony']"
+    monkeypatch.delenv("HTTPS_PROXY")
+    for last in ("oss-harmony", "openai-harmony"):
+        again = ["install", "-q", "--no-deps", "--force-reinstall", last]
+        _run([str(base / "pip"), *again], tmp_path)
+        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+        both, ids = _run(render, tmp_path).splitlines()
+        monkeypatch.delenv("HTTPS_PROXY")
+        assert both == "['openai-harmony', 'oss-harmony']"
+        assert ids == expected
+
+
 def test_wheel_without_extras_writes_projects_and_says_what_training_needs(
     base: Path, tmp_path: Path
 ) -> None:
@@ -106,12 +144,10 @@ def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Pa
     # pip, because the configuration of this machine may have an index of torch's CPU builds.
     torch = f"torch=={version('torch').partition('+')[0]}"
     _run([str(programs / "pip"), "install", "-q", torch], tmp_path)
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
-    overrides = tmp_path / "overrides.txt"
-    overrides.write_text("\n".join(settings["override-dependencies"]))
-    without = ["--overrides", str(ROOT / "docker/cpu_overrides.txt")]
+    overrides = (str(ROOT / f"docker/{name}_overrides.txt") for name in ("cpu", "vllm"))
+    without = [word for each in overrides for word in ("--overrides", each)]
     install = [*UV, "pip", "install", "-q", *without, "--python", str(programs / "python")]
-    _run([*install, "--overrides", str(overrides), f"{wheel}[cpu]", "openai"], tmp_path)
+    _run([*install, f"{wheel}[cpu]", "openai"], tmp_path)
     train = str(programs / "agentic-train")
     _run([train, "init", "project"], tmp_path)
     run = [train, "--config", "agentic_trainer.yaml"]
@@ -124,9 +160,9 @@ def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Pa
 
 
 def _installed(requirement: str, folder: Path) -> Path:
-    _run([*UV, "venv", "-q", "--python", sys.executable, "--allow-existing", str(folder)], ROOT)
-    python = ["--python", str(folder / "bin/python")]
-    _run([*UV, "pip", "install", "-q", *python, requirement], folder)
+    """The programs of a new environment in which plain pip has installed the requirement."""
+    _run([sys.executable, "-m", "venv", str(folder)], ROOT)
+    _run([str(folder / "bin/pip"), "install", "-q", "--no-compile", requirement], folder)
     return folder / "bin"
 
 

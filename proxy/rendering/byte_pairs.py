@@ -150,7 +150,7 @@ def _ranks(
     merged = [left + right for left, right in merges]
     ids = [vocab.get(token, -1) for token in merged]
     in_order = all(a < b for a, b in itertools.pairwise(ids))
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     special = {token["content"] for token in added}
     if not in_order or not alphabet.keys() <= vocab.keys():
         return None
@@ -165,7 +165,7 @@ def _ranks(
     }
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The characters for bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]

@@ -8,6 +8,7 @@ template itself is used, and a turn continues a recorded one only where that can
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from proxy.errors import ConfigurationError, RequestError
 from proxy.plugins import load_plugin
 from proxy.rendering.chat_template import ChatTemplate
 from proxy.rendering.families import Family, family_of
+from proxy.rendering.harmony_vocabulary import harmony_vocabulary
 from proxy.rendering.tokenizer import Tokenizer
 
 TEMPLATE = "template"
@@ -87,7 +89,8 @@ def _build(name: str, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> 
         raise ValueError(f"no renderer is named {name!r}")
     retaining = type(config).model_validate({"name": name, "thinking_retention": "all"})
     merged = merge_chat_template_kwargs(retaining, template_kwargs)
-    return create_renderer(tokenizer, merged)
+    with harmony_vocabulary(tokenizer) if name == "gpt-oss" else nullcontext():
+        return create_renderer(tokenizer, merged)
 
 
 def _agreeing(

