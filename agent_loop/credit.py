@@ -16,7 +16,6 @@ listed in `untrained`, so that it is context; a return of 0 would train it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -27,6 +26,7 @@ from pydantic import Field, model_validator
 from agent_loop.compaction import summaries
 from agent_loop.errors import CreditError
 from agent_loop.outside_parts import OwnFunction
+from agent_loop.reward_values import REWARD_LIMIT, shown
 from proxy.records import ForkCause, Reward, Turn
 from proxy.section import Section
 
@@ -56,12 +56,12 @@ class OwnCredit(OwnFunction):
                 f"here {sorted(answered)}, to their shares of the reward"
             )
         for turn, share in shares.items():
-            if not isinstance(share, Real) or not math.isfinite(share):
+            if not isinstance(share, Real) or not abs(share) <= REWARD_LIMIT:
                 raise CreditError(
-                    f"{self.target} returned the share {share!r:.100} for turn {turn}; it must be "
-                    "a finite number"
+                    f"{self.target} returned the share {shown(share)} for turn {turn}; it must be "
+                    f"a number between -{REWARD_LIMIT:g} and {REWARD_LIMIT:g}"
                 )
-        return shares
+        return {turn: float(share) for turn, share in shares.items()}
 
 
 class CreditConfig(Section):

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agent_loop.credit import CreditConfig, assign_credit
+from agent_loop.credit import Credit, CreditConfig, assign_credit
 from agent_loop.records import (
     CALL_CHARS,
     AgentEnd,
@@ -30,6 +30,7 @@ from agent_loop.records import (
     RolloutStatus,
     Task,
 )
+from agent_loop.reward_values import within_limit
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.salvage import EarlierTrials
 from agent_loop.trajectory import build_segments
@@ -127,6 +128,7 @@ def build_rollout(
     `times_s` is added to the recorded times (`agent`, `generate`).
 
     Raises:
+        RewardError: a reward, or what a turn gets of it, is NaN or above REWARD_LIMIT.
         TrajectoryError: the turns are not a tree of sampled tokens.
     """
     zeroed = [mark.rule for mark in marks if mark.action is RuleAction.ZERO_REWARD]
@@ -134,6 +136,7 @@ def build_rollout(
         graded, posted = _zero(graded, zeroed), ()
     credited = assign_credit(turns, graded.value, posted, credit or CreditConfig())
     reward, of_turns = _with_turn_rewards(graded, posted)
+    _check_rewards(reward, credited)
     ending = _ending(attempt, agent, turns, reward, _ended_by(marks))
     others = {turn.index for turn in turns if turn.policy not in attempt.policies}
     is_eval = attempt.kind is SessionKind.EVAL
@@ -250,6 +253,15 @@ def _with_turn_rewards(graded: Graded, posted: Sequence[Reward]) -> tuple[Graded
     of_turns = sum(reward.value for reward in given if not reward.branch)
     of_branches = sum(reward.value for reward in given if reward.branch)
     return Graded(of_turns + of_branches, graded.parts), of_turns
+
+
+def _check_rewards(reward: Graded, credited: Credit) -> None:
+    """Checked here, where all that trains is known, because sums and products of rewards within the
+    limit may be above it."""
+    if reward.value is not None:
+        within_limit(reward.value, "the trial's reward")
+    for turn, value in credited.returns.items():
+        within_limit(value, f"the return of turn {turn}")
 
 
 def _answered(turns: Sequence[Turn]) -> list[Turn]:

@@ -18,10 +18,10 @@ import numpy as np
 import orjson
 
 from agent_loop.credit import CreditConfig
-from agent_loop.errors import AgentLoopError
+from agent_loop.errors import AgentLoopError, CreditError, RewardError, TrajectoryError
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, Segment, Task
 from agent_loop.swarm.wire import BatchView, EpisodeView, TrainerHello, TrainerReady, TrainerWelcome
-from agent_loop.trial_outcome import Attempt, build_rollout
+from agent_loop.trial_outcome import Attempt, build_rollout, failed_rollout
 from proxy.record_format import decode_record
 from proxy.records import Reward
 
@@ -115,22 +115,28 @@ class SwarmProducer:
         ]
         task = Task(str(episode.task_id), episode.metadata, episode.source)
         total_s = (episode.ended_at or 0.0) - episode.claimed_at
-        rollout = build_rollout(
-            Attempt(
-                episode.episode_id,
-                task,
-                version=episode.version,
-                policies=(session.policy_of(""),),
-                started_at=episode.claimed_at,
-            ),
-            AgentResult(AgentEnd.EXITED, wall_s=total_s),
-            turns,
-            Graded(episode.reward, episode.reward_parts),
-            posted=[*session.rewards, *of_turns],
-            marks=session.marks,
-            credit=self._credit,
-            times_s={"total": total_s},
+        attempt = Attempt(
+            episode.episode_id,
+            task,
+            version=episode.version,
+            policies=(session.policy_of(""),),
+            started_at=episode.claimed_at,
         )
+        agent, times_s = AgentResult(AgentEnd.EXITED, wall_s=total_s), {"total": total_s}
+        try:
+            rollout = build_rollout(
+                attempt,
+                agent,
+                turns,
+                Graded(episode.reward, episode.reward_parts),
+                posted=[*session.rewards, *of_turns],
+                marks=session.marks,
+                credit=self._credit,
+                times_s=times_s,
+            )
+        except (RewardError, CreditError, TrajectoryError) as error:
+            # One client's episode must not end the run of all others.
+            return failed_rollout(attempt, str(error), agent=agent, turns=turns, times_s=times_s)
         if episode.generation == self._generation:
             return rollout
         return replace(rollout, segments=tuple(map(self._aged, rollout.segments)))
