@@ -18,10 +18,10 @@ import base64
 import json
 import os
 import random
+import re
 import shutil
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,11 +31,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from proxy.run_files.files import replace_file
 from trainer.errors import CheckpointError
+from trainer.saved_state import check_whole
 from trainer.weight_sync.segment import Named
 
 FORMAT = 2
@@ -43,9 +42,11 @@ FORMAT = 2
 number."""
 SHARD_BYTES = 4 << 30
 """Maximum size of a file of the Hugging Face export."""
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+_NAME = re.compile(r"step-\d{6,}")
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """Patterns of the files of a checkpoint folder that are not weights: configuration, tokenizer, chat
-template."""
+template, own code of the model and the tokenizer."""
+_COPIED_FOLDERS = ("additional_chat_templates",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,39 @@ class Checkpoints:
             raise CheckpointError(f"{saved.path}: could not be marked ({_why(error)})") from error
 
     def latest(self) -> Saved | None:
-        saved = self._all()
-        return saved[-1] if saved else None
+        """The newest checkpoint that is whole; None: there is none at all.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them is whole.
+        """
+        found, damage = self._all(), self.damaged()
+        whole = [saved for saved in found if saved not in damage]
+        if found and not whole:
+            raise CheckpointError(
+                f"{self._folder}: no checkpoint is whole ({'; '.join(damage.values())}); restore "
+                "one from a copy, or begin a new run with trainer.resume=never"
+            )
+        return whole[-1] if whole else None
+
+    def damaged(self) -> dict[Saved, str]:
+        """The checkpoints newer than the newest whole one, each with what is wrong with it."""
+        damage: dict[Saved, str] = {}
+        for saved in reversed(self._all()):
+            try:
+                self._check_whole(saved)
+            except CheckpointError as error:
+                damage[saved] = str(error)
+            else:
+                break
+        return damage
+
+    def _check_whole(self, saved: Saved) -> None:
+        run = self._run_json(saved)
+        if run.get("format", 1) != FORMAT:
+            return  # `read_run` says which version wrote it
+        policies = [saved.path / "policies" / name for name in run.get("policies", ())]
+        for folder in policies or [saved.path]:
+            check_whole(folder / "state")
 
     def read_run(self, saved: Saved) -> dict[str, Any]:
         """The contents of `run.json`.
@@ -144,16 +176,23 @@ class Checkpoints:
         Raises:
             CheckpointError: it is not a checkpoint, or another version of the trainer wrote it.
         """
-        try:
-            run: dict[str, Any] = json.loads((saved.path / "run.json").read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{saved.path}: is not a checkpoint ({error})") from error
+        run = self._run_json(saved)
         if (found := run.get("format", 1)) != FORMAT:
             raise CheckpointError(
                 f"{saved.path}: another version of the trainer wrote this checkpoint (format "
                 f"{found}; this version reads {FORMAT}); end the run with that version, or begin a "
                 f"new run from its weights: model.path={saved.path / 'model'} trainer.resume=never"
             )
+        return run
+
+    @staticmethod
+    def _run_json(saved: Saved) -> dict[str, Any]:
+        try:
+            run = json.loads((saved.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{saved.path}: is not a checkpoint ({error})") from error
+        if not isinstance(run, dict):
+            raise CheckpointError(f"{saved.path}: is not a checkpoint (run.json is not a mapping)")
         return run
 
     def load(self, saved: Saved, learner: Saves | Mapping[str, Saves]) -> None:
@@ -172,13 +211,13 @@ class Checkpoints:
             ) from error
 
     def _all(self) -> list[Saved]:
-        return sorted(
-            (
-                Saved(path, int(path.name.removeprefix("step-")))
-                for path in self._folder.glob("step-*")
-            ),
-            key=lambda saved: saved.step,
+        """By step; a name that `save` does not give is somebody's own, and left alone."""
+        found = (
+            Saved(path, int(path.name.removeprefix("step-")))
+            for path in self._folder.glob("step-*")
+            if _NAME.fullmatch(path.name) and path.is_dir()
         )
+        return sorted(found, key=lambda saved: saved.step)
 
     def _prune(self) -> None:
         best = self._folder / "best"
@@ -195,19 +234,6 @@ def _parts(folder: Path, learner: Saves | Mapping[str, Saves]) -> Iterator[tuple
         return
     for name, models in learner.items():
         yield folder / "policies" / name, models
-
-
-def write_state(state: Mapping[str, Any], folder: Path) -> None:
-    """Writes the state with torch's DCP: each rank writes its shards. All ranks call this
-    together."""
-    with _one_process_is_meant():
-        save_distributed(dict(state), checkpoint_id=folder)
-
-
-def read_state(state: dict[str, Any], folder: Path) -> None:
-    """Overwrites the tensors of `state`; all ranks call this together."""
-    with _one_process_is_meant():
-        load_distributed(state, checkpoint_id=folder)
 
 
 def random_state() -> dict[str, Any]:
@@ -250,6 +276,9 @@ def _export(weights: Iterable[Named], model: Path, folder: Path) -> None:
         for file in model.glob(pattern):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, folder)
+    for name in _COPIED_FOLDERS:
+        if (model / name).is_dir():
+            shutil.copytree(model / name, folder / name)
     files: list[list[str]] = []
     total = 0
     for shard in _shards(weights):
@@ -313,14 +342,6 @@ def _flush(folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-@contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Suppresses DCP's warning that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 def _text(state: torch.Tensor) -> str:

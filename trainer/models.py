@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch
-from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError
 from trainer.optimizer import OptimizerConfig
 from trainer.parts import BatchPart
@@ -35,6 +34,7 @@ from trainer.policy.parallelism import Parallelism, check_divided
 from trainer.policy.policy import Policy
 from trainer.policy.scores import Scores
 from trainer.policy.trainable import TrainablePolicy
+from trainer.saved_state import read_state, write_state
 from trainer.teacher import EngineTeacher, check_engine_tokens, have_same_tokens
 from trainer.weight_sync.segment import Named
 

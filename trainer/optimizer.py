@@ -194,7 +194,7 @@ def _build_schedule(
             return (step + 1) / (config.warmup_steps + 1)
         if total_steps is None or config.schedule == "constant":
             return 1.0
-        span = max(1, total_steps - config.warmup_steps)
+        span = max(1, total_steps - 1 - config.warmup_steps)
         left = max(0.0, 1.0 - (step - config.warmup_steps) / span)
         shape = left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2
         return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape

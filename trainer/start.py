@@ -194,6 +194,8 @@ def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
         if saved is None or copy.step > saved.step:
             saved = mirror.fetch(copy, folder)
             notes = (*notes, f"fetched {mirror.url}, step {copy.step}")
+    for damaged, why in checkpoints.damaged().items():
+        notes = (*notes, f"{damaged.path.name} is damaged and not used: {why}")
     if saved is not None:
         checkpoints.read_run(saved)  # refuses what cannot be continued, before anything changes
     replace_file(folder.config, dump(parts.config))

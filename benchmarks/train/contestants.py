@@ -41,7 +41,7 @@ def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: b
     policy = Policy(config, OptimizerConfig(lr=1e-6), device=device)
     algorithm = Algorithm(
         AlgorithmConfig(
-            prox="reuse", correction=Correction(), aggregation="sequence_mean_token_mean"
+            prox="reuse", correction=Correction(weight=None), aggregation="sequence_mean_token_mean"
         )
     )
     algorithm.compute_advantages(batch)

@@ -269,7 +269,7 @@ def our_gradients(path: Path, samples: list[Sample]) -> dict[str, Tensor]:
             {
                 "advantage": "dr_grpo",
                 "prox": "reuse",
-                "correction": Correction(),
+                "correction": Correction(weight=None),
                 "aggregation": "sequence_mean_token_mean",
             }
         )

@@ -76,7 +76,7 @@ def test_loss_has_the_gradient_of_its_formula() -> None:
     batch = parts(0.0, 1.0)
     given = {"name": f"{EXAMPLES}.bounded_loss:bounded", "bound": 1.1}
     config = AlgorithmConfig.model_validate(
-        {"advantage": "dr_grpo", "loss": given, "prox": "behaviour", "correction": {}}
+        {"advantage": "dr_grpo", "loss": given, "prox": "behaviour", "correction": {"weight": None}}
     )
     algorithm = Algorithm(config)
     algorithm.compute_advantages(batch)

@@ -12,8 +12,8 @@ from torch.optim import AdamW
 
 from trainer import adamw
 from trainer.adamw import OneByOneAdamW, rounded
-from trainer.checkpoint import read_state, write_state
 from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.saved_state import read_state, write_state
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 

@@ -630,7 +630,7 @@ def test_wrong_log_probabilities_from_the_engine_end_the_run(checkpoint: Path, p
 def test_log_probabilities_are_computed_only_if_the_algorithm_uses_them(
     checkpoint: Path, prox: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm = {"prox": prox, "mini_batches": 1, "correction": {}}
+    algorithm = {"prox": prox, "mini_batches": 1, "correction": {"weight": None}}
     learner = learner_of(config_of(checkpoint, algorithm=algorithm))
     trials = ScriptedTrials(scored_by(learner), None)
     rollouts = [

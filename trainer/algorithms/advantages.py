@@ -147,9 +147,11 @@ class Opo(Advantage):
 
 
 class Gpg(Advantage):
-    """`α (R − μ_g)`, α the batch's rollouts over those in groups with differing returns.
+    """`α (R − μ_g)`, α the trained rollouts over those in groups with differing returns.
 
-    Group policy gradient, arXiv 2504.02546: α compensates for the rollouts without a gradient.
+    Group policy gradient, arXiv 2504.02546: α compensates for the rollouts without a gradient that
+    the mean over all rollouts counts. With `groups: with_signal` the mean does not count them, and
+    α is 1.
     """
 
     name: Literal["gpg"] = "gpg"
@@ -158,8 +160,10 @@ class Gpg(Advantage):
         centred = returns.centred(group_mean)
         differs = torch.zeros_like(returns.rewards)
         differs = differs.scatter_reduce(0, returns.rollout, centred.abs(), "amax")
-        useful = (group_max(differs, returns.group) > 0).sum().clamp(min=1)
-        return Estimate(centred * len(returns.rewards) / useful)
+        useful = group_max(differs, returns.group) > 0
+        trained = torch.ones_like(useful) if returns.trained is None else returns.trained
+        alpha = trained.sum() / (useful & trained).sum().clamp(min=1)
+        return Estimate(centred * alpha)
 
 
 class PassAtK(Advantage):

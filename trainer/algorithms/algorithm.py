@@ -92,8 +92,13 @@ class Algorithm:
             _needed(batch.values, "the critic's values")
         shaped, of_trials, metrics = self._shaped_rewards(batch)
         kl_rewards, kl_metrics = self._kl_rewards(batch)
-        returns = Returns.of(batch, shaped, of_trials, kl_rewards)
+        returns = Returns.of(
+            *(batch, shaped, of_trials, kl_rewards),
+            shaped_turns=self.config.reward.shaped_turns,
+            trained=self._is_trained(batch),
+        )
         advantages, targets = self.config.advantage.estimate(returns)
+        _check_finite(batch, advantages, f"the advantage {self.config.advantage.name}")
         batch.advantages = advantages.float()
         batch.value_targets = None if targets is None else targets.float()
         return metrics | kl_metrics | _advantage_metrics(batch, shaped, self._has_signal(batch))
@@ -101,9 +106,7 @@ class Algorithm:
     def trained_sequences(self, batch: Batch) -> Tensor:
         """Indices of the sequences to train on: all of them, or those of rollouts whose reward, or
         those of whose turns, are compared with different ones."""
-        if self.config.groups == "all":
-            return torch.arange(len(batch.sequences))
-        return self._has_signal(batch)[batch.sequence_rollout].nonzero()[:, 0]
+        return self._is_trained(batch)[batch.sequence_rollout].nonzero()[:, 0]
 
     def mini_batches(self, batch: Batch, generator: torch.Generator) -> Iterator[Tensor]:
         """For each optimizer step, the indices of its sequences: whole rollouts in random order."""
@@ -153,19 +156,20 @@ class Algorithm:
             sequence, behaviour = of(batch.sequence), of(batch.logprobs)
             prox = self._prox(batch, logprobs, targets, version)
             policy = self.config.loss.losses(logprobs, prox, of(advantages), sequence)
-            correction = self.config.correction.weights(prox - behaviour, sequence)
-            correction = correction * of(whole.kept)
+            log_w = prox - behaviour
+            kept = of(whole.kept) & self.config.correction.keeps(log_w, sequence)
+            correction = self.config.correction.weights(log_w, sequence) * kept
             corrected = policy.losses * correction
             losses, terms = corrected, {}
             penalties = self._penalties(batch, logprobs, entropy, targets, whole.kl_coefficient)
             for name, value, coefficient in penalties:
-                losses = losses + coefficient * value
+                losses = losses + coefficient * kept * value
                 terms[name] = value
             terms |= {
                 "policy_kl": K3().divergence(logprobs.detach(), prox),
                 "clip_fraction": policy.clipped,
                 "correction/weight": correction,
-                "correction/rejected": correction == 0,
+                "correction/rejected": ~kept | (correction == 0),
                 "entropy": entropy,
                 "logp_abs_diff": (logprobs - behaviour).abs(),
             }
@@ -205,17 +209,25 @@ class Algorithm:
         if self.config.kl is not None and self.config.kl.adaptive is not None:
             self.kl_coefficient = self.config.kl.adaptive.adapted(self.kl_coefficient, kl)
 
+    def _is_trained(self, batch: Batch) -> Tensor:
+        """`[R]` bool: whether `groups` lets the rollout be trained."""
+        if self.config.groups == "all":
+            return torch.ones(batch.num_rollouts, dtype=torch.bool)
+        return self._has_signal(batch)
+
     def _has_signal(self, batch: Batch) -> Tensor:
-        """`[R]` bool: whether the rewards with which the rollout's is compared differ, or those of
-        its turns."""
-        advantage = self.config.advantage
-        returns = Returns.of(batch, batch.rewards, batch.trial_rewards)
+        """`[R]` bool: whether the shaped rewards with which the rollout's is compared differ, or
+        those of its turns; without the penalty for length, by which no group is chosen (DAPO)."""
+        advantage, shaping = self.config.advantage, self.config.reward
+        rewards = shaping.shaped(batch.rewards.double())
+        of_trials = shaping.shaped(batch.trial_rewards.double())
+        returns = Returns.of(batch, rewards, of_trials, shaped_turns=shaping.shaped_turns)
         compared = returns.tree if advantage.compares_trees else batch.group
         if not advantage.credits_turns:
-            return ~are_equal(batch.rewards, compared)
+            return ~are_equal(rewards, compared)
         # A reward of turns may be of turns that other policies sampled, or that nothing compares.
-        of_trials = batch.trial_rewards if advantage.compares_within_group else batch.rewards
-        return ~are_equal(of_trials, compared) | returns.turns_differ(compared)
+        own = of_trials if advantage.compares_within_group else rewards
+        return ~are_equal(own, compared) | returns.turns_differ(compared)
 
     def _shaped_rewards(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """`[R]` float64, twice: `rewards` and `trial_rewards`, shaped; and metrics of the
@@ -246,12 +258,15 @@ class Algorithm:
         return -coefficient * estimate, metrics
 
     def _kept_of_batch(self, batch: Batch) -> Tensor:
-        """`[N]` bool: False for tokens that a rejection over the whole batch drops."""
+        """`[N]` bool: False for tokens that a rejection over the whole batch drops, which is over
+        the rollouts that are trained."""
         kept = torch.ones(batch.num_tokens, dtype=torch.bool)
+        trained = self._is_trained(batch)[batch.rollout]
         for part in self.config.correction.reject:
             if part.over_batch:
                 prox = _needed(batch.prox_logprobs, "proximal log-probabilities")
-                kept &= part.keeps(prox - batch.logprobs, batch.sequence)
+                log_w = (prox - batch.logprobs)[trained]
+                kept[trained] &= part.keeps(log_w, batch.sequence[trained])
         return kept
 
     def _prox(self, batch: Batch, logprobs: Tensor, targets: Tensor, version: int) -> Tensor:
@@ -296,6 +311,15 @@ def _refuse_text(batch: Batch) -> None:
             f"rollout {batch.trial_ids[0]}: its tokens are {batch.sources[0]} text, which the "
             "policy did not sample; only imitation (agentic-train sft) trains them"
         )
+
+
+def _check_finite(batch: Batch, column: Tensor, what: str) -> None:
+    """Raises TrainingError, which names the rollout and the turn: a number is not finite in
+    float32."""
+    bad = (~torch.isfinite(column.float())).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise TrainingError(f"{batch.name(token)}: {what} is {float(column[token])}")
 
 
 def _needed(column: Tensor | None, what: str) -> Tensor:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from trainer.algorithms.advantages import ADVANTAGES, Advantage, Grpo
 from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation, RolloutMean
-from trainer.algorithms.correction import Correction, Truncate
+from trainer.algorithms.correction import Correction
 from trainer.algorithms.kl import Distillation, Kl
 from trainer.algorithms.part import Part
 from trainer.algorithms.policy_losses import LOSSES, Loss, Ppo
@@ -50,7 +50,7 @@ class AlgorithmConfig(Part):
     interpolated between π_b and π_θ by the versions of the weights. `reuse`: π_θ of the training
     pass itself (only with one optimizer step per batch). `behaviour`: π_b, so that there is nothing
     to correct."""
-    correction: Correction = Correction(weight=Truncate())
+    correction: Correction = Correction()
     kl: Kl | None = None
     """Divergence from a reference model; none: no reference is loaded."""
     distillation: Distillation | None = None
@@ -92,7 +92,9 @@ class AlgorithmConfig(Part):
             )
         corrects = self.correction.weight is not None or self.correction.reject
         if self.prox == "behaviour" and corrects:
-            raise ValueError("prox behaviour leaves nothing to correct; set correction: {}")
+            raise ValueError(
+                "prox behaviour leaves nothing to correct; set correction: {weight: null}"
+            )
         for part in self.correction.reject:
             if part.over_batch and self.prox != "recompute":
                 raise ValueError(f"{part.name} needs prox recompute, not {self.prox}")

@@ -1,9 +1,9 @@
 """Corrects the difference between the behaviour policy and the policy that is trained.
 
 `log_w = log π_prox − log π_b` per token `[M]` covers engine noise, quantisation and staleness.
-Weights multiply the loss, and rejections set the weights to 0. Neither has a gradient, and neither
-changes the denominator of the loss. Quantities of a sequence need all of its tokens, which packing
-never separates.
+Weights multiply the policy's loss. A rejected token is trained by no term of the loss (policy,
+entropy, KL, distillation). Neither has a gradient, and neither changes the denominator of the loss.
+Quantities of a sequence need all of its tokens, which packing never separates.
 """
 
 from __future__ import annotations
@@ -146,23 +146,26 @@ REJECTIONS = Parts[Rejection](Rejection, (Veto, Divergence, SecondMoment))
 class Correction(Part):
     """Importance weights for the behaviour policy, and rules by which tokens are not trained."""
 
-    weight: Annotated[Weight, WEIGHTS] | None = None
+    weight: Annotated[Weight, WEIGHTS] | None = Truncate()
     """The importance weight, `truncate` or `mask`; none: the loss is not weighted."""
     reject: tuple[Annotated[Rejection, REJECTIONS], ...] = ()
     """Any of `veto`, `divergence` and `second_moment`; a token is trained if all of them keep
     it."""
 
     def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
-        """`[M]`, the factors of the policy loss; 0 for a rejected token. Rejections over the whole
-        batch are not included.
-        """
-        weights = torch.ones_like(log_w)
-        if self.weight is not None:
-            weights = self.weight.weights(log_w, sequence)
+        """`[M]`, the factors of the policy loss, rejections not included."""
+        return (
+            torch.ones_like(log_w) if self.weight is None else self.weight.weights(log_w, sequence)
+        )
+
+    def keeps(self, log_w: Tensor, sequence: Tensor) -> Tensor:
+        """`[M]` bool: False for tokens that a rejection drops. Rejections over the whole batch are
+        not included."""
+        kept = torch.ones_like(log_w, dtype=torch.bool)
         for part in self.reject:
             if not part.over_batch:
-                weights = weights * part.keeps(log_w, sequence)
-        return weights
+                kept = kept & part.keeps(log_w, sequence)
+        return kept
 
 
 def importance(log_w: Tensor, sequence: Tensor, level: Level) -> Tensor:

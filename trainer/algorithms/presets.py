@@ -87,7 +87,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # arXiv 2510.01161, for data that is many versions old.
         "m2po": {
             "advantage": {"name": "grpo"},
-            "correction": {"reject": [{"name": "second_moment", "threshold": 0.04}]},
+            "correction": {
+                "weight": None,
+                "reject": [{"name": "second_moment", "threshold": 0.04}],
+            },
             "aggregation": "token_mean",
         },
         # Rejection-sampled fine-tuning: the log-likelihood of accepted rollouts.
@@ -95,7 +98,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "advantage": {"name": "accepted"},
             "loss": {"name": "reinforce"},
             "prox": "behaviour",
-            "correction": {},
+            "correction": {"weight": None},
             "aggregation": "token_mean",
         },
     }

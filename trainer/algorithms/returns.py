@@ -71,7 +71,8 @@ class Returns:
     share: Tensor
     """`[N]` float64, the share of the trial's reward in the return."""
     extra: Tensor
-    """`[N]` float64, reward posted for the token's turn; exactly 0 if none was posted."""
+    """`[N]` float64, reward posted for the token's turn, after shaping; exactly 0 if none was
+    posted."""
     kl_rewards: Tensor
     """`[N]` float64, `-β KL` of each token; 0 if the divergence is not in the reward."""
     values: Tensor | None = None
@@ -80,6 +81,9 @@ class Returns:
     """`[R]`, as in `Batch`."""
     trial_ids: tuple[str, ...] = ()
     """`[R]`, as in `Batch`."""
+    trained: Tensor | None = None
+    """`[R]` bool: whether the rollout is trained, of which `algorithm.groups` leaves some out;
+    None: all are."""
 
     @classmethod
     def of(
@@ -88,12 +92,17 @@ class Returns:
         rewards: Tensor,
         trial_rewards: Tensor,
         kl_rewards: Tensor | None = None,
+        *,
+        shaped_turns: Callable[[Tensor], Tensor] | None = None,
+        trained: Tensor | None = None,
     ) -> Returns:
-        """The returns of a batch with these shaped rewards, both `[R]`."""
+        """The returns of a batch with these shaped rewards, both `[R]`. `shaped_turns` shapes the
+        rewards of single turns, `[N]` → `[N]`; `trained` is `[R]` bool, None: all are."""
         share, credited = batch.shares.double(), batch.returns.double()
         reached = share * batch.trial_rewards.double()[batch.rollout]
         rounding = REWARD_ROUNDING * torch.maximum(credited.abs(), reached.abs())
         extra = credited - reached
+        extra = extra.masked_fill(extra.abs() <= rounding, 0.0)
         return cls(
             rewards=rewards.double(),
             trial_rewards=trial_rewards.double(),
@@ -103,11 +112,12 @@ class Returns:
             sequence=batch.sequence,
             turns=batch.turns,
             share=share,
-            extra=extra.masked_fill(extra.abs() <= rounding, 0.0),
+            extra=extra if shaped_turns is None else shaped_turns(extra),
             kl_rewards=torch.zeros_like(share) if kl_rewards is None else kl_rewards.double(),
             values=batch.values,
             prefixes=batch.prefixes,
             trial_ids=batch.trial_ids,
+            trained=trained,
         )
 
     @property

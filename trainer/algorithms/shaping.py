@@ -1,14 +1,19 @@
-"""Shapes the rewards of rollouts before advantages are computed: bias, scale, bounds, and a penalty
-for length."""
+"""Shapes the rewards of rollouts and of their turns before advantages are computed: bias, scale,
+bounds, and a penalty for length."""
 
 from __future__ import annotations
 
 from typing import Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from agent_loop.reward_values import REWARD_LIMIT
 from trainer.algorithms.part import Part
+
+MAX_SCALE = 1e3
+"""Largest factor of rewards: a reward at its limit times this still has finite gradients."""
 
 
 class Overlong(Part):
@@ -30,11 +35,14 @@ class Overlong(Part):
 
 
 class RewardShaping(Part):
-    """`clip((R + bias) · scale, low, high)` plus the overlong penalty."""
+    """`clip((R + bias) · scale, low, high)` plus the overlong penalty.
 
-    bias: float = 0.0
-    """Constant that is added to the reward first."""
-    scale: float = 1.0
+    Each reward of a turn or branch is shaped alike, but for the bias and the penalty, which are of
+    the trial: turns without a reward would have to get them, too."""
+
+    bias: float = Field(0.0, ge=-REWARD_LIMIT, le=REWARD_LIMIT)
+    """Constant that is added to the reward of a trial first."""
+    scale: float = Field(1.0, ge=-MAX_SCALE, le=MAX_SCALE)
     """Factor by which the sum of reward and bias is multiplied."""
     low: float | None = None
     """Smallest reward before the overlong penalty; none: no bound."""
@@ -51,7 +59,13 @@ class RewardShaping(Part):
 
     def shaped(self, rewards: Tensor) -> Tensor:
         """`[R]`: the shaped rewards, without the overlong penalty."""
-        result = (rewards + self.bias) * self.scale
+        return self._bounded((rewards + self.bias) * self.scale)
+
+    def shaped_turns(self, rewards: Tensor) -> Tensor:
+        """`[N]`: the shaped rewards of turns; 0 remains 0, which is also *no reward*."""
+        return torch.where(rewards == 0, rewards, self._bounded(rewards * self.scale))
+
+    def _bounded(self, rewards: Tensor) -> Tensor:
         if self.low is None and self.high is None:
-            return result
-        return result.clamp(self.low, self.high)
+            return rewards
+        return rewards.clamp(self.low, self.high)

@@ -14,6 +14,13 @@ from trainer.algorithms.policy_losses import PolicyLoss
 from trainer.optimizer import OptimizerConfig
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """Section `algorithm.critic.optimizer`: the keys of section `optimizer`."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+
+
 class CriticConfig(Part):
     """A critic with the loss `max(L(V), L(clip(V, V_old ± ε)))`; L is `½ (V − G)²` or Huber's loss.
 
@@ -22,7 +29,7 @@ class CriticConfig(Part):
 
     path: Path | None = None
     """Folder of the checkpoint whose backbone the critic starts from; none: the policy's."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """The critic's own optimizer, with the keys of section `optimizer`."""
     clip: float | None = Field(0.5, gt=0)
     """ε, how far a value may move from its value at the start of the update; none: no bound."""

@@ -21,7 +21,6 @@ from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch
-from trainer.checkpoint import read_state, write_state
 from trainer.optimizer import OptimizerConfig
 from trainer.parts import joined
 from trainer.policy.architecture import without_noise
@@ -33,6 +32,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.proof import random_copy
 from trainer.policy.shrink import shrunk
 from trainer.policy.trainable import TrainablePolicy
+from trainer.saved_state import read_state, write_state
 from trainer.weight_sync.probe import probe_batch
 
 pytestmark = needs(

@@ -138,7 +138,7 @@ def test_rollout_that_forks_has_the_same_weight_as_one_that_does_not(
     forked.sequences = tuple(ids for ids in batch.sequences for _ in range(parts))
     for name in ("position", "ids", "turns", "logprobs", "versions", "returns", "shares"):
         setattr(forked, name, getattr(batch, name)[order])
-    algorithm = Algorithm(AlgorithmConfig(prox="behaviour", correction=Correction()))
+    algorithm = Algorithm(AlgorithmConfig(prox="behaviour", correction=Correction(weight=None)))
     shares = []
     for each in (batch, forked):
         algorithm.compute_advantages(each)

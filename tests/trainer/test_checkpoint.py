@@ -1,0 +1,165 @@
+"""Which checkpoint a run continues from, and that reading one runs no code of whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from trainer.checkpoint import FORMAT, Checkpoints
+from trainer.errors import CheckpointError
+from trainer.saved_state import check_whole, read_metadata, read_state, write_state
+
+STATE = {
+    "model": {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)},
+    "optimizer": {"lr": 1e-3, "betas": (0.9, 0.99), "name": "x", "none": None},
+    "schedule": {"last_epoch": 4, "base_lrs": [1e-3]},
+}
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    """Checkpoints of steps 1, 2 and 3."""
+    for step in (1, 2, 3):
+        folder = tmp_path / f"step-{step:06d}"
+        folder.mkdir()
+        write_state(STATE, folder / "state")
+        (folder / "run.json").write_text(f'{{"step": {step}, "format": {FORMAT}}}')
+    return Checkpoints(tmp_path, keep_last=2)
+
+
+def newest(checkpoints: Checkpoints) -> int:
+    saved = checkpoints.latest()
+    assert saved is not None
+    return saved.step
+
+
+def test_names_of_somebody_elses_are_ignored_and_never_deleted(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    shutil.copytree(tmp_path / "step-000003", tmp_path / "step-000003-good")
+    own = ["step-notes.txt", "step-9", "step-000099", "step-00000x", "step-", "step-000007.bak"]
+    for name in own:
+        (tmp_path / name).touch()
+    assert newest(checkpoints) == 3
+    checkpoints._prune()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-000002", "step-000003", "step-000003-good", *own}
+
+
+def damage_metadata(folder: Path) -> None:
+    (folder / "state" / ".metadata").write_bytes(b"\x80\x05garbage")
+
+
+def empty_metadata(folder: Path) -> None:
+    (folder / "state" / ".metadata").write_bytes(b"")
+
+
+def no_state(folder: Path) -> None:
+    shutil.rmtree(folder / "state")
+
+
+def cut_weights(folder: Path) -> None:
+    (file,) = (folder / "state").glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def no_weights(folder: Path) -> None:
+    (file,) = (folder / "state").glob("*.distcp")
+    file.unlink()
+
+
+def half_a_run_json(folder: Path) -> None:
+    (folder / "run.json").write_text('{"step": 3, "form')
+
+
+def run_json_is_a_list(folder: Path) -> None:
+    (folder / "run.json").write_text("[]")
+
+
+DAMAGE = [
+    damage_metadata, empty_metadata, no_state, cut_weights, no_weights, half_a_run_json,
+    run_json_is_a_list,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_newest_whole_checkpoint_is_used_and_the_damaged_one_named(
+    damage: Any, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    damage(tmp_path / "step-000003")
+    assert newest(checkpoints) == 2
+    ((saved, why),) = checkpoints.damaged().items()
+    assert saved.step == 3
+    assert "step-000003" in why
+    for step in (1, 2):
+        damage(tmp_path / f"step-{step:06d}")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*trainer\.resume=never"):
+        checkpoints.latest()
+
+
+def test_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    write_state(STATE, tmp_path)
+    got: dict[str, Any] = {
+        "model": {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)},
+        "optimizer": {"lr": 0.0, "betas": (0.0, 0.0), "name": "", "none": 1},
+        "schedule": {"last_epoch": 0, "base_lrs": [0.0]},
+    }
+    read_state(got, tmp_path)
+    assert torch.equal(got["model"]["a"], STATE["model"]["a"])
+    assert torch.equal(got["model"]["b"], STATE["model"]["b"])
+    assert (got["optimizer"], got["schedule"]) == (STATE["optimizer"], STATE["schedule"])
+
+
+class Runs:
+    """An object whose unpickling writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_metadata_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
+    write_state(STATE, tmp_path / "state")
+    metadata = read_metadata(tmp_path / "state")
+    metadata.planner_data = Runs(tmp_path / "ran")  # where DCP keeps an object of any type
+    (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*would run code"):
+        check_whole(tmp_path / "state")
+    with pytest.raises(CheckpointException, match="would run code"):
+        read_state({"model": {"a": torch.zeros(3, 4)}}, tmp_path / "state")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_value_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="distributed is disabled"):
+        save_distributed({"lr": Runs(tmp_path / "ran")}, checkpoint_id=tmp_path / "state")
+    with pytest.raises(CheckpointException, match="would run code"):
+        read_state({"lr": 0.1}, tmp_path / "state")
+    assert not (tmp_path / "ran").exists()
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, 2000), put=st.binary(max_size=8))
+def test_metadata_of_any_bytes_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, at: int, put: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    write_state({"a": torch.zeros(2)}, folder)
+    whole = (folder / ".metadata").read_bytes()
+    at %= len(whole)
+    (folder / ".metadata").write_bytes(whole[:at] + put + whole[at + 1 :])
+    with suppress(CheckpointError):
+        check_whole(folder)
