@@ -18,4 +18,4 @@ class Section(BaseModel):
             \"\"\"Trials per held-out task.\"\"\"
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

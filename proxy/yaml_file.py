@@ -1,4 +1,4 @@
-"""Reads a YAML file of settings.
+"""Reads YAML of settings.
 
 Invariant: a file is read in full or not at all: a key that is given twice, or a character that is
 not UTF-8, is an error like any other fault of the file.
@@ -6,12 +6,15 @@ not UTF-8, is an error like any other fault of the file.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 _MERGE = "tag:yaml.org,2002:merge"
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+"""A number with an exponent as in YAML 1.2; PyYAML, which reads YAML 1.1, takes 1e-3 for text."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -21,7 +24,12 @@ def read_yaml(path: Path) -> Any:
         OSError: the file cannot be read.
         yaml.YAMLError: it is not YAML, or a mapping in it has a key twice.
     """
-    return yaml.load(path.read_bytes(), _UniqueKeyLoader)
+    return yaml.load(path.read_bytes(), _Loader)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a setting that is given as text. Raises yaml.YAMLError: it is not YAML."""
+    return yaml.load(text, _Loader)
 
 
 def yaml_fault(error: yaml.YAMLError) -> str:
@@ -31,7 +39,7 @@ def yaml_fault(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
@@ -43,3 +51,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
             seen.add((key.tag, key.value))
         return node
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))

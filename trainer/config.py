@@ -22,6 +22,7 @@ from agent_loop.swarm.config import SwarmConfig
 from agent_loop.tasks import DataConfig
 from proxy.engines.address import EngineAddress
 from proxy.web_guard import EVERYWHERE
+from trainer.algorithms.probe import settings_without_effect
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.engine import GPUS_OF_AN_ENGINE
 from trainer.run.log import LoggingConfig
@@ -74,6 +75,8 @@ class TrainerConfig(ProcessesConfig):
             self._one_distribution(),
             self._groups_have_a_baseline(),
             self._teacher_teaches(),
+            self._steps_train(),
+            self._schedules_fit(),
             self._policies_are_adapters(),
             self._policies_are_sampled(),
         )
@@ -325,6 +328,44 @@ class TrainerConfig(ProcessesConfig):
             yield (
                 f"rollout.temperature={temperature}: algorithm.distillation.teacher_url scores "
                 "given tokens at temperature 1; use 1, or algorithm.distillation.teacher"
+            )
+
+    def _steps_train(self) -> Iterator[str]:
+        """What a step on an invented batch shows, where the rollouts of a batch are known."""
+        rollout = self.rollout
+        known = self.sft is None and self.swarm is None and rollout.tree is None
+        compares = rollout.group_size > 1 or not self.algorithm.advantage.compares_within_group
+        if known and compares:
+            yield from settings_without_effect(self.algorithm, rollout.group_size)
+        if rollout.min_group_size > rollout.group_size and rollout.tree is None:
+            yield (
+                f"rollout.min_group_size={rollout.min_group_size} is above rollout.group_size="
+                f"{rollout.group_size}: every group would be replaced; lower it"
+            )
+
+    def _schedules_fit(self) -> Iterator[str]:
+        steps, critic = self.trainer.steps, self.algorithm.critic
+        if steps is None or self.sft is not None:
+            return
+        optimizers = {"optimizer": self.optimizer}
+        if critic is not None:
+            optimizers["algorithm.critic.optimizer"] = critic.optimizer
+            if critic.warmup_steps >= steps:
+                yield (
+                    f"algorithm.critic.warmup_steps={critic.warmup_steps}: the policy would never "
+                    f"be trained in trainer.steps={steps}; lower it"
+                )
+        for key, each in optimizers.items():
+            if each.warmup_steps >= steps:
+                yield (
+                    f"{key}.warmup_steps={each.warmup_steps}: the learning rate would not reach "
+                    f"its peak in trainer.steps={steps}; lower it"
+                )
+        evaluates = self.eval.every or self.eval.before or self.eval.after
+        if self.trainer.stop_at_success is not None and not evaluates:
+            yield (
+                "trainer.stop_at_success: the success is that of evaluations, and eval.every, "
+                "eval.before and eval.after are off; set eval.every"
             )
 
     def _policies_are_adapters(self) -> Iterator[str]:

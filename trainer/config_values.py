@@ -9,7 +9,6 @@ This module imports nothing of the trainer's own sections, which need seconds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import yaml
 
 from proxy.shown_config import HIDDEN, is_secret, without_secrets
-from proxy.yaml_file import read_yaml, yaml_fault
+from proxy.yaml_file import parse_yaml, read_yaml, yaml_fault
 from trainer.errors import ConfigError
 
 ENV_PREFIX = "AGENTIC_TRAIN__"
@@ -42,8 +41,6 @@ VERL_NAMES: Mapping[str, str] = {
 }
 """Environment variable of verl's recipe → key. The variables keep their meaning, except that the
 command line overrides them."""
-
-_EXPONENT = re.compile(r"^[+-]?\d+[eE][+-]?\d+$")
 
 
 def merged(
@@ -113,10 +110,8 @@ def _from_command_line(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str, where: str) -> Any:
-    if _EXPONENT.match(text):
-        return float(text)  # YAML 1.1 reads 1e-5 as a string
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{where}={shown(where, text)}: not YAML ({error.__class__.__name__}); put it in quotes"

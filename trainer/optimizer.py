@@ -29,7 +29,7 @@ from trainer.errors import ConfigError, TrainingError
 class OptimizerConfig(BaseModel):
     """Section `optimizer`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     """Name of the optimizer; `adamw_8bit` needs bitsandbytes (extra `gpu`)."""

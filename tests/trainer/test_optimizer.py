@@ -63,3 +63,21 @@ def test_continued_training_has_the_settings_of_its_own_configuration() -> None:
     assert (group["lr"], group["weight_decay"]) == (0.001, 0.5)
     second.schedule.step()
     assert group["lr"] == 0.001
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 10), (2, 10), (0, 2), (8, 10)])
+def test_learning_rate_is_the_peak_after_the_warmup_and_min_lr_ratio_at_the_last_step(
+    schedule: str, warmup: int, steps: int
+) -> None:
+    settings = {"lr": 2.0, "schedule": schedule, "warmup_steps": warmup, "min_lr_ratio": 0.1}
+    model = nn.Linear(1, 1, bias=False)
+    stepper = Stepper(model, OptimizerConfig.model_validate(settings), steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(stepper.optimizer.param_groups[0]["lr"])
+        model.weight.grad = torch.ones_like(model.weight)
+        stepper.step()
+    assert max(rates) == rates[warmup] == pytest.approx(2.0)
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)

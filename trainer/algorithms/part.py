@@ -28,7 +28,7 @@ from trainer.errors import TrainingError
 class Part(BaseModel):
     """The immutable settings of a part. The class of a kind of part adds the formula."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class NamedPart(Part):
@@ -43,7 +43,7 @@ class FunctionPart(NamedPart):
     """A part whose formula is a function, `name`; its settings are the function's keyword
     arguments. The parameters of a subclass's `__call__` are those of the function."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     def called(self, *arguments: Any) -> Any:
         """What the function returns."""

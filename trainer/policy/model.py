@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LoraSettings(BaseModel):
     """Section `model.lora`: train low-rank adapters (PEFT) instead of the weights."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rank: int = Field(16, ge=1)
     """Rank of the adapters' two matrices."""
@@ -56,7 +56,7 @@ class LoraSettings(BaseModel):
 class ModelConfig(BaseModel):
     """Section `model`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     path: Path
     """Folder of a Hugging Face checkpoint of a causal language model, or `hf://owner/name` on the

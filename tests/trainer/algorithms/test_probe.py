@@ -1,0 +1,82 @@
+"""Settings under which nothing can be learned are found; those that learn are not refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.algorithms import AlgorithmConfig
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.policy_losses import LOSSES
+from trainer.algorithms.presets import PRESETS
+from trainer.algorithms.probe import settings_without_effect
+
+
+def found(group_size: int = 8, **settings: Any) -> list[str]:
+    return list(settings_without_effect(AlgorithmConfig.model_validate(settings), group_size))
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 8, 64])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_presets_learn(preset: str, group_size: int) -> None:
+    if preset == "pass_at_k" and group_size <= 4:
+        return
+    assert found(group_size, preset=preset) == []
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_losses_learn(name: str) -> None:
+    assert found(loss=name) == []
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES.names) - {"none"}))
+def test_advantages_learn(name: str) -> None:
+    critic = {"critic": {}} if name == "gae" else {}
+    assert found(advantage=name, **critic) == []
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "accepted"])
+def test_advantages_that_compare_a_batch_learn_from_groups_of_one(name: str) -> None:
+    assert found(1, advantage=name) == []
+
+
+@pytest.mark.parametrize(("k", "group_size"), [(8, 8), (9, 8), (4, 2), (64, 64)])
+def test_pass_at_k_of_the_whole_group_trains_nothing(k: int, group_size: int) -> None:
+    (line,) = found(group_size, advantage={"name": "pass_at_k", "k": k})
+    assert f"algorithm.advantage.k below rollout.group_size={group_size}" in line
+    assert found(group_size, advantage={"name": "pass_at_k", "k": 1}) == []
+
+
+def test_scale_of_0_trains_nothing() -> None:
+    (line,) = found(reward={"scale": 0})
+    assert "another algorithm.reward.scale than 0" in line
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [{"low": 5.0}, {"high": 0.0}, {"low": 0.2, "high": 0.8}, {"scale": -1}, {"bias": -0.5}],
+)
+def test_bounds_that_leave_some_reward_are_accepted(reward: dict[str, float]) -> None:
+    assert found(reward=reward) == []
+
+
+def test_bounds_that_leave_one_reward_are_refused() -> None:
+    (line,) = found(reward={"low": 0.5, "high": 0.5})
+    assert "other bounds of algorithm.reward" in line
+
+
+def test_threshold_above_usual_rewards_is_accepted() -> None:
+    assert found(advantage={"name": "accepted", "threshold": 37.5}) == []
+    assert found(advantage={"name": "pass_at_k", "threshold": -3}) == []
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_k1_in_the_loss_is_refused_because_its_gradient_is_0_in_expectation(estimator: str) -> None:
+    lines = found(kl={"estimator": estimator, "where": "loss", "coefficient": 0.1})
+    assert bool(lines) == (estimator == "k1")
+    assert found(kl={"estimator": estimator, "where": "reward", "coefficient": 0.1}) == []
+    distilled = found(
+        advantage="none", distillation={"teacher": "t", "estimator": estimator, "coefficient": 1}
+    )
+    assert bool(distilled) == (estimator == "k1")
