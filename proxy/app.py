@@ -163,6 +163,7 @@ def _parts(
         app[ENDPOINTS] = AgentEndpoints(
             *(sessions, calls, dialects, metrics, config.limits),
             model_name=_model_name(config),
+            refuse_unknown=config.unknown_fields == "refuse",
             on_release=trimmer.after,
         )
         app[CONTROL_PLANE] = ControlPlane(

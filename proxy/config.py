@@ -239,6 +239,9 @@ class ProxyConfig(BaseSettings, ListenConfig):
     dialects: list[str] = Field(default_factory=list)
     """Import paths of your own dialects, `package.module:Class`, which are added to the built-in
     ones."""
+    unknown_fields: Literal["warn", "refuse"] = "warn"
+    """What becomes of a request with a field that no known API has (docs/fields.md): `warn` records
+    an event of the session and counts the name in the metrics; `refuse` answers 400."""
     model: Path | None = None
     """The checkpoint's folder, with `tokenizer.json`, `config.json` and the chat template; or
     `hf://owner/name` on the Hugging Face hub, also with `@revision`, which is downloaded."""

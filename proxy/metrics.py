@@ -15,6 +15,8 @@ from proxy.errors import ProxyError
 from proxy.records import BranchMode, Turn, TurnStatus
 from proxy.scheduling.schedule import SessionSchedule
 
+MAX_UNKNOWN_NAMES = 100
+
 
 class Metrics:
     """Counters and gauges of one proxy process."""
@@ -28,6 +30,10 @@ class Metrics:
         self._refused = self._counter(
             "refused_calls", "Calls answered with an error", "dialect", "status"
         )
+        self._unknown_fields = self._counter(
+            "unknown_fields", "Fields of requests that no known API has", "dialect", "name"
+        )
+        self._unknown_names: set[str] = set()
         self._engine_failures = self._counter(
             "engine_failures",
             "Calls that failed at an engine: status 502 is an unusable answer, 503 no answer",
@@ -106,6 +112,12 @@ class Metrics:
 
     def refused(self, dialect: str, error: ProxyError) -> None:
         self._refused.labels(dialect, str(error.status)).inc()
+
+    def unknown_field(self, dialect: str, name: str) -> None:
+        """Agents choose the names: only the first MAX_UNKNOWN_NAMES have a label of their own."""
+        if len(self._unknown_names) < MAX_UNKNOWN_NAMES:
+            self._unknown_names.add(name)
+        self._unknown_fields.labels(dialect, name if name in self._unknown_names else "other").inc()
 
     def engine_failed(self, engine: str, error: ProxyError) -> None:
         self._engine_failures.labels(engine, str(error.status)).inc()

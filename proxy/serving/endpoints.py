@@ -50,6 +50,9 @@ _SECONDS = re.compile(r"\d{1,6}(\.\d{1,3})?")
 MAX_AGENT_ID_CHARS = 200
 MAX_PATH_CHARS = 200
 """Characters of a wrong path that its error repeats."""
+MAX_FIELDS = 20
+MAX_FIELD_CHARS = 64
+"""Of the unknown fields of a request, and of a name, as they are counted and recorded."""
 MAX_EVENT_CHARS = 2_000
 """Characters of a refused call's message that the session's events keep. A message may repeat what
 the agent sent, and readers refuse an event that is too long."""
@@ -85,16 +88,19 @@ class AgentEndpoints:
         limits: LimitsConfig,
         *,
         model_name: str,
+        refuse_unknown: bool = False,
         on_release: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`dialects` are keyed by route; `model_name` is the name in `/v1/models`; `on_release`
-        gets the size of each body whose request is answered."""
+        """`dialects` are keyed by route; `model_name` is the name in `/v1/models`;
+        `refuse_unknown`: requests with unknown fields are refused; `on_release` gets the size of
+        each body whose request is answered."""
         self._sessions = sessions
         self._calls = calls
         self._dialects = dialects
         self._limits = limits
         self._arrivals = Arrivals(limits.unread_s)
         self._model_name = model_name
+        self._refuse_unknown = refuse_unknown
         self._metrics = metrics
         self._log = CallLog()
         self._in_flight = 0
@@ -191,7 +197,24 @@ class AgentEndpoints:
         exchange.body = exchange.body or await receive_body(exchange.request, exchange.held)
         body = Body(exchange.body)
         parse = partial(parse_call, exchange.dialect, body, exchange.request.headers, live.profile)
-        return await asyncio.to_thread(parse) if body.is_large else parse()
+        call = await asyncio.to_thread(parse) if body.is_large else parse()
+        if call.unknown:
+            await self._report_unknown(exchange, live, call.unknown)
+        return call
+
+    async def _report_unknown(
+        self, exchange: Exchange, live: LiveSession, names: tuple[str, ...]
+    ) -> None:
+        """Counts and records fields that nobody knows. Raises RequestError if they are refused."""
+        shown = [name[:MAX_FIELD_CHARS] for name in names[:MAX_FIELDS]]
+        for name in shown:
+            self._metrics.unknown_field(exchange.dialect.name, name)
+        if self._refuse_unknown:
+            raise RequestError(
+                f"{shown[0]}: no known API has this field; remove it (unknown_fields: refuse)",
+                param=shown[0],
+            )
+        await self._sessions.unknown_fields(live, exchange.route, shown)
 
     async def _count(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
         """Counts the tokens of a prompt; nothing is sampled or recorded."""

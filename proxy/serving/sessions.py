@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 MAX_ID_CHARS = 256
 MAX_REFUSALS = 100
 """Number of refused calls per session that are recorded as events; the metrics count all."""
+MAX_UNKNOWN_FIELDS = 100
 CLOSING = ""
 """Wakes the listeners of a session that has ended. It is not sent to them as an event."""
 _SEGMENT = re.compile(r"[A-Za-z0-9._~@:+=,-]+")
@@ -92,6 +93,8 @@ class LiveSession:
     users: int = 0
     """Number of HTTP requests that were authorised and not answered yet."""
     refusals: int = 0
+    unknown_fields: set[str] = field(default_factory=set)
+    """Unknown fields of its requests that are recorded as events."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     listeners: set[asyncio.Queue[dict[str, Any]]] = field(default_factory=set)
 
@@ -280,6 +283,16 @@ class Sessions:
         if live.refusals <= MAX_REFUSALS:
             with contextlib.suppress(StoreError):
                 await self.record_event(live, "refused", **what)
+
+    async def unknown_fields(self, live: LiveSession, route: str, names: list[str]) -> None:
+        """Records the names that no request of the session had before, at most
+        MAX_UNKNOWN_FIELDS."""
+        new = [name for name in names if name not in live.unknown_fields]
+        if not new or len(live.unknown_fields) >= MAX_UNKNOWN_FIELDS:
+            return
+        live.unknown_fields.update(new)
+        with contextlib.suppress(StoreError):
+            await self.record_event(live, "unknown_fields", route=route, names=new)
 
     async def _end(self, live: LiveSession, status: SessionStatus) -> None:
         now = time.time()

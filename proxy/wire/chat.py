@@ -8,7 +8,7 @@ would change the sampling and that the proxy does not support.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -18,8 +18,6 @@ from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.dialect import (
-    BOUNDS,
-    WHOLE,
     Call,
     ForcedCall,
     Headers,
@@ -28,8 +26,10 @@ from proxy.wire.dialect import (
     Piece,
     SampledToken,
     error_type,
+    read_sampling,
 )
-from proxy.wire.fields import Fields, refuse_unhonoured
+from proxy.wire.fields import Fields
+from proxy.wire.known_fields import unknown_fields
 
 MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
@@ -41,13 +41,6 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
-
-
-_SAMPLING: dict[str, tuple[Callable[..., Any], float, float]] = {
-    name: (Fields.integer if name in WHOLE else Fields.number, low, high)
-    for name, (low, high) in BOUNDS.items()
-}
-"""The fields that are options of the same name: how each is read, and its range."""
 
 
 class ChatDialect:
@@ -72,6 +65,7 @@ class ChatDialect:
                 "usage": stream_options.flag("include_usage"),
                 "token_ids": fields.flag("return_token_ids"),
             },
+            unknown=unknown_fields(fields, self.name),
         )
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
@@ -232,12 +226,7 @@ def parse_options(fields: Fields) -> Options:
 
 def parse_sampling(fields: Fields) -> Options:
     """The options that Chat Completions and Completions have in common."""
-    refuse_unhonoured(fields)
-    options = Options()
-    for name in _SAMPLING:
-        if name in fields.data:  # agents send few of them
-            read, low, high = _SAMPLING[name]
-            setattr(options, name, read(fields, name, low, high))
+    options = read_sampling(fields)
     if "stop" in fields.data:
         options.stop = fields.stops("stop")
     if "response_format" in fields.data:

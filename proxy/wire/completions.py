@@ -18,6 +18,7 @@ from proxy.rendering.deltas import TextDelta
 from proxy.wire.chat import MAX_CHOICES, openai_error, parse_sampling, sse, usage
 from proxy.wire.dialect import Call, Headers, Outcome, Piece, SampledToken
 from proxy.wire.fields import Fields
+from proxy.wire.known_fields import unknown_fields
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this route."""
@@ -49,6 +50,7 @@ class CompletionsDialect:
                 "usage": fields.child("stream_options").flag("include_usage"),
                 "echo": fields.get("prompt") if fields.flag("echo") else "",
             },
+            unknown=unknown_fields(fields, self.name),
         )
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:

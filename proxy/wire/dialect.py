@@ -7,7 +7,7 @@ Invariant: a stream and a whole body of the same outcomes have the same content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -87,6 +87,8 @@ class Call(msgspec.Struct):
     """Whether the body is so short that its prompt exceeds no bound on characters."""
     is_large: bool = False
     """Whether the call should be keyed and rendered in a thread instead of the event loop."""
+    unknown: tuple[str, ...] = ()
+    """The names of the request's fields that nobody knows (`known_fields`)."""
     extra: dict[str, Any] = {}
     """Values that only the dialect itself uses, when it writes the answer."""
 
@@ -164,6 +166,23 @@ class Dialect(Protocol):
     def writer(self, call: Call, answer_id: str) -> StreamWriter: ...
 
     def error(self, error: ProxyError) -> bytes: ...
+
+
+_SAMPLING: dict[str, tuple[Callable[..., Any], float, float]] = {
+    name: (Fields.integer if name in WHOLE else Fields.number, low, high)
+    for name, (low, high) in BOUNDS.items()
+}
+"""The fields that are options of the same name: how each is read, and its range."""
+
+
+def read_sampling(fields: Fields) -> Options:
+    """The options that have the same name in every dialect. Raises RequestError."""
+    options = Options()
+    for name in _SAMPLING:
+        if name in fields.data:  # agents send few of them
+            read, low, high = _SAMPLING[name]
+            setattr(options, name, read(fields, name, low, high))
+    return options
 
 
 KEEP_ALIVE = b": keep-alive\n\n"

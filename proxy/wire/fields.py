@@ -18,29 +18,6 @@ MAX_SHOWN_VALUES = 40
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 
-_UNHONOURED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "ignore_eos": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "structured_outputs": ({},),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-}
-"""Parameters of OpenAI's and vLLM's routes that would change the sampling and that the proxy does
-not pass to the engine, each with its neutral values. Null is neutral, too."""
-
 
 class Fields:
     """One JSON object of a request. Example: Fields(body).integer("max_tokens", 1, 2**31)
@@ -143,14 +120,6 @@ class Fields:
             if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARS:
                 raise self.refuse(name, f"strings of 1 to {MAX_STOP_CHARS} characters")
         return tuple(strings)
-
-
-def refuse_unhonoured(fields: Fields) -> None:
-    """Raises RequestError for a parameter that would change the sampling and is not supported."""
-    for name in sorted(_UNHONOURED.keys() & fields.data.keys()):
-        value = fields.get(name)
-        if value is not None and value not in _UNHONOURED[name]:
-            raise fields.refuse(name, "no value (the proxy does not support this parameter)")
 
 
 def refusal(path: str, value: Any, expected: str) -> RequestError:

@@ -22,8 +22,17 @@ from proxy.conversation.messages import (
 from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
-from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, Piece
-from proxy.wire.fields import Fields, refuse_unhonoured
+from proxy.wire.dialect import (
+    Call,
+    ForcedCall,
+    Headers,
+    Options,
+    Outcome,
+    Piece,
+    read_sampling,
+)
+from proxy.wire.fields import Fields
+from proxy.wire.known_fields import unknown_fields
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -48,6 +57,7 @@ class MessagesDialect:
             conversation=parse_conversation(fields),
             options=_options(fields),
             stream=fields.flag("stream"),
+            unknown=unknown_fields(fields, self.name),
         )
         thinking = fields.child("thinking").text("type", "disabled")
         call.extra["thinking"] = thinking in ("enabled", "adaptive")
@@ -260,22 +270,17 @@ def _parse_tool(fields: Fields) -> dict[str, Any] | None:
 
 
 def _options(fields: Fields) -> Options:
-    refuse_unhonoured(fields)
     choice = fields.child("tool_choice")
     kind = choice.text("type", "auto")
     if kind not in ("auto", "any", "tool", "none"):
         raise choice.refuse("type", "auto, any, tool or none")
-    return Options(
-        max_tokens=fields.integer("max_tokens", 1, 2**31),
-        temperature=fields.number("temperature", 0, 2),
-        top_p=fields.number("top_p", 0, 1),
-        top_k=fields.integer("top_k", -1, 2**31),
-        stop=fields.stops("stop_sequences"),
-        structured=_structured(fields),
-        tool_calls=kind != "none",
-        forced=_forced(choice, kind),
-        parallel_calls=not choice.flag("disable_parallel_tool_use"),
-    )
+    options = read_sampling(fields)
+    options.stop = fields.stops("stop_sequences")
+    options.structured = _structured(fields)
+    options.tool_calls = kind != "none"
+    options.forced = _forced(choice, kind)
+    options.parallel_calls = not choice.flag("disable_parallel_tool_use")
+    return options
 
 
 def _structured(fields: Fields) -> dict[str, Any] | None:

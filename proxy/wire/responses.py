@@ -18,8 +18,9 @@ from proxy.conversation.messages import Conversation, Message, Role, ToolCall
 from proxy.conversation.references import AnswerPart, ReferringConversation
 from proxy.errors import ProxyError, RequestError
 from proxy.wire.chat import MAX_TOP_LOGPROBS, json_object, openai_error, parse_content
-from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome
-from proxy.wire.fields import Fields, refuse_unhonoured
+from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, read_sampling
+from proxy.wire.fields import Fields
+from proxy.wire.known_fields import unknown_fields
 from proxy.wire.responses_stream import ResponsesWriter, answer_part, output_items, response_object
 
 _ROLES: dict[str, Role] = {
@@ -63,6 +64,7 @@ class ResponsesDialect:
             options=_options(fields),
             stream=fields.flag("stream"),
             extra={"kinds": kinds, "previous": previous, "created": int(time.time())},
+            unknown=unknown_fields(fields, self.name),
         )
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
@@ -173,22 +175,18 @@ def _function(tool: Fields, *, free_form: bool) -> dict[str, Any]:
 
 
 def _options(fields: Fields) -> Options:
-    refuse_unhonoured(fields)
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     wants = "message.output_text.logprobs" in fields.items("include")
     choice = fields.get("tool_choice")
-    return Options(
-        max_tokens=fields.integer("max_output_tokens", 1, 2**31),
-        temperature=fields.number("temperature", 0, 2),
-        top_p=fields.number("top_p", 0, 1),
-        seed=fields.integer("seed", -(2**63), 2**63 - 1),
-        logprobs=wants,
-        top_logprobs=top if wants else 0,
-        structured=_structured(fields.child("text").child("format")),
-        tool_calls=choice != "none",
-        forced=_forced(fields, choice),
-        parallel_calls=fields.flag("parallel_tool_calls", True),
-    )
+    options = read_sampling(fields)
+    options.max_tokens = fields.integer("max_output_tokens", 1, 2**31)
+    options.stop = fields.stops("stop")
+    options.logprobs, options.top_logprobs = wants, top if wants else 0
+    options.structured = _structured(fields.child("text").child("format"))
+    options.tool_calls = choice != "none"
+    options.forced = _forced(fields, choice)
+    options.parallel_calls = fields.flag("parallel_tool_calls", True)
+    return options
 
 
 def _forced(fields: Fields, choice: Any) -> ForcedCall | None:
