@@ -1,7 +1,7 @@
 """Reads YAML of settings.
 
-Invariant: a file is read in full or not at all: a key that is given twice, or a character that is
-not UTF-8, is an error like any other fault of the file.
+Invariant: a file is read in full or not at all: a key that is given twice, a character that is not
+UTF-8, or aliases without end are errors like any other fault of the file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 
 import yaml
 
+MAX_VALUES = 1_000_000
+"""Number of values in a file with its aliases written out, each of which takes about 100 bytes; a
+few lines of nested aliases stand for billions."""
 _MERGE = "tag:yaml.org,2002:merge"
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 """A number with an exponent as in YAML 1.2; PyYAML, which reads YAML 1.1, takes 1e-3 for text."""
@@ -40,6 +43,16 @@ def yaml_fault(error: yaml.YAMLError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
+    def get_single_node(self) -> yaml.Node | None:
+        try:
+            node: yaml.Node | None = super().get_single_node()
+            if node is not None:
+                _values_of(node, {})
+        except RecursionError:
+            problem = "it is nested too deeply; a configuration has a few levels"
+            raise yaml.composer.ComposerError(None, None, problem, self.get_mark()) from None
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
@@ -51,6 +64,30 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
             seen.add((key.tag, key.value))
         return node
+
+
+def _values_of(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Number of values that the node stands for, its aliases written out. `known`: those of the
+    nodes that were seen; None: it is being counted.
+
+    Raises yaml.composer.ComposerError: an alias contains itself, or there are too many.
+    """
+    if id(node) in known and (before := known[id(node)]) is not None:
+        return before
+    if id(node) in known:
+        problem = "an alias contains itself"
+        raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+    known[id(node)] = None
+    count = 1
+    if isinstance(node, yaml.CollectionNode):
+        for entry in node.value:
+            parts = entry if isinstance(entry, tuple) else (entry,)
+            count += sum(_values_of(part, known) for part in parts)
+    if count > MAX_VALUES:
+        problem = f"its aliases stand for more than {MAX_VALUES:,} values"
+        raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+    known[id(node)] = count
+    return count
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
