@@ -20,8 +20,9 @@ from proxy.records import Alternatives, FinishReason, VersionSpan
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0. Engines compute the normaliser in float32, or round to bfloat16
 before, so that the result for a probability near 1 can be slightly above 0."""
-MIN_LOGPROB = -3.4028235e38
-"""The lowest finite float32, in which log-probabilities are recorded."""
+MIN_LOGPROB = -104.0
+"""Engines sample from probabilities in float32, of which the least above 0 is 1.4e-45 = e^-103.28:
+a token with a smaller one is never sampled."""
 MAX_VERSION = 2**31 - 1
 """Versions are recorded as int32."""
 
@@ -120,7 +121,10 @@ class AnswerCheck:
         else:
             wrong = [value for value in logprobs if not MIN_LOGPROB <= value <= MAX_LOGPROB]
         if wrong:
-            raise _nonsense(f"sent the log-probability {wrong[0]}, which is not finite and ≤ 0")
+            raise _nonsense(
+                f"sent the log-probability {wrong[0]} of a sampled token, which is not between "
+                f"{MIN_LOGPROB:g} and 0"
+            )
 
 
 def _all_within_bounds(logprobs: list[float]) -> bool:

@@ -40,6 +40,7 @@ NONSENSE: dict[str, list[Event]] = {
     "id past int64": [PIECE, Event((2**63,))],
     "log-probability +5": [PIECE, Event(logprobs=(5.0,))],
     "log-probability past float32": [PIECE, Event(logprobs=(-1e300,))],
+    "log-probability with which nothing is sampled": [PIECE, Event(logprobs=(-5000.0,))],
     "more ids than log-probabilities": [PIECE, Event((5, 6), (-0.5,))],
     "more log-probabilities than ids": [PIECE, Event((5,), (-0.5, -0.5))],
     "more than max_tokens": [PIECE] * 9 + [END],
