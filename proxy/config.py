@@ -112,7 +112,8 @@ class LimitsConfig(Section):
     unread_s: float = Field(default=120.0, gt=0)
     """Seconds after which the connection of a client that does not read its answer is closed."""
     in_flight_calls: int = Field(default=4096, ge=1)
-    """Number of calls in flight in the process; further calls get 429 with Retry-After."""
+    """Number of calls in flight in the process; further calls get 429 with Retry-After. It is lower
+    where the process may open fewer than two files for each (`ulimit -n`)."""
     in_flight_body_bytes: int = Field(default=2 * 2**30, ge=1024)
     """Total size of the request bodies in flight in the process, which are in memory until their
     calls end; a body beyond it gets 429 with Retry-After. The default is 512 KiB per call in

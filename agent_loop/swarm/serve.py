@@ -23,6 +23,7 @@ from agent_loop.swarm.token import server_token
 from agent_loop.swarm.trainer_process import TrainerProcess
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
+from proxy.open_files import raise_limit
 from proxy.port import BACKLOG, MAX_PORT
 from proxy.web_guard import EVERYWHERE, Hosts
 
@@ -68,6 +69,7 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
         engine = TrainerProcess(swarm, begin, options.resume, state / "trainer.log")
         hosts = Hosts(host, filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))
         server = SwarmServer(swarm, engine, table, server_token(state), config, hosts)
+        raise_limit()
         runner = app_runner(server.build_app(), shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await runner.setup()
         try:

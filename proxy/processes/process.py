@@ -22,6 +22,7 @@ from proxy.config import EngineConfig, ProxyConfig
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError, StoreError
 from proxy.http_request import app_runner
+from proxy.open_files import calls_that_fit
 from proxy.port import BACKLOG, unusable_port
 from proxy.processes.workers import serve_workers
 from proxy.serving.forwarding import own_address
@@ -66,7 +67,7 @@ async def listen(
     config: ProxyConfig, *, own_socket: Path | None = None, siblings: Sequence[Path] = ()
 ) -> AsyncIterator[tuple[web.Application, str]]:
     """Listens on the port, and on `own_socket` if there is one; yields the proxy and its URL."""
-    app = build_app(config, siblings=Siblings(siblings))
+    app = build_app(_fitting(config), siblings=Siblings(siblings))
     runner = app_runner(app, handler_cancellation=True)
     await runner.setup()
     gc.collect()
@@ -133,3 +134,10 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
 async def _stop_when_it_dies(server: VllmServer, stop: asyncio.Event) -> None:
     await server.wait()
     stop.set()
+
+
+def _fitting(config: ProxyConfig) -> ProxyConfig:
+    """The configuration with as many calls in flight as this process can have connections."""
+    fitting = calls_that_fit(config.limits.in_flight_calls)
+    limits = config.limits.model_copy(update={"in_flight_calls": fitting})
+    return config.model_copy(update={"limits": limits})
