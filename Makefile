@@ -33,7 +33,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto fla harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto fla gpu-environment harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -100,6 +100,16 @@ fla: .cache/fla/.ready ## install fla's kernels and Triton, whose interpreter ru
 
 .cache/fla/.ready: $(VENV)/.ready
 	$(BIN)/uv pip install -q --no-deps --target $(@D) --python $(BIN)/python fla-core==0.6.0 triton==3.9.0 einops==0.8.2
+	touch $@
+
+# vLLM's build for GPUs with stand-ins of NVIDIA's driver, in which tests run everything but kernels.
+GPU := .cache/gpu
+gpu-environment: $(GPU)/.ready ## install what EXTRA=gpu installs, without a GPU, in .cache/gpu/ (8 GB)
+
+$(GPU)/.ready: $(VENV)/.ready pyproject.toml docker/vllm_overrides.txt tests/gpu/driver.py tests/gpu/nvml.c
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv --without-pip $(GPU)
+	$(BIN)/uv pip install -q --python $(GPU)/bin/python $(OVERRIDES_gpu) -e '.[gpu]'
+	$(BIN)/python -m tests.gpu.driver $(GPU) $(GPU)/driver
 	touch $@
 
 # Perfetto v20.1 with its importer and its database; another project changed its page to open one trace.
@@ -217,7 +227,7 @@ $(PRETRAINED)/.ready: $(VENV)/.ready
 # programs that they start. One thread of torch each; more would wait for each other's core. The files
 # are not sorted by their number of tests, which would begin with those that take least.
 TEST_WORKERS ?= 2
-test: setup reference $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v npm),agents tools) docs ## all tests, with a real vLLM, PostgreSQL and third-party agents
+test: setup reference gpu-environment $(if $(HARBOR_PYTHON),harbor helm) $(if $(shell command -v npm),agents tools) docs ## all tests, with a real vLLM, PostgreSQL and third-party agents
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # One thread of torch for each of the two workers; more would wait for each other's core. Each worker

@@ -5,9 +5,10 @@
 #   docker run --gpus all --shm-size 16g -v /runs:/runs -v $PWD:/work:ro agentic-trainer:cuda \
 #     --config agentic_trainer.yaml trainer.run_dir=/runs/first
 #
-# The run writes only to /runs and /tmp; with a read-only root file system, add --tmpfs /tmp:exec (torch
-# and Triton load there what they compile). The CUDA libraries come with torch's wheels, and the driver comes from the host. The image contains a C
-# compiler because Triton and torch.compile call it at run time.
+# The run writes only to /runs and /tmp; with a read-only root file system, add --tmpfs /tmp:exec
+# (Triton loads what it has compiled from there, and Docker's default is noexec). The CUDA libraries
+# come with torch's wheels, and the driver comes from the host. The image contains a C compiler because
+# Triton and torch.compile call it at run time.
 ARG DEBIAN=docker.io/library/debian:12.12-slim@sha256:d5d3f9c23164ea16f31852f95bd5959aad1c5e854332fe00f7b3a20fcc9f635c
 FROM ${DEBIAN} AS build
 ARG DEVICE=cpu

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import resource
 import signal
@@ -52,6 +53,8 @@ KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 29, 31})
 """Capabilities that root keeps: Docker's default set without MKNOD, which gives access to the
 machine's disks (chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
 net_bind_service, net_raw, sys_chroot, audit_write, setfcap)."""
+GPU_DEVICES = ("/dev/nvidia*", "/dev/dri", "/dev/kfd", "/dev/dxg")
+"""Of NVIDIA's driver, of the kernel's graphics, of AMD's, and of Windows' below WSL."""
 READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 """Root could change the machine through these (`core_pattern` names a program to run)."""
 
@@ -73,6 +76,11 @@ class Wall:
     show: tuple[str, ...] | None = None
     """A strict wall: the files and folders that stay visible, read-only, also below hidden ones.
     None: a light wall."""
+
+
+def gpu_devices() -> tuple[str, ...]:
+    """The files and folders by which programs of this machine reach GPUs."""
+    return tuple(sorted(path for pattern in GPU_DEVICES for path in glob.glob(pattern)))
 
 
 def missing() -> str | None:

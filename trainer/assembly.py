@@ -30,6 +30,7 @@ from agent_loop.tasks import DataConfig, TaskStream, held_out_tasks, training_ta
 from agent_loop.trial_retention import FinishedTrials
 from proxy.admin_key import kept_files
 from proxy.client import ProxyClient
+from proxy.engines import vllm_platform
 from proxy.landlock import missing
 from proxy.records import Ids
 from trainer.checkpoint import Checkpoints
@@ -42,6 +43,7 @@ from trainer.cluster.ranks import device_of
 from trainer.cluster.services import RunServices
 from trainer.cluster.starting import StartingEngines
 from trainer.config import TrainerConfig
+from trainer.engine import check_platform
 from trainer.errors import ConfigError
 from trainer.fit import Fit
 from trainer.models import check_models
@@ -186,6 +188,14 @@ class TaskParts(RunParts):
         return None if make is None else make(loop, self.tasks, rollout, seed)
 
 
+def _check_engines(config: TrainerConfig) -> None:
+    if config.engine.urls or not config.engine.replicas:
+        return
+    known = config.cluster.backend == "local" and config.trainer.device != "cpu"
+    gpus = bool(gpus_here()) if known else None
+    check_platform(config.engine, config.model, vllm_platform.installed(), gpus=gpus)
+
+
 def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
     """Checks the configuration and builds the parts.
 
@@ -199,6 +209,7 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
             "engine.publish to a URL that trainer and workers reach, or use the workers with "
             "`agentic-train eval` and `collect`, whose weights do not change"
         )
+    _check_engines(config)
     if config.cluster.backend == "local":
         device_of(config.trainer.device)
         config = fitted(config, gpus_here())

@@ -122,6 +122,8 @@ def _listed(values: Iterable[Any]) -> str:
 def _default(field: Any) -> str:
     if field.is_required():
         return "required"
+    if field.default_factory_takes_validated_data:
+        return "default from the checkpoint"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, NamedPart):
         return f"default {value.name}"

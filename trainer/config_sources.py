@@ -51,8 +51,7 @@ def load(
         folder = model_folder(config.model.path)
     except ConfigurationError as error:
         raise ConfigError(f"model.path: {error}") from error
-    model = config.model.model_copy(update={"path": folder})
-    return config.model_copy(update={"model": model})
+    return config.model_copy(update={"model": config.model.at(folder)})
 
 
 def dump(config: Section) -> str:

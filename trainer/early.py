@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from proxy.engines import vllm_early
 from proxy.engines.vllm_server import STOP_GRACE_S, VllmConfig, asked_environment
+from proxy.errors import ConfigurationError
 from trainer.config_values import merged
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
@@ -28,7 +28,7 @@ def early_engines(configs: Sequence[Path], words: Sequence[str]) -> Iterator[Non
     """A context in which the engines that `agentic-train` will probably start with these files and
     words import already. At its end, those that were not needed have ended."""
     count, variables = engines_to_start(configs, words, os.environ)
-    with suppress(PackageNotFoundError):  # no vLLM is installed, which is reported later
+    with suppress(ConfigurationError):  # no vLLM is installed, which is reported later
         vllm_early.begin(count, asked_environment(VllmConfig(env=variables)), STOP_GRACE_S)
     try:
         yield

@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from agent_loop.launchers.workspace import make_workspace
-from agent_loop.processes.environment import expand, inherited_environment
+from agent_loop.processes.environment import GPUS, expand, inherited_environment
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
+from proxy import wall
 from proxy.section import Section
+from proxy.wall import Wall
 
 PROMPT_BYTES = 128_000
 """Maximum size of TASK_PROMPT, because Linux allows 131,072 bytes per environment string; a longer
@@ -33,7 +36,7 @@ class ProcessSettings(Section):
 
     env: Mapping[str, str] = Field(default_factory=dict)
     """Additional environment variables; they replace those that every agent gets. Placeholders are
-    replaced."""
+    replaced. GPUs are hidden unless this gives `CUDA_VISIBLE_DEVICES`, or `pass_env` names it."""
     pass_env: tuple[str, ...] = ()
     """Names of variables of the trainer's own environment that the agent gets, too. By default it
     gets a fixed list of variables (PATH, HOME, language, certificates, …) and no secret. With
@@ -66,20 +69,28 @@ async def run_agent(
         LaunchError: the working directory cannot be made, or the agent cannot be started.
     """
     await make_workspace(trial, settings.template)
+    env = agent_environment(trial, settings.env, settings.pass_env)
     job = Job(
         argv=[expand(part, trial) for part in argv],
         call=call,
         cwd=trial.workspace,
-        env=agent_environment(trial, settings.env, settings.pass_env),
+        env=env,
         log=trial.directory / "agent.log",
         timeout_s=trial.timeout_s,
         grace_s=settings.grace_s,
         log_bytes=settings.log_bytes,
         limits=settings.limits,
-        wall=trial.wall,
+        wall=trial.wall if env.get(GPUS) != "" else _without_gpus(trial.wall),
         visible=(*trial.visible, *visible),
     )
     return await host.run(job, lifeline)
+
+
+def _without_gpus(walled: Wall | None) -> Wall | None:
+    """The wall that also hides the devices of GPUs. The strict one has only devices of its own."""
+    if walled is None or walled.show is not None:
+        return walled
+    return replace(walled, hide=(*walled.hide, *wall.gpu_devices()))
 
 
 async def call_agent(

@@ -31,12 +31,13 @@ _INHERITED_FOR = {
         "PYTHONUTF8 VIRTUAL_ENV CONDA_PREFIX NODE_PATH NVM_DIR JAVA_HOME GOPATH GOROOT GOCACHE "
         "CARGO_HOME RUSTUP_HOME PLAYWRIGHT_BROWSERS_PATH"
     ),
-    "accelerators, and folders of models": (
-        "CUDA_HOME CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES "
-        "HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TIKTOKEN_CACHE_DIR "
+    "folders of CUDA and of models": (
+        "CUDA_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TIKTOKEN_CACHE_DIR "
         "TOKENIZERS_PARALLELISM"
     ),
 }
+GPUS = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs a program uses; empty: none."""
 _INHERITED = frozenset(" ".join(_INHERITED_FOR.values()).split())
 _INHERITED_PREFIXES = ("LC_", "OMP_", "OPENBLAS_", "MKL_", "NUMEXPR_")
 """Prefixes of the variables for the locale and for the number of threads."""
@@ -49,12 +50,14 @@ _PLACEHOLDER = re.compile(r"\{(task\.)?([a-z_]+)\}")
 
 def inherited_environment(pass_env: Sequence[str] = ()) -> dict[str, str]:
     """The variables of this process that are in the list above or named in `pass_env`. A name that
-    is not set is left out."""
-    return {
+    is not set is left out. GPUs are hidden, because the trainer and its engines have planned all of
+    their memory, unless `pass_env` names their variable."""
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if name in pass_env or _is_inherited(name, value)
     }
+    return inherited if GPUS in pass_env else inherited | {GPUS: ""}
 
 
 def expand(template: str, trial: Trial) -> str:

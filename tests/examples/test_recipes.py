@@ -15,6 +15,7 @@ import yaml
 from benchmarks.gpu.__main__ import RECIPE, Part, parts
 from examples.recipes.make_tasks import FAULTS, Fault, write_task
 from examples.recipes.published import qwen3_5_4b, qwen3_8b
+from proxy.engines import vllm_platform
 from trainer import assembly, start
 from trainer.cli import main
 from trainer.cluster.device_plan import Gpu, plan_devices
@@ -51,6 +52,13 @@ PLANS: Mapping[tuple[str, int], tuple[str, ...]] = MappingProxyType(
     }
 )
 """Model and number of GPUs → what the plan says of the first GPU of ranks, and of engines."""
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
+    """Makes this machine one with these GPUs and a vLLM for them."""
+    for module in (assembly, start):
+        monkeypatch.setattr(module, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(vllm_platform, "installed", lambda: vllm_platform.GPU)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +103,7 @@ def test_recipe_is_complete_and_its_plan_fits(
     path = f"model.path={published / model}"
     files = layers(model, agent, *(["eight_gpus"] if gpus == 8 else []))
     devices = (H100,) * gpus
-    for module in (assembly, start):
-        monkeypatch.setattr(module, "gpus_here", lambda: devices)
+    on_gpus(monkeypatch, *devices)
     words = [word for file in files for word in ("--config", str(file))]
     assert main([*words, "--check", path]) == 0
     out = capsys.readouterr().out
@@ -105,6 +112,7 @@ def test_recipe_is_complete_and_its_plan_fits(
     plan = plan_devices(load(files, [path]), devices)
     assert plan is not None
     lines = list(plan.describe())
+    assert "--enforce-eager" not in out
     assert out.endswith("".join(f"# {line}\n" for line in lines))
     shown = [lines[0], *lines[4:5]]
     wanted = PLANS[model, gpus]
@@ -114,7 +122,7 @@ def test_recipe_is_complete_and_its_plan_fits(
 def test_qwen3_5_without_fla_does_not_fit_on_one_gpu(
     published: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(assembly, "gpus_here", lambda: (H100,))
+    on_gpus(monkeypatch, H100)
     monkeypatch.setattr(memory, "has_fla", lambda: False)
     # What is kept grows with the tokens alone, and a pass without fla is a loop over them.
     monkeypatch.setattr(memory, "SAMPLED_TOKENS", 512)
@@ -129,7 +137,7 @@ def test_qwen3_5_without_fla_does_not_fit_on_one_gpu(
 def test_all_weights_of_qwen3_8b_do_not_fit_on_one_gpu(
     published: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(assembly, "gpus_here", lambda: (H100,))
+    on_gpus(monkeypatch, H100)
     words = [word for file in layers("qwen3-8b", "codex") for word in ("--config", str(file))]
     given = [f"model.path={published / 'qwen3-8b'}", "model.lora=null"]
     assert main([*words, "--check", *given]) == 2

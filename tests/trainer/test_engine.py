@@ -52,14 +52,14 @@ def test_every_engine_setting_is_passed_to_the_server(
     ("trainer", "engine", "served", "tolerance"),
     [
         ("float32", "auto", "float32", 1e-3),
-        ("bfloat16", "auto", "bfloat16", 2e-2),
-        ("float32", "bfloat16", "bfloat16", 2e-2),
+        ("bfloat16", "auto", "bfloat16", 0.06),
+        ("float32", "bfloat16", "bfloat16", 0.06),
     ],
 )
 def test_tolerance_depends_on_the_types_of_trainer_and_engine(
-    tmp_path: Path, trainer: str, engine: str, served: str, tolerance: float
+    tiny_model: Path, trainer: str, engine: str, served: str, tolerance: float
 ) -> None:
-    model = ModelConfig.model_validate({"path": tmp_path, "compute_dtype": trainer})
+    model = ModelConfig.model_validate({"path": tiny_model, "compute_dtype": trainer})
     config = EnginesConfig.model_validate({"dtype": engine})
     assert config.served_dtype(model) == served
     assert config.mismatch_tolerance(model) == tolerance

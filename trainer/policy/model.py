@@ -8,6 +8,7 @@ does.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,6 +23,7 @@ from proxy.policies import POLICY_NAME
 from trainer.errors import ConfigError
 from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
+from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type
 from trainer.policy.cpu_linear import use_wide_products
 from trainer.policy.loading import Place, load_weights
 from trainer.policy.proof import prove
@@ -53,6 +55,14 @@ class LoraSettings(BaseModel):
     different names."""
 
 
+def _type_at_path(section: Mapping[str, Any]) -> ComputeDtype:
+    """The default of `compute_dtype`."""
+    if section.get("weights_dtype") == "bfloat16":
+        return "bfloat16"
+    path = section.get("path")  # missing if it is wrong
+    return checkpoint_type(path) if isinstance(path, Path) else "float32"
+
+
 class ModelConfig(BaseModel):
     """Section `model`."""
 
@@ -61,12 +71,13 @@ class ModelConfig(BaseModel):
     path: Path
     """Folder of a Hugging Face checkpoint of a causal language model, or `hf://owner/name` on the
     hub, also with `@revision`, which is downloaded."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and matrix products."""
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights and of their gradients; the optimizer's moments are float32.
     `bfloat16` needs 12 bytes per weight instead of 16, and `compute_dtype: bfloat16`; each step
     rounds at random, so that small steps are not lost (docs/scale.md)."""
+    compute_dtype: ComputeDtype = Field(default_factory=_type_at_path)
+    """Type of activations and matrix products. By default that of the checkpoint: float32, or
+    bfloat16 for one of 16 bits or fewer."""
     max_micro_batch_tokens: int = Field(8192, ge=1)
     """Maximum number of input tokens of a forward pass; a longer sequence has a pass of its own. On
     a CPU, only sequences that share a prefix form passes of more than 4096 tokens."""
@@ -97,7 +108,7 @@ class ModelConfig(BaseModel):
     def _fits_together(self) -> Self:
         if self.weights_dtype == "bfloat16" and self.compute_dtype == "float32":
             raise ValueError(
-                "weights_dtype=bfloat16 needs compute_dtype=bfloat16; set both, or neither"
+                "weights_dtype=bfloat16 needs compute_dtype=bfloat16; leave compute_dtype out"
             )
         if self.activation_offload and self.gradient_checkpointing is False:
             raise ValueError(
@@ -105,6 +116,11 @@ class ModelConfig(BaseModel):
                 " set it to true"
             )
         return self
+
+    def at(self, path: Path) -> Self:
+        """The section for the checkpoint of this folder, whose type is the default."""
+        given = self.model_dump(exclude_unset=True) | {"path": path}
+        return type(self).model_validate(given)
 
     @property
     def checkpoints(self) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.engines import vllm_early, vllm_server
+from proxy.engines import vllm_early, vllm_platform
 from proxy.engines.vllm_early import EarlyServer
 from proxy.engines.vllm_launch import MODULE, EarlyOrders
 from proxy.engines.vllm_platform import CPU, GPU
@@ -175,7 +175,7 @@ async def test_server_that_is_killed_before_it_has_a_log_is_an_error_of_the_engi
     (server,) = descendants(early.pid)
     os.kill(server, signal.SIGKILL)  # as when the machine has no memory left
     monkeypatch.setattr(vllm_early, "taken", lambda asked, late: early)
-    monkeypatch.setattr(vllm_server, "_require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_platform, "installed", lambda: CPU)
     (tmp_path / "config.json").touch()
     with pytest.raises(EngineError, match=r"did not start \(exit code 137\): its log is empty"):
         await VllmServer(VllmConfig(), tmp_path, log=tmp_path / "logs" / "engine.log").start()
@@ -191,7 +191,7 @@ async def test_server_of_a_run_that_gives_way_itself_does_not_go_before_its_agen
     imported.read_text()
     (process,) = descendants(early.pid)
     os.setpriority(os.PRIO_PROCESS, process, 19)  # inherited from `nice -n 19 agentic-trainer`
-    monkeypatch.setattr(vllm_server, "_require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_platform, "installed", lambda: CPU)
     (tmp_path / "config.json").touch()
     server = VllmServer(VllmConfig(), tmp_path, log=tmp_path / "engine.log")
     server._process = early

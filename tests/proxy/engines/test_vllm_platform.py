@@ -13,6 +13,7 @@ import pytest
 from proxy.engines import vllm_platform
 from proxy.engines.vllm_platform import CPU, GPU, EnginePlatform
 from proxy.engines.vllm_server import VllmConfig, asked_environment, server_arguments
+from proxy.errors import ConfigurationError
 
 HALF = str(max(1, len(os.sched_getaffinity(0)) // 2))
 ROWS = {
@@ -118,6 +119,13 @@ def test_platform_is_chosen_by_vllms_own_rule(
     _distributions(monkeypatch, versions)
     monkeypatch.setenv("VLLM_TARGET_DEVICE", target)
     assert vllm_platform.installed() is expected
+
+
+def test_no_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _distributions(monkeypatch, {"vllm-tpu": "0.32.0"})
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    with pytest.raises(ConfigurationError, match="make setup"):
+        vllm_platform.installed()
 
 
 @pytest.mark.parametrize("platform", [CPU, GPU])

@@ -174,7 +174,10 @@ def test_offloaded_activations_are_the_inputs_of_all_layers(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"weights_dtype": "bfloat16"}, "needs compute_dtype=bfloat16"),
+        (
+            {"weights_dtype": "bfloat16", "compute_dtype": "float32"},
+            "needs compute_dtype=bfloat16",
+        ),
         ({"activation_offload": True, "gradient_checkpointing": False}, "leave that key out"),
     ],
 )
