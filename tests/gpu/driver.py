@@ -1,4 +1,4 @@
-"""Makes stand-ins of NVIDIA's driver, with which an environment for GPUs can be imported without one.
+"""Makes stand-ins of NVIDIA's driver, with which a vLLM for GPUs can be imported without one.
 
     python -m tests.gpu.driver ENVIRONMENT FOLDER
 
@@ -33,7 +33,9 @@ def make(environment: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     functions = sorted(_of_the_driver(environment) - {"cuInit"})
     stub = folder / "cuda.c"
-    stub.write_text(INIT + "".join(f"int {name}() {{ return {NO_DEVICE}; }}\n" for name in functions))
+    stub.write_text(
+        INIT + "".join(f"int {name}() {{ return {NO_DEVICE}; }}\n" for name in functions)
+    )
     _compile(stub, folder / "libcuda.so.1")
     _compile(Path(__file__).with_name("nvml.c"), folder / "libnvidia-ml.so.1")
 
