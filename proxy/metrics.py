@@ -34,6 +34,9 @@ class Metrics:
             "unknown_fields", "Fields of requests that no known API has", "dialect", "name"
         )
         self._unknown_names: set[str] = set()
+        self._spelled = self._counter(
+            "control_tokens", "Control tokens in texts of users and tools, encoded as text"
+        )
         self._engine_failures = self._counter(
             "engine_failures",
             "Calls that failed at an engine: status 502 is an unusable answer, 503 no answer",
@@ -118,6 +121,9 @@ class Metrics:
         if len(self._unknown_names) < MAX_UNKNOWN_NAMES:
             self._unknown_names.add(name)
         self._unknown_fields.labels(dialect, name if name in self._unknown_names else "other").inc()
+
+    def spelled(self, tokens: int) -> None:
+        self._spelled.inc(tokens)
 
     def engine_failed(self, engine: str, error: ProxyError) -> None:
         self._engine_failures.labels(engine, str(error.status)).inc()

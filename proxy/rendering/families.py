@@ -54,6 +54,8 @@ class Family:
     forgetting: tuple[str, ...] = ()
     """After text or calls the first of these tokens makes the renderer drop both, unless the second
     token follows."""
+    encodes_text_plainly: bool = False
+    """The renderer itself encodes the texts of messages without control tokens."""
     takes_stand_ins: bool = False
     """The renderer only concatenates the ids of texts, so that a single number can represent a long
     text while it renders."""
@@ -99,7 +101,7 @@ _ALL = (
         ("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),
         Family("", call_closes=_GLM_XML, call_ends_reasoning=True),
     ),
-    Family("gpt-oss", call_form=_BARE, call_ends_reasoning=True),
+    Family("gpt-oss", call_form=_BARE, call_ends_reasoning=True, encodes_text_plainly=True),
     Family(
         "hy3",
         call_closes=(

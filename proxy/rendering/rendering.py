@@ -23,6 +23,7 @@ from proxy.errors import RequestError
 from proxy.records import Ids
 from proxy.rendering.answer_format import AnswerFormats
 from proxy.rendering.calls import begins_call, open_calls, read_call
+from proxy.rendering.control_text import ControlText
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
@@ -40,6 +41,8 @@ MAX_CALL_DEPTH = 900
 levels, and Python 3.13 many more; they must not read an answer differently."""
 _USUAL_OPENING = 16
 """Most answers begin less than this number of tokens after the end-of-turn token before them."""
+_OUTSIDERS = ("user", "tool")
+"""Whose texts may spell control tokens and must not be able to use them."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
@@ -60,6 +63,10 @@ class Rendering:
     def __init__(self, tokenizer: Tokenizer, config: RenderingConfig) -> None:
         self.tokenizer = tokenizer
         self.family, self._renderer = choose_renderer(tokenizer, config)
+        tokenizer.control = ControlText(tokenizer.fast, tokenizer.chat_template or "")
+        self.muted_tokens = 0
+        """Number of control tokens that texts of users and tools spelled, and that were encoded as
+        text, since the start: whoever sees it change looks for them (`spelled_tokens`)."""
         own = self._renderer.get_stop_token_ids()
         self.stop_token_ids = tuple(dict.fromkeys([*own, *tokenizer.stop_token_ids]))
         self.closes = frozenset(self.stop_token_ids)
@@ -105,7 +112,7 @@ class Rendering:
                 if self._system_first:
                     new = system_first(new, from_the_start=False)
                 bridged = self._renderer.bridge_to_next_turn(
-                    head, tail, _to_template(new, calls), tools=tools or None
+                    head, tail, self._to_template(new, calls), tools=tools or None
                 )
             except _REFUSED:
                 return None
@@ -292,6 +299,27 @@ class Rendering:
             if message.role in ("user", "tool")
         )
 
+    def spelled_tokens(self, messages: Sequence[Message]) -> int:
+        """The number of control tokens that the texts of users and tools spell."""
+        control = self.tokenizer.control
+        if control is None or self.family.encodes_text_plainly:
+            return 0
+        return sum(control.muted(m.text)[1] for m in messages if m.role in _OUTSIDERS)
+
+    def _to_template(
+        self, messages: Sequence[Message], open_calls: Sequence[ToolCall] = ()
+    ) -> list[dict[str, Any]]:
+        """Messages in the form that chat templates take, with control tokens muted."""
+        entries = _to_template(messages, open_calls)
+        control = self.tokenizer.control
+        if control is None or self.family.encodes_text_plainly:
+            return entries
+        for entry in entries:
+            if entry["role"] in _OUTSIDERS:
+                entry["content"], spelled = control.muted(entry["content"])
+                self.muted_tokens += spelled
+        return entries
+
     def before_stop(self, sampled: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(sampled) if token in self.closes), len(sampled))
         return sampled[:end]
@@ -329,7 +357,7 @@ class Rendering:
             messages = system_first(messages, from_the_start=True)
         try:
             ids: list[int] = self._renderer.render_ids(
-                _to_template(messages), tools=tools or None, add_generation_prompt=generate
+                self._to_template(messages), tools=tools or None, add_generation_prompt=generate
             )
         except _REFUSED as error:
             raise RequestError(

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from proxy.errors import ConfigurationError
 from proxy.rendering.byte_pairs import BytePairs, faster
 from proxy.rendering.chat_template import ChatTemplate
+from proxy.rendering.control_text import MUTE, ControlText
 
 BATCH_MIN_CHARS = 4096
 """From here on the batch form costs a fifth less: it alone does without offsets."""
@@ -125,6 +126,8 @@ class Tokenizer:
     """The template of `apply_chat_template`; set if the template itself is used for rendering."""
     pairs: BytePairs | None = None
     """Encodes the same, and sooner; None for a tokenizer of which that cannot be shown."""
+    control: ControlText | None = None
+    """Encodes texts with marks; set by the rendering that marks them."""
     remembered: RecentTexts = field(default_factory=lambda: RecentTexts(REMEMBERED_BYTES))
     stand_ins: StandIns = field(default_factory=StandIns)
 
@@ -143,6 +146,8 @@ class Tokenizer:
         return 0 if self.pairs is None else self.pairs.least_tokens(text)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.control is not None and MUTE in text:
+            return self.control.encode(text)
         if self.pairs is not None and not add_special_tokens:
             paired = self.pairs.encode(text)
             if paired is not None:

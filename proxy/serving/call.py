@@ -300,6 +300,7 @@ class LiveCall:
 
     async def _place(self) -> Placement:
         tree, rendering, asked = self.live.tree, self.backend.rendering, self.asked
+        muted = rendering.muted_tokens
         conversation = asked.request.conversation
         asked_before = tree.same_requests(asked.request_key)
         if asked_before:
@@ -313,7 +314,16 @@ class LiveCall:
             placement = await asyncio.to_thread(tree.place, conversation, asked.keys, rendering)
         else:
             placement = tree.place(conversation, asked.keys, rendering)
+        if rendering.muted_tokens != muted:  # perhaps those of a call beside this one
+            new = conversation.messages[tree.match(asked.keys).answered + 1 :]
+            self._report_spelled(rendering.spelled_tokens(new))
         return placement.followed_by(asked.opening)
+
+    def _report_spelled(self, tokens: int) -> None:
+        """Control tokens that new texts of users and tools spell, which became ordinary text."""
+        if tokens:
+            self.backend.metrics.spelled(tokens)
+            self.live.publish("control_tokens", index=len(self.live.tree), tokens=tokens)
 
     def _grammar(self, prompt: Ids) -> dict[str, Any] | None:
         """What the engine enforces in the answer. A required call is not the final message, which

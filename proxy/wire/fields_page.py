@@ -9,7 +9,7 @@ import sys
 
 import orjson
 
-from proxy.wire.known_fields import HARMLESS, HONOURED, REFUSED
+from proxy.wire.known_fields import HARMLESS, HONOURED, ONLY_IN, REFUSED
 
 _HEAD = """# Fields of requests
 
@@ -47,7 +47,9 @@ def _listed(names: frozenset[str] | list[str]) -> str:
 
 
 def _except(name: str) -> str:
-    """Where a refused name is honoured."""
+    """Where a refused name is honoured, or means something else."""
+    if name in ONLY_IN:
+        return f" (in {ONLY_IN[name]})"
     routes = [route for route, names in sorted(HONOURED.items()) if name in names]
     return f" (not in {', '.join(routes)})" if routes else ""
 

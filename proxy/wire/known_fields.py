@@ -132,6 +132,17 @@ REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 each with the values that change nothing. Null is one of them. A field that a dialect honours is not
 refused there."""
 
+ONLY_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "conversation": "responses",
+        "image": "responses",
+        "prompt": "responses",
+        "task": "chat",
+        "thread": "messages",
+    }
+)
+"""Names of `REFUSED` that are everyday words: the only dialect in which they mean something."""
+
 HARMLESS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
         [
@@ -231,11 +242,17 @@ def unknown_fields(fields: Fields, dialect: str) -> tuple[str, ...]:
     for name in fields.data:
         if name in honoured:
             continue
-        if name in REFUSED:
+        if name in REFUSED and ONLY_IN.get(name, dialect) == dialect:
             _refuse_unless_neutral(fields, name)
         elif name not in HARMLESS:
             unknown.append(name)
     return tuple(unknown)
+
+
+def refused_in(dialect: str) -> frozenset[str]:
+    """The known fields that the dialect refuses, unless they have a neutral value."""
+    elsewhere = {name for name, only in ONLY_IN.items() if only != dialect}
+    return frozenset(REFUSED) - HONOURED[dialect] - elsewhere
 
 
 def _refuse_unless_neutral(fields: Fields, name: str) -> None:
