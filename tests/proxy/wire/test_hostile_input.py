@@ -139,6 +139,8 @@ async def test_no_json_body_causes_a_server_error(proxy: RunningProxy, route: st
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
     @given(bodies)
     def collect(body: dict[str, Any]) -> None:
+        if route == "responses":
+            body.pop("prompt", None)  # one of the provider's own, which is refused
         seen.append(json.dumps(body).encode())  # with integers beyond 64 bits, which are valid JSON
 
     collect()
