@@ -6,7 +6,11 @@ removes it from the trial's folder. Values that the caller set are never overwri
 
 from __future__ import annotations
 
+from harbor_sdk.direct_hosts import with_direct_hosts
 from harbor_sdk.models import AgentSpec
+
+BASE_URLS = ("ANTHROPIC_BASE_URL", "OPENAI_BASE_URL")
+"""Variables that name the server of an agent's session."""
 
 # These agents take a base URL without `/v1`; all other agents read the OpenAI variables.
 _ANTHROPIC_AGENTS = frozenset({"claude-code"})
@@ -55,5 +59,9 @@ def connect(agent: AgentSpec, base_url: str, api_key: str | None) -> AgentSpec:
     if model and "/" not in model:
         model = f"{provider}/{model}"
     return agent.model_copy(
-        update={"env": {**own_env, **env}, "kwargs": kwargs, "model_name": model}
+        update={
+            "env": with_direct_hosts({**own_env, **env}, base_url),
+            "kwargs": kwargs,
+            "model_name": model,
+        }
     )

@@ -59,14 +59,18 @@ class AgentRunClient:
             print(run.status, run.rewards)
     """
 
-    def __init__(self, server_url: str, *, token: str | None = None) -> None:
+    def __init__(
+        self, server_url: str, *, token: str | None = None, proxy: str | None = None
+    ) -> None:
         """`token` is the server's token. Default: the variable HARBOR_SERVER_TOKEN, or the content
-        of the file that HARBOR_SERVER_TOKEN_FILE names. Raises OSError: it cannot be read."""
+        of the file that HARBOR_SERVER_TOKEN_FILE names. `proxy`: URL of an HTTP proxy through which
+        the server is reached. Raises OSError: the file cannot be read."""
         self._base = server_url.rstrip("/")
         token = token or os.environ.get("HARBOR_SERVER_TOKEN")
         if token is None and (file := os.environ.get("HARBOR_SERVER_TOKEN_FILE")):
             token = Path(file).read_text().strip()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._proxy = proxy
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -278,7 +282,9 @@ class AgentRunClient:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             connector = aiohttp.TCPConnector(limit=0, socket_factory=_keep_alive_socket)
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=connector, proxy=self._proxy
+            )
         return self._session
 
 
@@ -287,7 +293,9 @@ def _keep_alive_socket(address: Any) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+    # macOS has the same option under another name.
+    idle = getattr(socket, "TCP_KEEPIDLE", None) or socket.TCP_KEEPALIVE  # type: ignore[attr-defined]
+    made.setsockopt(socket.IPPROTO_TCP, idle, 30)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     return made

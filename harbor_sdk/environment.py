@@ -25,6 +25,8 @@ from harbor.environments.capabilities import (
     EnvironmentResourceCapabilities,
 )
 
+from harbor_sdk.agents import BASE_URLS
+from harbor_sdk.direct_hosts import with_direct_hosts
 from harbor_sdk.dockerfile import Build, Copy, Run, read_dockerfile, source_path
 from harbor_sdk.sandbox import (
     DEFAULT_PATH,
@@ -131,11 +133,13 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         user: str | int | None = None,
     ) -> ExecResult:
         effective_user = self._resolve_user(user)
+        variables = {**self._env(dict(self._build.env)), **(self._merge_env(env) or {})}
+        sessions = (variables[name] for name in BASE_URLS if name in variables)
         try:
             done = await self._started.run(
                 command,
                 cwd=cwd or self._workdir,
-                env={**self._env(dict(self._build.env)), **(self._merge_env(env) or {})},
+                env=with_direct_hosts(variables, *sessions),
                 user="root" if effective_user is None else effective_user,
                 timeout_s=timeout_sec,
                 on_output=self._output_callback(),

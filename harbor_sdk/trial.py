@@ -8,6 +8,7 @@ module, and so do local trials (`use_local_trial`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 
 from harbor_sdk.agents import connect
+from harbor_sdk.direct_hosts import with_direct_hosts
 from harbor_sdk.models import (
     AGENT_CRASHES,
     AgentRun,
@@ -73,6 +75,8 @@ def _trial_config(
     agent = request.agent
     if base_url := request.llm_proxy_url or agent.llm_proxy_url:
         agent = connect(agent, base_url, request.llm_api_key)
+        # Some of Harbor's agents call the model from this process.
+        os.environ.update(with_direct_hosts(os.environ, base_url))
     return TrialConfig(
         task=TaskConfig(path=task_dir)
         if task_dir is not None

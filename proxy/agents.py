@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from proxy.client import SessionHandle
+from proxy.direct_hosts import with_direct_hosts
 from proxy.errors import ConfigurationError
 
 _PACKAGES = Path(__file__).resolve().parents[1]
@@ -106,7 +107,7 @@ def agent_environment(
     }
     own = agent.variables(placeholders(session, directory))
     inherited["PWD"] = os.getcwd()  # some agents read it instead of calling getcwd
-    return {**inherited, **session_variables(session), **own}
+    return with_direct_hosts({**inherited, **session_variables(session), **own}, session.base_url)
 
 
 def placeholders(session: SessionHandle, directory: Path) -> dict[str, str]:

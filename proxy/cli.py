@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proxy.commands.arguments import add_commands
+from proxy.direct_hosts import reach_directly
 from proxy.errors import ConfigurationError, EngineError
 from proxy.standard_output import escape_unknown_characters
 from proxy.version_option import PrintVersion
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the process."""
     escape_unknown_characters()
+    reach_directly()
     arguments = _parser().parse_args(argv)
     try:
         result: int = arguments.run(arguments)

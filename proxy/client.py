@@ -17,6 +17,7 @@ import orjson
 
 from proxy.admin_key import client_key
 from proxy.client_answers import Happening, SessionHandle
+from proxy.direct_hosts import proxy_for
 from proxy.http_request import sent_body
 from proxy.record_format import CONTENT_TYPE, decode_record, origin_fields
 from proxy.records import Origin, Quota, Reward, ServedPolicy, Session, SessionKind, Turn
@@ -366,7 +367,7 @@ class ProxyClient:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
         if self._streams is None:
             # No limit, because a waiting stream must not take a connection from a call.
-            self._streams = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._streams = self._pool()
         try:
             async with self._streams.get(
                 self.base_url + path, headers=headers, timeout=timeout
@@ -379,8 +380,12 @@ class ProxyClient:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
-            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._http = self._pool()
         return self._http
+
+    def _pool(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0)
+        return aiohttp.ClientSession(connector=connector, proxy=proxy_for(self.base_url))
 
 
 def _session_path(trial_id: str, *parts: str) -> str:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from proxy.direct_hosts import with_direct_hosts
+
 PR_SET_DUMPABLE = 4
 VARIABLES = frozenset(
     {
@@ -84,8 +86,10 @@ def from_pipe(fd: int) -> str:
 
 
 def inherited() -> dict[str, str]:
-    """Our environment without `VARIABLES`."""
-    return {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    """The environment of a child process of ours: our own without `VARIABLES`. No HTTP proxy is
+    used for this machine."""
+    ours = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return with_direct_hosts(ours)
 
 
 def hide_memory() -> None:

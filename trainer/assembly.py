@@ -30,6 +30,7 @@ from agent_loop.tasks import DataConfig, TaskStream, held_out_tasks, training_ta
 from agent_loop.trial_retention import FinishedTrials
 from proxy.admin_key import kept_files
 from proxy.client import ProxyClient
+from proxy.direct_hosts import reach_directly
 from proxy.engines import vllm_platform
 from proxy.landlock import missing
 from proxy.records import Ids
@@ -203,6 +204,8 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
     check_models(config.model, config.algorithm, config.trainer.parallelism)
+    if config.proxy_server.llm_proxy_ip is not None:
+        reach_directly(f"http://{config.proxy_server.llm_proxy_ip}")
     if config.relay.workers and config.engine.publish is None:
         raise ConfigError(
             "relay.workers: new weights do not reach engines behind the relay by themselves; set "

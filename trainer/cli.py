@@ -29,6 +29,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+from proxy.direct_hosts import reach_directly
 from proxy.standard_output import escape_unknown_characters
 from trainer.command_lines import COMMANDS
 
@@ -39,6 +40,7 @@ TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "v
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     escape_unknown_characters()
+    reach_directly()
     words = sys.argv[1:] if argv is None else argv
     if "" not in sys.path:
         sys.path.append("")  # parts of a user's own, in the working folder

@@ -20,6 +20,7 @@ from agent_loop.processes.environment import GPUS, expand, inherited_environment
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy import wall
+from proxy.direct_hosts import with_direct_hosts
 from proxy.section import Section
 from proxy.wall import Wall
 
@@ -111,12 +112,14 @@ def agent_environment(
     trial: Trial, extra: Mapping[str, str], pass_env: Sequence[str] = ()
 ) -> dict[str, str]:
     """The inherited variables and those named in `pass_env`, then the trial's, then `extra` with
-    its placeholders replaced; later values replace earlier ones."""
+    its placeholders replaced; later values replace earlier ones. No HTTP proxy is used for the
+    session."""
     env = inherited_environment(pass_env) | session_variables(trial)
     if len(os.fsencode(sockets := str(trial.agent_directory.absolute()))) <= SOCKETS_BYTES:
         env["TMUX_TMPDIR"] = sockets  # or the first trial's end would kill the shells of all
     env["PWD"] = str(trial.workspace.absolute())  # some agents read it instead of calling getcwd
-    return env | {name: expand(value, trial) for name, value in extra.items()}
+    env |= {name: expand(value, trial) for name, value in extra.items()}
+    return with_direct_hosts(env, trial.base_url)
 
 
 def session_variables(trial: Trial) -> dict[str, str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from agent_loop.errors import LaunchError
 from harbor_sdk import AgentRunClient
+from proxy.direct_hosts import proxy_for
 
 AWAY_S = 30.0
 """Seconds, enough to restart a harbor-server."""
@@ -46,7 +47,9 @@ class HarborServers:
 
     def __init__(self, urls: Sequence[str], trials_each: int | None, wait_s: float) -> None:
         """A trial waits for at most `wait_s` for a server with room."""
-        self._servers = [HarborServer(url, AgentRunClient(url)) for url in urls]
+        self._servers = [
+            HarborServer(url, AgentRunClient(url, proxy=proxy_for(url))) for url in urls
+        ]
         self._trials_each = trials_each or math.inf
         self._wait_s = wait_s
         self._left = asyncio.Condition()

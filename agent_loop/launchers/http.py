@@ -36,6 +36,7 @@ from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import make_workspace
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
+from proxy.direct_hosts import proxy_for
 from proxy.errors import RequestError
 from proxy.http_request import app_runner, read_body
 from proxy.port import BACKLOG
@@ -191,7 +192,9 @@ class HttpLauncher:
 
     async def _call(self, method: str, url: str, body: Any = None) -> dict[str, Any]:
         if self._http is None:
-            self._http = aiohttp.ClientSession(headers=self._headers)
+            self._http = aiohttp.ClientSession(
+                headers=self._headers, proxy=proxy_for(self._settings.url)
+            )
         timeout = aiohttp.ClientTimeout(total=self._settings.poll_s + 30.0)
         data = None if body is None else orjson.dumps(body, default=str)
         try:

@@ -24,6 +24,7 @@ from agent_loop.launchers.agent_process import session_variables
 from agent_loop.launchers.protocol import LauncherConfig
 from agent_loop.processes.environment import expand
 from agent_loop.records import Trial
+from proxy.direct_hosts import with_direct_hosts
 
 CONTAINER = "agent"
 RUN_LABEL = "agentic-rl/run"
@@ -162,6 +163,7 @@ def _pod(settings: JobSettings, trial: Trial, name: str) -> Object:
     given = {key: value for key, value in session_variables(inside).items() if key not in keys}
     plain = {key: value.replace("$", "$$") for key, value in given.items()}
     plain |= {key: _value(value, inside) for key, value in settings.env.items()}
+    plain = with_direct_hosts(plain, trial.base_url)
     secret = {"secretKeyRef": {"name": name, "key": "api-key"}}
     secrets = [KEY_VARIABLE, *sorted(keys - plain.keys())]
     container: Object = {

@@ -8,6 +8,7 @@ message to the model says so; a server that fails ends the agent without a rewar
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 
 import httpx
 from websockets.sync.client import ClientConnection, connect
+
+from proxy.direct_hosts import proxy_for, with_direct_hosts
 
 CALL_TIMEOUT_S = 600.0
 """Seconds for one answer of the model; the trial's own limit is usually shorter."""
@@ -52,6 +55,7 @@ class OpenEnvCall:
 
 def play(call: OpenEnvCall) -> dict[str, float]:
     """The sum of the rewards, and the number of steps."""
+    os.environ.update(with_direct_hosts(os.environ, call.url, call.base_url))  # httpx reads it
     with OpenEnvSession.opened(call.url) as episode, httpx.Client(timeout=CALL_TIMEOUT_S) as http:
         schema = http.get(f"{call.url}/schema").raise_for_status().json()["action"]
         text = call.instructions.replace("{schema}", json.dumps(schema))
@@ -126,7 +130,7 @@ class OpenEnvSession:
     @contextmanager
     def opened(cls, url: str) -> Iterator[OpenEnvSession]:
         address = "ws" + url.removeprefix("http") + "/ws"
-        with connect(address, max_size=MESSAGE_BYTES, proxy=None) as connection:
+        with connect(address, max_size=MESSAGE_BYTES, proxy=proxy_for(address)) as connection:
             yield cls(connection)
 
     def send(self, kind: str, data: Mapping[str, Any]) -> Observed:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agent_loop.errors import LaunchError
 from agent_loop.records import Trial
+from proxy.direct_hosts import with_direct_hosts
 
 _INHERITED_FOR = {
     "programs, the user and temporary files": (
@@ -51,13 +52,14 @@ _PLACEHOLDER = re.compile(r"\{(task\.)?([a-z_]+)\}")
 def inherited_environment(pass_env: Sequence[str] = ()) -> dict[str, str]:
     """The variables of this process that are in the list above or named in `pass_env`. A name that
     is not set is left out. GPUs are hidden, because the trainer and its engines have planned all of
-    their memory, unless `pass_env` names their variable."""
+    their memory, unless `pass_env` names their variable. Where an HTTP proxy is among them, none is
+    used for this machine."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name in pass_env or _is_inherited(name, value)
     }
-    return inherited if GPUS in pass_env else inherited | {GPUS: ""}
+    return with_direct_hosts(inherited if GPUS in pass_env else inherited | {GPUS: ""})
 
 
 def expand(template: str, trial: Trial) -> str:

@@ -29,6 +29,7 @@ from agent_loop.rewards.judge_models import (
     ServedJudge,
 )
 from agent_loop.rewards.protocol import RewardConfig
+from proxy.direct_hosts import proxy_for
 from proxy.engines.vllm_server import VllmConfig
 from proxy.records import Turn
 
@@ -150,7 +151,7 @@ class Judge:
     async def _ask(self, access: JudgeAccess, prompt: str) -> str:
         settings = self._settings
         if self._http is None:
-            self._http = aiohttp.ClientSession()
+            self._http = aiohttp.ClientSession(proxy=proxy_for(access.base_url))
         body = {
             "model": access.model,
             "messages": [{"role": "user", "content": prompt}],

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from agent_loop.swarm.errors import SwarmError
 from agent_loop.swarm.token import DEFAULT_STATE_DIR, client_token
+from proxy.direct_hosts import reach_directly
 from proxy.secrecy import hide_memory
 from proxy.standard_output import escape_unknown_characters
 from proxy.version_option import PrintVersion
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     escape_unknown_characters()
+    reach_directly()
     arguments = _parser().parse_args(argv)
     hide_memory()
     try:

@@ -39,6 +39,7 @@ from agent_loop.swarm.wire import (
     Status,
     TaskCounts,
 )
+from proxy.direct_hosts import proxy_for
 
 PATIENCE_S = 60.0
 
@@ -375,7 +376,9 @@ class AsyncSwarmClient:
             token = self.token or client_token(self.url)
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             connector = aiohttp.TCPConnector(limit=0)
-            self._http = aiohttp.ClientSession(headers=headers, connector=connector)
+            self._http = aiohttp.ClientSession(
+                headers=headers, connector=connector, proxy=proxy_for(self.url)
+            )
         return self._http
 
 

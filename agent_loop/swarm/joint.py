@@ -13,6 +13,7 @@ import aiohttp
 
 from agent_loop.swarm.episode import OPEN
 from agent_loop.swarm.wire import Decider, EpisodeOutcome, EpisodeState
+from proxy.direct_hosts import proxy_for
 
 ASK_TIMEOUT_S = 10.0
 EPISODE_KEY = "X-Episode-Key"
@@ -24,7 +25,7 @@ async def outcome(decider: Decider) -> EpisodeState | None:
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as http,
+            aiohttp.ClientSession(timeout=timeout, proxy=proxy_for(url)) as http,
             http.get(url, headers={EPISODE_KEY: decider.key}, allow_redirects=False) as response,
         ):
             body = await response.read()

@@ -24,6 +24,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from agent_loop.chat_completion import chat_completion
 from agent_loop.errors import ChatError
 from agent_loop.records import Task
+from proxy.direct_hosts import proxy_for
 
 INSTRUCTIONS = """Write {count} about the following text. A question must be understandable \
 without the text, and its answer must be short and stand in the text.
@@ -97,7 +98,7 @@ async def write_questions(
     """
     done, written = _parts_in(out), WrittenQuestions()
     waiting = (part for part in parts if _place(part.data) not in done)
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession(proxy=proxy_for(asked.base_url)) as http:
 
         async def ask() -> None:
             for part in waiting:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httptools
+
+from proxy.direct_hosts import proxy_for
 
 IDLE_S = 3.0
 """Less than uvicorn's 5 s, so that the engine does not close a connection just before its reuse."""
@@ -205,6 +208,7 @@ class Connections:
         self._host, https = self._url.hostname, self._url.scheme == "https"
         self._port = self._url.port or (443 if https else 80)
         self._tls = ssl.create_default_context() if https else None
+        self._proxy = proxy_for(url)
         host = self._url.netloc.rpartition("@")[2]
         lines = [f"{name}: {value}" for name, value in {"Host": host, **headers}.items()]
         if any(not line.isprintable() for line in lines):
@@ -264,9 +268,47 @@ class Connections:
     async def _connect(self) -> Response:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._connect_timeout_s):
+            if self._proxy is not None:
+                return await self._connect_through(self._proxy)
             _, response = await loop.create_connection(
                 lambda: Response(loop), self._host, self._port, ssl=self._tls
             )
+        return response
+
+    async def _connect_through(self, proxy: str) -> Response:
+        """Connects by TLS through a tunnel of an HTTP proxy."""
+        assert self._tls is not None  # nothing else goes through a proxy
+        loop, parts = asyncio.get_running_loop(), urlsplit(proxy)
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        port = parts.port or (443 if tls else 80)
+        shown = f"the proxy {parts.hostname}:{port}"
+        try:
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls)
+        except OSError as error:
+            raise ResponseError(f"{shown} of HTTPS_PROXY or ALL_PROXY: {error}") from error
+        try:
+            target = f"{self._host}:{self._port}"
+            lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
+            if parts.username is not None:
+                key = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+                lines.append(f"Proxy-Authorization: Basic {b64encode(key).decode()}")
+            writer.write("\r\n".join([*lines, "", ""]).encode())
+            status, *_ = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)
+            if status.split(b" ", 2)[1:2] != [b"200"]:
+                words = status.decode(errors="replace")
+                raise ResponseError(f"{shown} refused {target}: {words}")
+            response = Response(loop)
+            inner = await loop.start_tls(
+                writer.transport, response, self._tls, server_hostname=self._host
+            )
+            assert inner is not None
+            response.connection_made(inner)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            writer.close()
+            raise ResponseError(f"{shown} did not answer in HTTP") from error
+        except BaseException:
+            writer.close()
+            raise
         return response
 
     def _sweep(self) -> None:

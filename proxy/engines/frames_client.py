@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from proxy.direct_hosts import proxy_for
 from proxy.engines.address import EngineAddress
 from proxy.engines.frames import (
     ID,
@@ -110,7 +111,9 @@ class FramesClient:
 
     async def _open(self) -> bool:
         if self._http is None:
-            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0)
+            proxy = proxy_for(self._address.url)
+            self._http = aiohttp.ClientSession(connector=connector, proxy=proxy)
         url = self._address.url
         try:
             async with asyncio.timeout(self._connect_timeout_s):

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import sys
 
+from proxy.direct_hosts import reach_directly
 from proxy.errors import ConfigurationError, EngineError
 from proxy.standard_output import escape_unknown_characters
 from proxy.version_option import PrintVersion
@@ -40,6 +41,7 @@ FLAGS = {
 def main(argv: list[str] | None = None) -> None:
     """Prints one line and exits with code 1 if the worker cannot run."""
     escape_unknown_characters()
+    reach_directly()
     given = vars(_parser().parse_args(argv))
     from proxy.relay.worker import WorkerRefused  # imported here to keep --help fast
     from proxy.relay.worker_process import run_worker, worker_config

@@ -17,6 +17,7 @@ from collections import deque
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
+from proxy.direct_hosts import proxy_for
 from proxy.engines.protocol import Chunk, Engine
 from proxy.errors import EngineError, MissingAdapter, RequestError
 from proxy.relay.engine_weights import EngineWeights
@@ -159,6 +160,7 @@ class RelayWorker:
                 ping_timeout=silence_s * 2 / 3,
                 max_size=FRAME_BYTES,
                 compression=None,
+                proxy=proxy_for(self._config.proxy),
             ) as socket:
                 await self._converse(socket)
                 return "the proxy closed the connection"

@@ -22,6 +22,7 @@ from pydantic import Field
 from agent_loop.trial_config import RecordingConfig
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ENVIRONMENT_PREFIX
+from proxy.direct_hosts import with_direct_hosts
 from proxy.engines import guard
 from proxy.port import free_port, usable_port
 from proxy.search.rules import Rules
@@ -204,4 +205,5 @@ def _environment(decided: Collection[str]) -> dict[str, str]:
         prefix, _, rest = variable.upper().partition(ENVIRONMENT_PREFIX)
         return not prefix and rest.split("__")[0].lower() in decided
 
-    return {name: value for name, value in os.environ.items() if not is_decided(name)}
+    undecided = {name: value for name, value in os.environ.items() if not is_decided(name)}
+    return with_direct_hosts(undecided)
