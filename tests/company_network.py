@@ -35,6 +35,7 @@ class CompanyProxy:
             if self.status.startswith(b"200"):
                 there, back = await asyncio.open_connection("127.0.0.1", self._to_port)
                 await asyncio.gather(_copy(reader, back), _copy(there, writer))
+                back.close()
         writer.close()
 
 

@@ -22,6 +22,8 @@ from proxy.direct_hosts import proxy_for
 IDLE_S = 3.0
 """Less than uvicorn's 5 s, so that the engine does not close a connection just before its reuse."""
 MAX_RESPONSE_BYTES = 2**30
+MAX_HEAD_BYTES = 65536
+"""Of a proxy's answer to CONNECT."""
 
 
 class ResponseError(Exception):
@@ -197,6 +199,27 @@ class Response(asyncio.Protocol):
             self._timer = None
 
 
+class _Opening(asyncio.Protocol):
+    """A connection to an HTTP proxy, until its answer to CONNECT."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.status: asyncio.Future[bytes] = loop.create_future()
+        """The answer's first line; empty if the connection was closed before its end."""
+        self._head = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._head += data
+        if b"\r\n\r\n" in self._head or len(self._head) > MAX_HEAD_BYTES:
+            self._set(self._head.partition(b"\r\n")[0])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set(b"")
+
+    def _set(self, status: bytes) -> None:
+        if not self.status.done():
+            self.status.set_result(status)
+
+
 class Connections:
     """The connections to one replica, opened on first use in the running event loop."""
 
@@ -281,34 +304,30 @@ class Connections:
         loop, parts = asyncio.get_running_loop(), urlsplit(proxy)
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
-        shown = f"the proxy {parts.hostname}:{port}"
+        shown, target = f"the proxy {parts.hostname}:{port}", f"{self._host}:{self._port}"
         try:
-            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls)
+            transport, opening = await loop.create_connection(
+                lambda: _Opening(loop), parts.hostname, port, ssl=tls
+            )
         except OSError as error:
             raise ResponseError(f"{shown} of HTTPS_PROXY or ALL_PROXY: {error}") from error
         try:
-            target = f"{self._host}:{self._port}"
             lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
             if parts.username is not None:
                 key = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
                 lines.append(f"Proxy-Authorization: Basic {b64encode(key).decode()}")
-            writer.write("\r\n".join([*lines, "", ""]).encode())
-            status, *_ = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)
+            transport.write("\r\n".join([*lines, "", ""]).encode())
+            status = await opening.status
             if status.split(b" ", 2)[1:2] != [b"200"]:
                 words = status.decode(errors="replace")
                 raise ResponseError(f"{shown} refused {target}: {words}")
             response = Response(loop)
-            inner = await loop.start_tls(
-                writer.transport, response, self._tls, server_hostname=self._host
-            )
+            inner = await loop.start_tls(transport, response, self._tls, server_hostname=self._host)
             assert inner is not None
-            response.connection_made(inner)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            writer.close()
-            raise ResponseError(f"{shown} did not answer in HTTP") from error
         except BaseException:
-            writer.close()
+            transport.abort()
             raise
+        response.connection_made(inner)
         return response
 
     def _sweep(self) -> None:
