@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -49,11 +50,14 @@ def serve(arguments: argparse.Namespace) -> int:
         from proxy import logs
         from proxy.admin_key import key_file, with_admin_key
         from proxy.config import load_config
+        from proxy.hosted import with_upstream
         from proxy.processes import process
         from proxy.secrecy import hide_memory
 
     hide_memory()
     config = load_config(arguments.config, **_overrides(arguments))
+    if arguments.upstream is not None:
+        config = with_upstream(config, arguments.upstream, arguments.upstream_model, os.environ)
     logs.set_up(config.log, config.log_level)
     announce = partial(_announce, None if config.admin_key else key_file(config))
     uvloop.run(process.serve(with_admin_key(config), announce))
@@ -61,12 +65,15 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(admin_key: Path | None, config: ProxyConfig, url: str, link: str) -> None:
-    from proxy.store_address import without_password  # imported here to keep --help fast
+    from proxy.hosted import TEXT_ONLY  # imported here to keep --help fast
+    from proxy.store_address import without_password
 
     session = f"{url}/my-session" if config.sessions.auto_create else url
     key = "any" if config.sessions.auto_create else "<a session's key>"
     print(f"recording proxy on {url}, store {without_password(config.store)}")
     print(f"export OPENAI_BASE_URL={session}/v1 OPENAI_API_KEY={key}", flush=True)
+    if config.model == TEXT_ONLY:
+        print("this records text, not tokens: for evaluation and SFT, not for RL", flush=True)
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)
     print(f"see everything, live: {url}/#link={link} (opens once)", flush=True)
@@ -87,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="a running vLLM; may be given several times; without one, a vLLM is started",
     )
+    add.add_argument(
+        "--upstream",
+        metavar="URL",
+        help="a hosted model with /v1/chat/completions, such as https://api.openai.com: records its"
+        " text, without a GPU or a checkpoint; its key is in OPENAI_API_KEY or ANTHROPIC_API_KEY",
+    )
+    add.add_argument("--upstream-model", metavar="NAME", help="the hosted model's name")
     add.add_argument("--model", type=Path, help="the folder of the checkpoint that engines serve")
     add.add_argument("--store", metavar="URL", help="sqlite:///FILE or postgresql://…")
     add.add_argument("--host", help="the address to listen on (127.0.0.1)")

@@ -68,7 +68,7 @@ class ProxyClient:
         self,
         trial_id: str | None = None,
         *,
-        kind: SessionKind = SessionKind.TRAIN,
+        kind: SessionKind | None = None,
         sampling: Mapping[str, Any] | None = None,
         policies: Mapping[str, str] | None = None,
         profile: str = "default",
@@ -77,13 +77,14 @@ class ProxyClient:
         ttl_s: float | None = None,
     ) -> SessionHandle:
         """Creates a session; the proxy chooses its id if `trial_id` is None. `policies` maps the
-        model names that the agent may request to policies; `""` stands for all other names.
+        model names that the agent may request to policies; `""` stands for all other names. `kind`
+        is `train` if it is None, or `eval` if all engines of the proxy only return text.
 
         Raises:
             ProxyClientError: with status 409 if the id exists.
         """
         body = {
-            "kind": kind.value,
+            "kind": kind,
             "sampling": dict(sampling or {}),
             "policies": dict(policies or {}),
             "profile": profile,

@@ -71,8 +71,10 @@ class PrivateAuthority:
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-        yield runner.addresses[0][1]
-        await runner.cleanup()
+        try:
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
 
 
 def _openssl(*arguments: str | Path) -> str:

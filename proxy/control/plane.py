@@ -149,7 +149,7 @@ class ControlPlane:
         await self._quotas.check(new.limits.quota)
         session, key = await self._sessions.create(
             new.trial_id if trial_id is None else trial_id,
-            kind=new.kind,
+            kind=new.kind or self._default_kind(),
             sampling=check_pinned(new.sampling)
             | ({"policies": new.policies} if new.policies else {}),
             profile=new.profile,
@@ -170,6 +170,10 @@ class ControlPlane:
             },
             status=201,
         )
+
+    def _default_kind(self) -> SessionKind:
+        infos = self._router.infos
+        return SessionKind.EVAL if infos and all(i.text_only for i in infos) else SessionKind.TRAIN
 
     async def _list(self, request: web.Request) -> web.Response:
         query = request.query

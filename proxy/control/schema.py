@@ -115,7 +115,8 @@ class NewSession(Schema):
     branch_of: BranchOf | None = Field(None, alias="from")
 
     trial_id: str | None = None
-    kind: SessionKind = SessionKind.TRAIN
+    kind: SessionKind | None = None
+    """Default: `train`, or `eval` if all engines only return text."""
     sampling: Annotated[dict[str, int | FiniteFloat], _STORED] = Field(default_factory=dict)
     policies: Annotated[dict[str, str], AfterValidator(_are_policies)] = Field(
         default_factory=dict, max_length=MAX_POLICIES

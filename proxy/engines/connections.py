@@ -307,7 +307,7 @@ class Connections:
         shown, target = f"the proxy {parts.hostname}:{port}", f"{self._host}:{self._port}"
         try:
             transport, opening = await loop.create_connection(
-                lambda: _Opening(loop), parts.hostname, port, ssl=tls
+                lambda: _Opening(loop), parts.hostname or "", port, ssl=tls
             )
         except OSError as error:
             raise ResponseError(f"{shown} of HTTPS_PROXY or ALL_PROXY: {error}") from error

@@ -214,6 +214,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     except Exception as error:  # tokenizers raises plain Exception for every fault of the file
         raise ConfigurationError(f"model: cannot read {file}: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
+    # Whether a text that contains a special token's name is text, or that token.
+    fast.encode_special_tokens = bool(config.get("split_special_tokens", False))
     special = _special_tokens(config)
     eos_id = fast.token_to_id(special["eos_token"]) if "eos_token" in special else None
     unk_id = fast.token_to_id(special["unk_token"]) if "unk_token" in special else None
