@@ -113,7 +113,7 @@ def _row(folder: Path) -> dict[str, Any]:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads((folder / TASK_FILE).read_text())
+        return tomllib.loads((folder / TASK_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TaskFileError(f"{folder / TASK_FILE}: {error}; fix it or remove the task") from None
 
@@ -129,7 +129,7 @@ def _instructions(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, P
 
 def _instruction(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise TaskFileError(
             f"{path}: cannot read the instruction ({error.strerror}); a Harbor task needs "

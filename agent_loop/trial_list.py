@@ -56,7 +56,7 @@ def read_lines(file: Path) -> list[TrialLine]:
     """The newest line of each trial; a last line without an end is ignored."""
     found: dict[tuple[str, str, str, int], TrialLine] = {}
     if file.exists():
-        for text in file.read_text().splitlines(keepends=True):
+        for text in file.read_text(encoding="utf-8").splitlines(keepends=True):
             if text.endswith("\n"):
                 line = TrialLine(**json.loads(text))
                 found[line.key] = line
@@ -120,7 +120,7 @@ class TrialList:
                 task.agent,
             )
             fields: dict[str, Any] = {name: getattr(line, name) for name in line.__slots__}
-            with self.file.open("a") as file:
+            with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(fields) + "\n")
             self.ended(line)
 

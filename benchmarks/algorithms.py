@@ -86,8 +86,8 @@ def run(name: str, seed: int, steps: int) -> Path:
 
 def row(name: str, folder: Path) -> str:
     """The line of the table, read from the run's folder."""
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     steps = [line for line in lines if "rollout/success" in line]
     curve = [step["rollout/success"] for step in steps]
     staleness = f"{fmean(s['staleness/mean'] for s in steps):.2f}"

@@ -74,7 +74,9 @@ class Curve:
         """The curve of the run in `folder`; an empty one if there is none."""
         file = folder / "metrics.jsonl"
         lines = (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+            [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            if file.exists()
+            else []
         )
         steps, tokens, seconds, found = 0, 0, 0.0, []
         for line in lines:
@@ -119,7 +121,7 @@ def main(study: Study, doc: str | None, argv: list[str] | None = None) -> int:
         if curve.evaluations:
             print(row(study, arm, seed, curve))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "success.svg").write_text(svg(study, curves))
+    (arguments.out / "success.svg").write_text(svg(study, curves), encoding="utf-8")
     return 0
 
 
@@ -158,7 +160,10 @@ def is_over(study: Study, curve: Curve, steps: int) -> bool:
 def has_failed(folder: Path) -> bool:
     """Whether the run ended with an error: ten steps in a row had nothing to learn from."""
     summary = folder / "summary.json"
-    return summary.exists() and json.loads(summary.read_text()).get("status") == "failed"
+    return (
+        summary.exists()
+        and json.loads(summary.read_text(encoding="utf-8")).get("status") == "failed"
+    )
 
 
 def row(study: Study, arm: str, seed: int, curve: Curve) -> str:

@@ -107,8 +107,8 @@ def _memory(device: torch.device, *, reset: bool = False) -> int:
         return torch.cuda.memory_allocated(device)
     if reset:
         ctypes.CDLL(None).malloc_trim(0)  # else the pass would use memory that was freed before
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
-    status = Path("/proc/self/status").read_text()
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM becomes VmRSS
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 

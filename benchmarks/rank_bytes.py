@@ -48,9 +48,9 @@ def main() -> None:
         batch = _batch()
         print(f"{batch.input_tokens:,} input tokens, {batch.num_tokens:,} trained")
         for rank in range(1, ranks):
-            received = json.loads((folder / f"{rank}.json").read_text())
+            received = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
             print(f"rank {rank} received {sum(received):,} bytes in {len(received)} messages")
-        print(f"digest {(folder / 'digest').read_text()}")
+        print(f"digest {(folder / 'digest').read_text(encoding='utf-8')}")
 
 
 def _rank(rank: int, size: int, folder: Path) -> None:
@@ -67,7 +67,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
     if rank:
         received = _counted(Ranks)
         follow(models)
-        (folder / f"{rank}.json").write_text(json.dumps(received))
+        (folder / f"{rank}.json").write_text(json.dumps(received), encoding="utf-8")
         return
     learner, batch = Learner(config, models), _batch()
     metrics = learner.compute_logprobs(batch)
@@ -78,7 +78,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
         for _, tensor in weights:
             digest.update(tensor.numpy().tobytes())
     models.finish()
-    (folder / "digest").write_text(digest.hexdigest()[:16])
+    (folder / "digest").write_text(digest.hexdigest()[:16], encoding="utf-8")
 
 
 def _counted(ranks: Any) -> list[int]:

@@ -250,7 +250,7 @@ def _servers(folder: Path, answer_s: float) -> Iterator[str]:
 def start_process(module: str, *arguments: str) -> subprocess.Popen[str]:
     env = os.environ | {"AGENTIC_PROXY_ADMIN_KEY": "bench"}
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, encoding="utf-8")
 
 
 def first_url(process: subprocess.Popen[str]) -> str:

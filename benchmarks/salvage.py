@@ -93,7 +93,7 @@ async def measure(
 ) -> Row:  # fmt: skip
     """Runs one rollout per plan, four at a time."""
     agent, slots = folder / "agent.py", asyncio.Semaphore(4)
-    agent.write_text(AGENT)
+    agent.write_text(AGENT, encoding="utf-8")
     argv = (sys.executable, "-I", "-S", str(agent))
     loop = RemoteAgentLoop(
         proxy,
@@ -105,7 +105,7 @@ async def measure(
 
     async def rollout(number: int) -> Rollout:
         plan = folder / f"{number}.json"
-        plan.write_text(plans[number])
+        plan.write_text(plans[number], encoding="utf-8")
         data = {"plan": str(plan), "turns": turns, "answer_s": ANSWER_TOKENS * TOKEN_DELAY_S}
         async with slots:
             return await loop.run(Task(f"t{number}", data), kind=SessionKind.TRAIN)

@@ -125,7 +125,9 @@ def _copy_cost(tensors: list[torch.Tensor], rounds: int) -> Cost:
 def _receive_cost(written: Written, rounds: int) -> Cost:
     command = [sys.executable, "-m", "benchmarks.weight_sync", "--receive"]
     request = json.dumps([rounds, asdict(written)])
-    done = subprocess.run(command, input=request, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, input=request, capture_output=True, text=True, check=True, encoding="utf-8"
+    )
     return Cost(*json.loads(done.stdout))
 
 

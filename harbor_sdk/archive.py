@@ -35,7 +35,7 @@ def pack_task(folder: Path) -> bytes:
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as zipped,
-        tarfile.open(fileobj=zipped, mode="w") as tar,
+        tarfile.open(fileobj=zipped, mode="w", encoding="utf-8") as tar,
     ):
         tar.add(folder.resolve(), arcname=folder.resolve().name)
     return buffer.getvalue()
@@ -44,7 +44,10 @@ def pack_task(folder: Path) -> bytes:
 def unpack_task(archive: Path, target: Path, *, max_bytes: int) -> Path:
     """Unpacks into `target`, and returns the folder in it that contains a task.toml."""
     try:
-        with gzip.open(archive) as content, tarfile.open(fileobj=_Bounded(content)) as tar:
+        with (
+            gzip.open(archive) as content,
+            tarfile.open(fileobj=_Bounded(content), encoding="utf-8") as tar,
+        ):
             _extract(tar, target, max_bytes)
             _read_to_the_end(content)
     except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError) as error:

@@ -68,7 +68,7 @@ class AgentRunClient:
         self._base = server_url.rstrip("/")
         token = token or os.environ.get("HARBOR_SERVER_TOKEN")
         if token is None and (file := os.environ.get("HARBOR_SERVER_TOKEN_FILE")):
-            token = Path(file).read_text().strip()
+            token = Path(file).read_text(encoding="utf-8").strip()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._proxy = proxy
         self._session: aiohttp.ClientSession | None = None

@@ -56,7 +56,7 @@ def read_dockerfile(path: Path) -> Build:
     """Raises `DockerfileError` if an instruction needs an image build (stages, ARG, USER, ADD,
     …)."""
     workdir, env, steps, stages = "/", dict[str, str](), list[Run | Copy](), 0
-    for line, keyword, rest in _instructions(path.read_text()):
+    for line, keyword, rest in _instructions(path.read_text(encoding="utf-8")):
         if keyword == "FROM":
             stages += 1
         if stages > 1:

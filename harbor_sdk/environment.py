@@ -164,7 +164,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = shlex.quote(target_dir)
         with tempfile.TemporaryFile() as archive:
-            with tarfile.open(fileobj=archive, mode="w") as tar:
+            with tarfile.open(fileobj=archive, mode="w", encoding="utf-8") as tar:
                 tar.add(source_dir, arcname=".", filter=_owned_by_root)
             archive.seek(0)
             await self._checked(f"mkdir -p {target} && tar -xf - -C {target}", stdin=archive)
@@ -181,7 +181,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is not 
         with tempfile.TemporaryFile() as archive:
             await self._checked(f"tar -cf - -C {shlex.quote(source_dir)} .", stdout=archive)
             archive.seek(0)
-            with tarfile.open(fileobj=archive) as tar:
+            with tarfile.open(fileobj=archive, encoding="utf-8") as tar:
                 tar.extractall(target, filter=transfer_tar_filter)
 
     @property

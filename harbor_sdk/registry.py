@@ -47,7 +47,12 @@ def download_dataset(
 def _run(command: list[str], dataset: str) -> None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            encoding="utf-8",
         )
     except OSError as error:
         raise RegistryError(

@@ -87,7 +87,7 @@ class SandboxSpec:
 def require_privilege() -> None:
     """Raises `SandboxError` if this process may not mount, or if a program is missing."""
     effective = 0
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("CapEff:"):
             effective = int(line.split()[1], 16)
     if not effective >> _CAP_SYS_ADMIN & 1:
@@ -253,7 +253,11 @@ def _kill_inside(nsenter_pid: int) -> None:
     """Ends the command's session. `nsenter` itself must live to reap it; otherwise the machine's
     init inherits the zombie, and the sandbox cannot end until init reaps it."""
     try:
-        children = Path(f"/proc/{nsenter_pid}/task/{nsenter_pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{nsenter_pid}/task/{nsenter_pid}/children")
+            .read_text(encoding="utf-8")
+            .split()
+        )
         for child in children:
             try:
                 os.killpg(int(child), signal.SIGKILL)

@@ -120,7 +120,7 @@ def placeholders(session: SessionHandle, directory: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> AgentProgram:
-    loaded: dict[str, Any] = yaml.safe_load(file.read_text())
+    loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     command, run = loaded["remote_agent"]["command"], loaded.get("run", {})
     env = {**command.get("env", {}), **run.get("env", {})}
     name, program = file.stem.replace("_", "-"), Path(command["argv"][0]).name

@@ -30,7 +30,9 @@ def kept_key(path: Path) -> str:
 def _make(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(
+        os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+    ) as file:
         file.write(secrets.token_urlsafe(KEY_BYTES) + "\n")
     try:
         with contextlib.suppress(FileExistsError):  # another server was first

@@ -48,7 +48,7 @@ def lines(path: Path) -> list[str]:
         OSError: the file cannot be read.
         UnicodeDecodeError: the file is not a text in UTF-8.
     """
-    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def is_one_of(given: str, keys: Iterable[bytes]) -> bool:

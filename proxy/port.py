@@ -39,9 +39,19 @@ def free_port(host: str) -> int:
 def unusable_port(setting: str, host: str, port: int, error: OSError) -> ConfigurationError:
     """The error for a port on which the operating system refuses to listen."""
     return ConfigurationError(
-        f"{setting}={port}: cannot listen on {host}:{port} ({error.strerror}); free the port, "
-        "choose another one, or set 0 for a free one"
+        f"{setting}={port}: cannot listen on {host_and_port(host, port)} ({error.strerror}); free "
+        "the port, choose another one, or set 0 for a free one"
     )
+
+
+def http_url(host: str, port: int) -> str:
+    """Example: http_url("::1", 8000) is "http://[::1]:8000"."""
+    return f"http://{host_and_port(host, port)}"
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As in a URL: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def family(host: str) -> socket.AddressFamily:

@@ -59,7 +59,9 @@ class Profiles:
 
     def __init__(self, own: Mapping[str, AgentProfile]) -> None:
         """`own` are the configuration's profiles; they replace shipped ones of the same name."""
-        shipped = yaml.safe_load(resources.files("proxy").joinpath("profiles.yaml").read_text())
+        shipped = yaml.safe_load(
+            resources.files("proxy").joinpath("profiles.yaml").read_text(encoding="utf-8")
+        )
         known = {name: AgentProfile.model_validate(entry) for name, entry in shipped.items()}
         self._profiles = {**known, **own}
 

@@ -79,7 +79,7 @@ def from_pipe(fd: int) -> str:
     Raises:
         OSError: the parent passed no such pipe, or it was already read.
     """
-    with Path(f"/dev/fd/{fd}").open() as pipe:
+    with Path(f"/dev/fd/{fd}").open(encoding="utf-8") as pipe:
         text = pipe.read()
     os.close(fd)
     return text

@@ -32,7 +32,7 @@ def read_secret(path: Path, name: str) -> str:
         ValueError: the file cannot be read, is not UTF-8, or is empty.
     """
     try:
-        secret = path.expanduser().read_text().strip()
+        secret = path.expanduser().read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -91,7 +91,11 @@ def missing() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
     attempt = subprocess.run(
-        [sys.executable, "-I", "-S", __file__], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-S", __file__],
+        capture_output=True,
+        text=True,
+        check=False,
+        encoding="utf-8",
     )
     if attempt.returncode == 0:
         return None
@@ -332,7 +336,7 @@ def _map_own_ids(uid: int, gid: int) -> None:
         ("uid_map", f"{uid} {uid} 1"),
         ("gid_map", f"{gid} {gid} 1"),
     ):
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
             file.write(text)
 
 

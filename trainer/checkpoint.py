@@ -106,7 +106,9 @@ class Checkpoints:
                 (partial / "model").mkdir()
                 with closing(learner.weights()) as weights:
                     _export(with_untrained(weights, model), model, partial / "model")
-            (partial / "run.json").write_text(json.dumps({**run, "step": step, "format": FORMAT}))
+            (partial / "run.json").write_text(
+                json.dumps({**run, "step": step, "format": FORMAT}), encoding="utf-8"
+            )
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -221,7 +223,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         best = self._folder / "best"
-        kept = {best.read_text()} if best.is_file() else set()
+        kept = {best.read_text(encoding="utf-8")} if best.is_file() else set()
         for saved in self._all()[: -self._keep_last]:
             if saved.path.name not in kept:
                 shutil.rmtree(saved.path)
@@ -293,7 +295,9 @@ def _export(weights: Iterable[Named], model: Path, folder: Path) -> None:
     if len(files) > 1:
         where = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2), encoding="utf-8"
+        )
 
 
 def with_untrained(weights: Iterable[Named], model: Path) -> Iterator[Named]:
@@ -304,7 +308,7 @@ def with_untrained(weights: Iterable[Named], model: Path) -> Iterator[Named]:
     for name, tensor in weights:
         written.add(name)
         yield name, tensor
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     for file in sorted(model.glob("*.safetensors")):

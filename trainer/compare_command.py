@@ -57,7 +57,7 @@ def _shares(folder: Path) -> dict[str, float]:
             judged.setdefault("/".join(line.key[:3]), []).append(line)
     if not judged:
         raise ConfigError(f"{folder}: has no finished trial; give the --out of agentic-train eval")
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     success_at: float = settings["eval"]["success_at"]
     return {
         task: sum(line.reward is not None and line.reward >= success_at for line in lines)

@@ -129,7 +129,7 @@ def kinds() -> dict[str, Project]:
 
 def _mini_swe_agent(project: Project) -> Project:
     """With the short prompts of the example, which its small model can work with."""
-    example = (project.source / CONFIG).read_text()
+    example = (project.source / CONFIG).read_text(encoding="utf-8")
     agent = example.partition("remote_agent:\n")[2].partition("rollout:\n")[0]
     agent = agent.replace("{root}/examples/mini_swe_agent/", "{root}/")
     return replace(
@@ -143,7 +143,7 @@ def _mini_swe_agent(project: Project) -> Project:
 
 def _third_party(file: Path) -> Project:
     """An agent of `examples/agents` on small tasks in a shell."""
-    comment, _, section = file.read_text().partition("remote_agent:\n")
+    comment, _, section = file.read_text(encoding="utf-8").partition("remote_agent:\n")
     title = comment.splitlines()[0].lstrip("# ")
     package = _PACKAGE.search(title)
     installers = {"npm": "npm install -g", "PyPI": "pip install"}
@@ -204,7 +204,7 @@ def _write(folder: Path, project: Project, model: Path | None) -> None:
             shutil.copytree(source, folder / name)
         else:
             shutil.copyfile(source, folder / name)
-    (folder / CONFIG).write_text(project.config(model))
+    (folder / CONFIG).write_text(project.config(model), encoding="utf-8")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -130,7 +130,7 @@ def open_folder(run: TrialRun) -> RunFolder:
         return folder
     folder = RunFolder.open(run.folder)
     folder.lock()
-    if folder.config.read_text() != settings:
+    if folder.config.read_text(encoding="utf-8") != settings:
         if folder.trials_log.exists():
             raise ConfigError(
                 f"{run.folder}: has trials of another configuration or model; choose another --out"

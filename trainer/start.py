@@ -108,7 +108,7 @@ def _begin_or_continue(parts: Parts, planned: frozenset[str]) -> int:
         return _begin_new(parts)
     if folder.is_running:
         return _begin_new(parts, f"{folder.path} is running in another process: this is a new run")
-    changed = _changed_keys(folder.config.read_text(), config, planned)
+    changed = _changed_keys(folder.config.read_text(encoding="utf-8"), config, planned)
     if not changed:
         return _continue(parts, folder)
     return _begin_new(

@@ -51,7 +51,7 @@ from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import load_config
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
-from proxy.port import BACKLOG
+from proxy.port import BACKLOG, http_url
 from proxy.records import SessionKind
 from proxy.search.rules import Rules
 
@@ -127,7 +127,7 @@ class Recorder:
     async def _start(self) -> ProxyClient:
         address = self._config.llm_proxy_ip
         listener = socket.create_server(("127.0.0.1" if address is None else "0.0.0.0", 0))
-        url = f"http://{address or '127.0.0.1'}:{listener.getsockname()[1]}"
+        url = http_url(address or "127.0.0.1", listener.getsockname()[1])
         key = secrets.token_hex(16)
         self._config.trials_dir.mkdir(parents=True, exist_ok=True)
         config = load_config(

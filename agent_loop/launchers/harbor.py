@@ -132,7 +132,7 @@ class HarborLauncher:
                 run = await self._run_there(request, trial, task_dir)
         except AgentRunError as error:
             raise LaunchError(f"harbor: {error.message}") from error
-        (trial.directory / RUN_FILE).write_text(run.model_dump_json(indent=1))
+        (trial.directory / RUN_FILE).write_text(run.model_dump_json(indent=1), encoding="utf-8")
         return self._result(run, time.monotonic() - started)
 
     async def close(self) -> None:
@@ -271,7 +271,7 @@ async def _end(client: AgentRunClient, submitting: asyncio.Future[AgentRun]) -> 
 async def _keep_log(client: AgentRunClient, run_id: str, file: Path) -> None:
     """A run that ended before its trial began has no log. Without its log, its result counts."""
     try:
-        file.write_text(await client.logs(run_id))
+        file.write_text(await client.logs(run_id), encoding="utf-8")
     except AgentRunError as error:
         _log.warning("harbor run %s: the log could not be read: %s", run_id, error.message)
 

@@ -39,7 +39,7 @@ from agent_loop.reward_values import graded
 from proxy.direct_hosts import proxy_for
 from proxy.errors import RequestError
 from proxy.http_request import app_runner, read_body
-from proxy.port import BACKLOG
+from proxy.port import BACKLOG, http_url
 from proxy.section import Section
 
 BODY_BYTES = 16 << 20
@@ -237,7 +237,7 @@ class HttpLauncher:
                 self._runner = runner
         if settings.public_url is not None:
             return settings.public_url.rstrip("/")
-        return f"http://{settings.host}:{self._runner.addresses[0][1]}"
+        return http_url(settings.host, self._runner.addresses[0][1])
 
     async def _called_back(self, request: web.Request) -> web.Response:
         given = request.match_info["secret"]

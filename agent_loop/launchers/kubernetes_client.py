@@ -324,7 +324,7 @@ async def _load_credentials(kubeconfig: Path | None, settings: Any) -> str:
 
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=settings)
-        return NAMESPACE_FILE.read_text().strip()
+        return NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     file = str(kubeconfig) if kubeconfig else None
     async with asyncio.timeout(REQUEST_TIMEOUT_S):  # of the kubeconfig's program
         loader = await config.load_kube_config(file, client_configuration=settings)

@@ -20,6 +20,7 @@ import socket
 from dataclasses import dataclass
 
 from agent_loop.errors import LaunchError
+from proxy.port import host_and_port
 
 TOKEN_BYTES = 32
 GREETING_TIMEOUT_S = 60.0
@@ -44,7 +45,7 @@ class LifelineAddress:
         Raises:
             LaunchError: the launcher cannot be reached, or does not wait for this agent any more.
         """
-        where = f"{self.host}:{self.port}"
+        where = host_and_port(self.host, self.port)
         try:
             line = socket.create_connection((self.host, self.port), timeout=GREETING_TIMEOUT_S)
         except OSError as error:

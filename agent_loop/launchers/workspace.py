@@ -58,6 +58,7 @@ def _checkout(source: str, folder: Path) -> None:
                 text=True,
                 timeout=GIT_TIMEOUT_S,
                 stdin=subprocess.DEVNULL,
+                encoding="utf-8",
             )
         except subprocess.CalledProcessError as error:
             raise LaunchError(f"cannot check out {source!r}: {error.stderr.strip()}") from None

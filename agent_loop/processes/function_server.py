@@ -74,7 +74,7 @@ def _call(
         result = function(_typed(argument, job["call"]["argument"]))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        Path(job["call"]["result"]).write_text(json.dumps(result))
+        Path(job["call"]["result"]).write_text(json.dumps(result), encoding="utf-8")
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -99,7 +99,7 @@ def _from_proc() -> Sockets:
     found: Sockets = {}
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a machine without IPv6
-            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            for line in Path("/proc/net", name).read_text(encoding="utf-8").splitlines()[1:]:
                 _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
                 if int(state, 16) == LISTEN:
                     found[f"socket:[{inode}]"] = int(local.rpartition(":")[2], 16)
@@ -126,7 +126,7 @@ def _trees(roots: Iterable[int], namespace: str) -> Iterable[int]:
         seen.add(pid)
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
-                children = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+                children = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8")
                 pending += map(int, children.split())
     return seen
 

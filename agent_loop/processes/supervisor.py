@@ -263,7 +263,7 @@ def _descendants(pid: int) -> list[int]:
         parent = pending.pop()
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                with open(f"/proc/{parent}/task/{thread}/children", encoding="utf-8") as file:
                     children = [int(child) for child in file.read().split()]
                 found += children
                 pending += children

@@ -24,7 +24,7 @@ from agent_loop.swarm.trainer_process import TrainerProcess
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
 from proxy.open_files import raise_limit
-from proxy.port import BACKLOG, MAX_PORT
+from proxy.port import BACKLOG, MAX_PORT, http_url
 from proxy.web_guard import EVERYWHERE, Hosts
 
 HOSTS_VARIABLE = "AGENTIC_SWARM_ALLOWED_HOSTS"
@@ -62,7 +62,7 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
         if options.config is not None:
             config.write_bytes(_content(options.config))
         elif options.default_config and not config.exists():
-            config.write_text(options.default_config)
+            config.write_text(options.default_config, encoding="utf-8")
         table = EpisodeTable(state)
         swarm = Swarm(table)
         begin = [part.replace("{config}", str(config)) for part in options.begin]
@@ -75,9 +75,9 @@ async def serve(options: ServeOptions, listening: Callable[[str], None]) -> None
         try:
             await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
             port = runner.addresses[0][1]
-            engine.url = _url("127.0.0.1" if host in EVERYWHERE else host, port)
+            engine.url = http_url("127.0.0.1" if host in EVERYWHERE else host, port)
             engine.key = server.trainer_key
-            listening(_url(host, port))
+            listening(http_url(host, port))
             await _until_stopped()
         except OSError as error:
             raise ConfigurationError(
@@ -116,10 +116,6 @@ def _content(config: Path) -> bytes:
         raise ConfigurationError(
             f"--config {config}: cannot be read ({error.strerror}); give a YAML file"
         ) from error
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _until_stopped() -> None:

@@ -202,7 +202,7 @@ class SwarmServer:
         wanted = await _body(request, ConfigText)
         if wanted.config != self._config_text() or "fresh" in request.query:
             await self.swarm.set_run_dir("")
-        self.config.write_text(wanted.config)
+        self.config.write_text(wanted.config, encoding="utf-8")
         return web.json_response({})
 
     async def _start(self, _: web.Request) -> web.Response:
@@ -276,7 +276,7 @@ class SwarmServer:
         raise SwarmError(f"no route {request.method} {request.path[:200]}", "not_found")
 
     def _config_text(self) -> str:
-        return self.config.read_text() if self.config.exists() else ""
+        return self.config.read_text(encoding="utf-8") if self.config.exists() else ""
 
 
 @web.middleware

@@ -67,7 +67,7 @@ def client_token(
         return given
     path = state_dir / FILE
     if urlsplit(url).hostname in _LOOPBACK and path.is_file():
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     return ""
 
 

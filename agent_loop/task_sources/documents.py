@@ -96,7 +96,7 @@ def _text(file: Path) -> str:
                 f"{file}: {file.stat().st_size} bytes; a document has at most {DOCUMENT_BYTES}; "
                 "divide it"
             )
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TaskFileError(f"{file}: cannot read it as UTF-8 text: {error}") from error
 

@@ -70,7 +70,7 @@ class Program:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended: {self.log.read_text()[-3000:]}")
+            raise SystemExit(f"{self.name} ended: {self.log.read_text(encoding='utf-8')[-3000:]}")
         return line.decode().strip()
 
     def tell(self, text: str) -> None:
@@ -95,7 +95,7 @@ class Program:
         assert self.process is not None
         pid = self.process.pid
         self.cpu_s += process_cpu_s(pid)
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         self.peak_bytes = max(self.peak_bytes, _status_bytes(status, "VmHWM"))
 
 
@@ -312,9 +312,9 @@ def _row(name: str, cpu_s: float, trials: int, peak_bytes: int) -> None:
 
 def _family_cpu_s(pid: int) -> float:
     """Processor time of the process, of its children, and of those that it has waited for."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     ticks = os.sysconf("SC_CLK_TCK")
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     waited_s = (int(fields[13]) + int(fields[14])) / ticks
     return process_cpu_s(pid) + waited_s + sum(process_cpu_s(int(child)) for child in children)
 

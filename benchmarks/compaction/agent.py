@@ -29,7 +29,7 @@ from langchain.agents.middleware import SummarizationMiddleware  # noqa: E402
 from langchain_core.tools import tool  # noqa: E402
 from langchain_openai import ChatOpenAI  # noqa: E402
 
-PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
 CLIENT = httpx.Client(timeout=120)
 
 
@@ -67,7 +67,7 @@ def _collect(
     @tool("open", return_direct=True)
     def open_vault(words: str) -> str:
         """Say the words to the vault."""
-        said.write_text(words)
+        said.write_text(words, encoding="utf-8")
         return "."
 
     model = ChatOpenAI(

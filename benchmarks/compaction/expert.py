@@ -24,7 +24,9 @@ NOT_NOTED, NOT_SAID = "something", "anything"
 _NOTED, _SAID = 0.8, 0.85
 """Probability that a room's word is in the summary, and that a known word is said. The product over
 all rooms is 0.27 with a summary of the first three, and 0.52 without a summary."""
-_PROMPTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+_PROMPTS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
+)
 _SYSTEM: Message = {"role": "system", "content": _PROMPTS["system"]}
 _SUMMARY = "Here is a summary of the conversation to date:\n\n"
 TOOLS: list[dict[str, Any]] = [

@@ -26,7 +26,7 @@ def main() -> None:
 
 def _write(name: str, vaults: list[dict[str, Any]]) -> None:
     lines = [json.dumps({"task_id": f"{name}-{i}", **vault}) for i, vault in enumerate(vaults)]
-    Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

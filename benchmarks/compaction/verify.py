@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def grade(call: GradeCall) -> float:
     said = call.workspace / "said"
-    words = said.read_text() if said.exists() else ""
+    words = said.read_text(encoding="utf-8") if said.exists() else ""
     right = seen(dict(zip(ROOMS, call.task["words"], strict=True)))
     print(f"said {words!r}, right is {right!r}")
     return float(words == right)

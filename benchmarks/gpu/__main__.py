@@ -160,7 +160,7 @@ def main() -> int:
         print(f"| {part.name} | {result} | {seconds:.0f} | {' | '.join(shown)} |", flush=True)
         failed |= result.startswith("failed")
         if part.module and result == "done":
-            lines = (given.out / f"{_file(part)}.log").read_text().splitlines()
+            lines = (given.out / f"{_file(part)}.log").read_text(encoding="utf-8").splitlines()
             tables.append((part.name, [line for line in lines if line.startswith("|")]))
     for name, table in tables:
         print(f"\n{name}:\n", *table, sep="\n")
@@ -182,7 +182,7 @@ def _executed(part: Part, count: int, given: argparse.Namespace) -> tuple[str, f
         command = [*part.program, f"trainer.run_dir={run}", length, *own, *where]
     began, limit_s = time.monotonic(), max(given.limit_s, part.limit_s)
     server = {"HARBOR_SERVER_PORT": "0", "HARBOR_STATE_DIR": str(given.out / "harbor-server")}
-    with (given.out / f"{_file(part)}.log").open("w") as log:
+    with (given.out / f"{_file(part)}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, **server}, start_new_session=True
         )

@@ -34,7 +34,10 @@ def litellm(upstream: str, cache: Path) -> Iterator[Target]:
     program, port = _installed(cache, LITELLM, "litellm"), free_port("127.0.0.1")
     model = {"model": "openai/fake", "api_base": f"{upstream}/v1", "api_key": "none"}
     config = cache / "litellm.yaml"
-    config.write_text(json.dumps({"model_list": [{"model_name": "fake", "litellm_params": model}]}))
+    config.write_text(
+        json.dumps({"model_list": [{"model_name": "fake", "litellm_params": model}]}),
+        encoding="utf-8",
+    )
     argv = [program, "--config", str(config), "--port", str(port)]
     argv += ["--host", "127.0.0.1", "--telemetry", "False"]
     with started(argv, **_OFFLINE) as process:

@@ -109,5 +109,5 @@ async def _round(
 
 
 def _children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
     return [int(each) for each in text.split()]

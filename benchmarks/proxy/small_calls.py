@@ -51,7 +51,7 @@ def measure(target: Target, clients: int, seconds: float) -> Cell:
 def run_load(url: str, headers: dict[str, str], clients: int, seconds: float) -> dict[str, float]:
     argv = [sys.executable, "-m", "benchmarks.proxy.load", url, "--headers", json.dumps(headers)]
     argv += ["--body", BODY, "--clients", str(clients), "--seconds", str(seconds)]
-    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     result: dict[str, float] = json.loads(done.stdout)
     return result
 

@@ -55,7 +55,7 @@ class Target:
 
     def resident_bytes(self) -> int:
         pids = [self.process.pid, *_descendants(self.process.pid)]
-        status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+        status = [Path(f"/proc/{pid}/status").read_text(encoding="utf-8") for pid in pids]
         return sum(int(s.partition("VmRSS:")[2].split()[0]) * 1024 for s in status)
 
 
@@ -110,7 +110,7 @@ def write_checkpoint(folder: Path) -> None:
     tokenizer = train_tokenizer(list(pydoc_data.topics.topics.values()), 4096)
     save_tokenizer(tokenizer, folder, CONTEXT_TOKENS)
     config = {"model_type": "qwen3", "max_position_embeddings": CONTEXT_TOKENS}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @contextmanager
@@ -133,6 +133,7 @@ def started(
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        encoding="utf-8",
     ) as process:
         try:
             yield process
@@ -164,7 +165,7 @@ def until_healthy(url: str, process: subprocess.Popen[str]) -> None:
 def _descendants(pid: int) -> list[int]:
     found = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
+        for child in (thread / "children").read_text(encoding="utf-8").split():
             found += [int(child), *_descendants(int(child))]
     return found
 

@@ -42,14 +42,16 @@ litellm.client_session = httpx.Client(timeout=120)
 litellm.completion("gpt-4o", [{"role": "user", "content": "-"}], mock_response="-")
 OpenAI(api_key="-", http_client=litellm.client_session).chat.completions  # noqa: B018
 
-PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
 
 
 def run(call: AgentCall) -> None:
     """Builds the house in the trial's folder, and lets the agent walk through it."""
-    (call.workspace / "rooms").write_text("\n".join([*call.task["rooms"], END]) + "\n")
+    (call.workspace / "rooms").write_text(
+        "\n".join([*call.task["rooms"], END]) + "\n", encoding="utf-8"
+    )
     go = call.workspace / "go"
-    go.write_text(GO)
+    go.write_text(GO, encoding="utf-8")
     go.chmod(0o755)
     model = LitellmModel(
         model_name=f"openai/{call.model}",

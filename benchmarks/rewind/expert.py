@@ -25,7 +25,9 @@ _ROOMS = 6
 _RIGHT, _RIGHT_IF_TOLD = 0.56, 0.98
 """Probability of the right door in each room."""
 _HEED = "Heed the signs. "
-_PROMPTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+_PROMPTS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
+)
 
 
 def transcript(rng: random.Random) -> Transcript:

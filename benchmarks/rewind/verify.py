@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 def grade(call: GradeCall) -> float:
     moves = call.workspace / "moves"
-    went = moves.read_text().split("\n")[:-1] if moves.exists() else []
+    went = moves.read_text(encoding="utf-8").split("\n")[:-1] if moves.exists() else []
     print(f"went {went}, right is {call.task['right']}")
     return float(went == call.task["right"])

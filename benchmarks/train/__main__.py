@@ -90,7 +90,9 @@ def _side_by_side(
 def _start(name: str, workload: str, folder: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.train", *sys.argv[1:]]
     command += ["--one", name, workload, folder]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
 
 
 def _serve_steps(name: str, workload: str, path: str, arguments: argparse.Namespace) -> None:
@@ -153,7 +155,7 @@ def _held_mb(device: str) -> float:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**20
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * resource.getpagesize() / 2**20
 
 

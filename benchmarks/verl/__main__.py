@@ -122,7 +122,7 @@ def train(folder: Path, steps: int, held_out: int, overrides: list[str]) -> None
         f"hydra.run.dir={folder / 'hydra'}",
     )
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    with (folder / "verl.log").open("w") as log:
+    with (folder / "verl.log").open("w", encoding="utf-8") as log:
         subprocess.run(
             [*command, *SETTINGS, *WITHOUT_GPU, *FEW_CORES, *settings, *overrides],
             cwd=ROOT,
@@ -141,8 +141,8 @@ def train(folder: Path, steps: int, held_out: int, overrides: list[str]) -> None
 
 def write_rows(tasks: Path, rows: Path) -> None:
     """Writes a file of tasks as rows that verl reads."""
-    with rows.open("w") as file:
-        for index, line in enumerate(tasks.read_text().splitlines()):
+    with rows.open("w", encoding="utf-8") as file:
+        for index, line in enumerate(tasks.read_text(encoding="utf-8").splitlines()):
             task = json.loads(line)
             row = {
                 **task,
@@ -156,7 +156,7 @@ def write_rows(tasks: Path, rows: Path) -> None:
 
 def metrics(path: Path) -> list[dict[str, Any]]:
     """verl's metrics, a dictionary per step."""
-    lines = map(json.loads, path.read_text().splitlines())
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [{"step": line["step"], **line["data"]} for line in lines]
 
 

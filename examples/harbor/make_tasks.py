@@ -48,7 +48,7 @@ def main() -> None:
     out: Path = parser.parse_args().out
     for split in ("train", "heldout"):
         shutil.rmtree(out / split, ignore_errors=True)
-        for line in (_TASKS / f"{split}.jsonl").read_text().splitlines():
+        for line in (_TASKS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
             write_task(out / split, json.loads(line))
 
 
@@ -71,7 +71,7 @@ def write_task(root: Path, task: dict[str, str]) -> Path:
         ),
     }
     for name, text in files.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 

@@ -65,7 +65,7 @@ def transcript(rng: random.Random) -> Transcript:
 
 def instance(prompt: str) -> str:
     """The user's message, as mini-swe-agent writes it."""
-    config = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+    config = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
     template: str = config["agent"]["instance_template"]
     return template.replace("{{task}}", prompt).removesuffix("\n")
 
@@ -77,7 +77,7 @@ def observation(printed: str) -> str:
 
 def _show(kind: str, source: str) -> str:
     """The output of a kind's program for a file; for `rename`, which has none, the whole file."""
-    lines = (WORKSPACE / f"{source}.txt").read_text().split()
+    lines = (WORKSPACE / f"{source}.txt").read_text(encoding="utf-8").split()
     shown = {
         "count": [str(len(lines))],
         "sum": [str(sum(map(int, lines)))],

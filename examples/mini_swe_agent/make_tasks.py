@@ -19,7 +19,7 @@ def main() -> None:
     rng = random.Random(_SEED)
     for name in SOURCES:
         numbers = [str(rng.randint(10, 99)) for _ in range(rng.randint(3, 9))]
-        (WORKSPACE / f"{name}.txt").write_text("\n".join(numbers) + "\n")
+        (WORKSPACE / f"{name}.txt").write_text("\n".join(numbers) + "\n", encoding="utf-8")
     tasks: dict[str, dict[str, str]] = {}
     while len(tasks) < _TRAIN + _HELDOUT:
         task = new_task(rng)
@@ -31,7 +31,7 @@ def main() -> None:
 
 def _write(name: str, tasks: list[dict[str, str]]) -> None:
     lines = [json.dumps({"task_id": f"{name}-{i}", **task}) for i, task in enumerate(tasks)]
-    Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def command(kind: str, source: str, target: str) -> str:
 
 def expected(kind: str, source: str) -> list[str]:
     """The words that the target must contain."""
-    original = (WORKSPACE / f"{source}.txt").read_text().split()
+    original = (WORKSPACE / f"{source}.txt").read_text(encoding="utf-8").split()
     return {
         "count": [str(len(original))],
         "sum": [str(sum(map(int, original)))],
@@ -63,6 +63,6 @@ def is_done(folder: Path, kind: str, source: str, target: str) -> bool:
     is_gone = not (folder / f"{source}.txt").exists()
     return (
         written.is_file()
-        and written.read_text().split() == expected(kind, source)
+        and written.read_text(encoding="utf-8").split() == expected(kind, source)
         and is_gone == (kind == "rename")
     )

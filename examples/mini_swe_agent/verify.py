@@ -12,7 +12,7 @@ from shell_tasks import is_done
 
 
 def main() -> int:
-    task = json.loads(Path(os.environ["TASK_FILE"]).read_text())
+    task = json.loads(Path(os.environ["TASK_FILE"]).read_text(encoding="utf-8"))
     done = is_done(Path.cwd(), task["kind"], task["source"], task["target"])
     submitted = "submitted" not in sys.argv[1:] or exit_status() == "Submitted"
     print(f"done: {done}, submitted: {submitted}")
@@ -22,7 +22,9 @@ def main() -> int:
 def exit_status() -> str:
     """The exit status that mini-swe-agent wrote into the record of its run."""
     try:
-        record = json.loads((Path(os.environ["TRIAL_DIR"]) / "mini.json").read_text())
+        record = json.loads(
+            (Path(os.environ["TRIAL_DIR"]) / "mini.json").read_text(encoding="utf-8")
+        )
     except FileNotFoundError:
         return "no record"
     return str(record["info"].get("exit_status"))

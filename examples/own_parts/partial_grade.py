@@ -14,5 +14,7 @@ def grade(call: GradeCall) -> dict[str, float]:
     file = call.workspace / "answer.txt"
     if not file.exists():
         return {"reward": 0.0, "right": 0.0, "answered": 0.0}
-    right = file.read_text().strip() == right_answer(call.task["order"], call.task["prices"])
+    right = file.read_text(encoding="utf-8").strip() == right_answer(
+        call.task["order"], call.task["prices"]
+    )
     return {"reward": 0.5 + right / 2, "right": float(right), "answered": 1.0}

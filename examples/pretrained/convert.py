@@ -97,13 +97,13 @@ def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def _rename_words(file: Path, names: Mapping[str, str]) -> None:
     """Renames words of a `tokenizer.json`; they become ordinary text for `skip_special_tokens`."""
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     for token in content["added_tokens"]:
         if token["content"] in names:
             token |= {"content": names[token["content"]], "special": False}
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {names.get(word, word): i for word, i in vocabulary.items()}
-    file.write_text(json.dumps(content, ensure_ascii=False))
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _begin_as_mean(embedding_V_D: Tensor, tokenizer: Any) -> None:
@@ -117,7 +117,7 @@ def _begin_as_mean(embedding_V_D: Tensor, tokenizer: Any) -> None:
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

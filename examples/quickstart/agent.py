@@ -34,10 +34,10 @@ _CLIENT.chat.completions  # noqa: B018 (the SDK imports this part when it is fir
 
 def main() -> None:
     """The agent as a program, for the `command` launcher."""
-    task = json.loads(Path(os.environ["TASK_FILE"]).read_text())
+    task = json.loads(Path(os.environ["TASK_FILE"]).read_text(encoding="utf-8"))
     answer = serve(_CLIENT, os.environ["AGENT_MODEL"], task)
     if answer is not None:
-        Path("answer.txt").write_text(answer)
+        Path("answer.txt").write_text(answer, encoding="utf-8")
 
 
 def run(call: AgentCall) -> None:
@@ -45,7 +45,7 @@ def run(call: AgentCall) -> None:
     client = _CLIENT.with_options(base_url=call.base_url, api_key=call.api_key)
     answer = serve(client, call.model, call.task)
     if answer is not None:
-        (call.workspace / "answer.txt").write_text(answer)
+        (call.workspace / "answer.txt").write_text(answer, encoding="utf-8")
 
 
 def serve(client: OpenAI, model: str, task: Mapping[str, Any]) -> str | None:

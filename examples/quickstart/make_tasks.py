@@ -28,7 +28,7 @@ def main() -> None:
 
 def _write(name: str, tasks: list[dict[str, object]]) -> None:
     lines = [json.dumps({"task_id": f"{name}-{i}", **task}) for i, task in enumerate(tasks)]
-    Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    Path(__file__).with_name(f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def run(call: AgentCall) -> None:
     client = _CLIENT.with_options(base_url=call.base_url, api_key=call.api_key)
     answer = serve(client, call.task)
     if answer is not None:
-        (call.workspace / "answer.txt").write_text(answer)
+        (call.workspace / "answer.txt").write_text(answer, encoding="utf-8")
 
 
 def serve(client: OpenAI, task: Mapping[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    task = json.loads(Path(os.environ["TASK_FILE"]).read_text())
+    task = json.loads(Path(os.environ["TASK_FILE"]).read_text(encoding="utf-8"))
     return 0 if is_right(task, Path.cwd()) else 1
 
 
@@ -30,7 +30,7 @@ def grade(call: GradeCall) -> float:
 
 def is_right(task: Mapping[str, Any], workspace: Path) -> bool:
     try:
-        answer = (workspace / "answer.txt").read_text().strip()
+        answer = (workspace / "answer.txt").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         print("the agent gave no answer")
         return False

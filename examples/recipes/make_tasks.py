@@ -172,10 +172,12 @@ def write_task(root: Path, fault: Fault) -> Path:
         (folder / part).mkdir(parents=True)
     copy = folder / "environment/repository"
     shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    right = (REPOSITORY / "shelf" / fault.file).read_text()
+    right = (REPOSITORY / "shelf" / fault.file).read_text(encoding="utf-8")
     if right.count(fault.right) != 1:
         raise ValueError(f"{fault.name}: {fault.file} has {fault.right!r} not once")
-    (copy / "shelf" / fault.file).write_text(right.replace(fault.right, fault.wrong))
+    (copy / "shelf" / fault.file).write_text(
+        right.replace(fault.right, fault.wrong), encoding="utf-8"
+    )
     files = {
         "task.toml": _TOML.format(name=fault.name),
         "instruction.md": _INSTRUCTION.format(report=fault.report),
@@ -183,12 +185,12 @@ def write_task(root: Path, fault: Fault) -> Path:
         "solution/solve.sh": _SOLVE.format(file=fault.file),
         f"solution/{fault.file}": right,
         "tests/test.sh": _VERIFY,
-        "tests/run.py": (_HERE / "run_tests.py").read_text(),
+        "tests/run.py": (_HERE / "run_tests.py").read_text(encoding="utf-8"),
         "tests/hidden_test.py": _HIDDEN + "".join(f"        {line}\n" for line in fault.hidden),
-        "tests/visible_test.py": (REPOSITORY / "tests/test_shelf.py").read_text(),
+        "tests/visible_test.py": (REPOSITORY / "tests/test_shelf.py").read_text(encoding="utf-8"),
     }
     for name, text in files.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 1
         record = {"fingerprint": fingerprint, "loss": loss, "wall_s": time.monotonic() - started}
-        (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(out, ignore_errors=True)
         folder.rename(out)
     print(f"starter model: {out} made in {time.monotonic() - started:.0f} s, loss {loss:.3f}")
@@ -114,7 +114,9 @@ def _texts(transcripts: list[Transcript]) -> Iterator[str]:
         text = render_jinja_template(
             [transcript.messages],
             tools=transcript.tools or None,
-            chat_template=Path(__file__).with_name("chat_template.jinja").read_text(),
+            chat_template=Path(__file__)
+            .with_name("chat_template.jinja")
+            .read_text(encoding="utf-8"),
         )[0][0]
         yield from re.split("|".join(map(re.escape, CONTROL_WORDS)), text)
 
@@ -128,7 +130,7 @@ def _fingerprint(arguments: argparse.Namespace, transcripts: list[Transcript]) -
         digest.update(json.dumps([transcript.messages, transcript.tools]).encode())
     folder = Path(__file__).parent
     for module in ("checkpoint", "tokenizer", "transcripts", "warmup"):
-        source = (folder / f"{module}.py").read_text()
+        source = (folder / f"{module}.py").read_text(encoding="utf-8")
         digest.update(ast.unparse(ast.parse(source)).encode())
     digest.update((folder / "chat_template.jinja").read_bytes())
     return digest.hexdigest()
@@ -136,7 +138,7 @@ def _fingerprint(arguments: argparse.Namespace, transcripts: list[Transcript]) -
 
 def _is_made(out: Path, fingerprint: str) -> bool:
     try:
-        record: dict[str, Any] = json.loads((out / _RECORD).read_text())
+        record: dict[str, Any] = json.loads((out / _RECORD).read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return False
     return record.get("fingerprint") == fingerprint

@@ -52,8 +52,9 @@ def save_model(model: Qwen3ForCausalLM, folder: Path, *, end_of_turn: int, paddi
     model.generation_config.eos_token_id = [end_of_turn, padding]
     model.generation_config.pad_token_id = padding
     model.save_pretrained(folder)
-    generation = json.loads((folder / "generation_config.json").read_text())
+    generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     # Engines sample at the model's own temperature unless a request sets another.
     (folder / "generation_config.json").write_text(
-        json.dumps({**generation, "do_sample": True, "temperature": 1.0}, indent=2) + "\n"
+        json.dumps({**generation, "do_sample": True, "temperature": 1.0}, indent=2) + "\n",
+        encoding="utf-8",
     )

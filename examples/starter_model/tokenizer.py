@@ -71,5 +71,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
         "clean_up_tokenization_spaces": False,
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), folder / "chat_template.jinja")

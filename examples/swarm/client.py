@@ -32,7 +32,7 @@ Task = dict[str, Any]
 def main() -> int:
     arguments = _parser().parse_args()
     with SwarmClient(arguments.url) as swarm:
-        status = swarm.auto_start(arguments.config.read_text())
+        status = swarm.auto_start(arguments.config.read_text(encoding="utf-8"))
         print(f"{swarm.client_id}: engine {status.state.value}, version {status.version}")
         episodes = _episodes(_tasks(arguments.tasks, arguments.share), arguments.group_size)
         with ThreadPoolExecutor(arguments.threads) as pool:
@@ -64,7 +64,7 @@ def run_agent(task: Task, episode: Claimed) -> float:
     """Runs the agent and its verifier, two programs that know only their environment."""
     with tempfile.TemporaryDirectory() as folder:
         task_file = Path(folder) / "task.json"
-        task_file.write_text(json.dumps(task))
+        task_file.write_text(json.dumps(task), encoding="utf-8")
         env = {
             **os.environ,
             "OPENAI_BASE_URL": episode.base_url,
@@ -112,7 +112,9 @@ def _episodes(tasks: list[Task], group_size: int) -> Iterator[Task]:
 
 def _tasks(path: Path, share: str) -> list[Task]:
     part, parts = map(int, share.split("/"))
-    return [json.loads(line) for line in path.read_text().splitlines()][part - 1 :: parts]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][
+        part - 1 :: parts
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:

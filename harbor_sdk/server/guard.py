@@ -64,9 +64,9 @@ def kept_token(state_dir: Path) -> str:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         new = path.with_name(f"{TOKEN_FILE}.{os.getpid()}")
         new.touch(mode=0o600)
-        new.write_text(secrets.token_urlsafe(32))
+        new.write_text(secrets.token_urlsafe(32), encoding="utf-8")
         new.replace(path)
-    return path.read_text().strip()
+    return path.read_text(encoding="utf-8").strip()
 
 
 def guard(host: str, token: str) -> Middleware:

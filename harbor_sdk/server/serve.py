@@ -86,7 +86,7 @@ async def _serve(config: ServerConfig, app: web.Application) -> int:
     try:
         await web.TCPSite(runner, config.host, config.port).start()
         host, port = runner.addresses[0][:2]
-        print(f"harbor-server on http://{host}:{port}", flush=True)
+        print(f"harbor-server on {_url(host, port)}", flush=True)
         # LiteLLM logs to standard output, and would wait for a reader that wanted the address only.
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         if "HARBOR_SERVER_TOKEN" not in os.environ:
@@ -94,7 +94,7 @@ async def _serve(config: ServerConfig, app: web.Application) -> int:
             print(f"clients: export HARBOR_SERVER_TOKEN=$(cat {path})", file=sys.stderr)
         await ended.wait()
     except OSError as error:
-        print(f"harbor-server: {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        print(f"harbor-server: {_url(config.host, config.port)}: {error.strerror}", file=sys.stderr)
         return 2
     finally:
         await runner.cleanup()
@@ -129,3 +129,8 @@ def _parsed(name: str, value: str) -> object:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is not JSON ({error}): {value[:80]!r}") from None
+
+
+def _url(host: str, port: int) -> str:
+    """An IPv6 address is in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -29,6 +29,7 @@ from proxy.commands.foreground import run_agent
 from proxy.commands.sessions import tags
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
+from proxy.port import http_url
 from proxy.records import FOLDER, BranchMode, Origin
 
 FIND_TIMEOUT_S = 5.0
@@ -91,7 +92,7 @@ def origin_of(arguments: Namespace) -> Origin | None:
     if arguments.origin is None:
         return None
     try:
-        answer = None if arguments.answer is None else arguments.answer.read_text()
+        answer = None if arguments.answer is None else arguments.answer.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--answer {arguments.answer}: {error}") from error
     mode = BranchMode.LIVE if arguments.live else BranchMode.STRICT
@@ -138,7 +139,7 @@ async def _lines(client: ProxyClient, arguments: Namespace) -> str:
 def running(arguments: Namespace, config: ProxyConfig, *, may_start: bool) -> Iterator[ProxyClient]:
     """A client of the proxy that answers at the configured address, or of one that is started and
     stopped."""
-    url = arguments.url or config.public_url or f"http://{config.host}:{config.port}"
+    url = arguments.url or config.public_url or http_url(config.host, config.port)
     found = ProxyClient(url, _key(config, url), timeout_s=FIND_TIMEOUT_S)
     if asyncio.run(_answers(found)):
         yield ProxyClient(url, found.admin_key)
@@ -156,7 +157,7 @@ def _key(config: ProxyConfig, url: str) -> str | None:
     if config.admin_key is not None:
         return config.admin_key.get_secret_value()
     path = key_file(config)
-    return path.read_text().strip() if path.is_file() else client_key(url)
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else client_key(url)
 
 
 async def _answers(client: ProxyClient) -> bool:
@@ -179,7 +180,9 @@ def _served(arguments: Namespace) -> Iterator[str]:
             command += [f"--{name}", str(value)]
     for url in arguments.engine or ():
         command += ["--engine", url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, encoding="utf-8"
+    )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

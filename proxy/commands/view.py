@@ -21,7 +21,7 @@ from proxy.commands.sessions import named_store
 from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
 from proxy.http_request import app_runner
-from proxy.port import unusable_port
+from proxy.port import http_url, unusable_port
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store.browser import GrantKind
 from proxy.store.protocol import Store
@@ -51,7 +51,7 @@ async def view(arguments: Namespace) -> int:
         except OSError as error:
             raise unusable_port("--port", listen.host, listen.port, error) from error
         host, port = runner.addresses[0][:2]
-        print(f"http://{host}:{port}/#link={await new_link(store.browser)}", flush=True)
+        print(f"{http_url(host, port)}/#link={await new_link(store.browser)}", flush=True)
         if tokenizer is None:
             print("add --model FOLDER to see the text of tokens", flush=True)
         await stop.wait()

@@ -25,6 +25,7 @@ from proxy.engines import sglang, vllm, vllm_metrics
 from proxy.engines.frames import PATH as FRAMES
 from proxy.engines.scripted_frames import ScriptedRefusal, ScriptedSocket
 from proxy.engines.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
+from proxy.port import http_url
 
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
 
@@ -113,7 +114,7 @@ class ScriptedEngine:
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         bound_port = self._runner.addresses[0][1]
-        self.url = f"http://{host}:{bound_port}"
+        self.url = http_url(host, bound_port)
         return self.url
 
     async def close(self) -> None:

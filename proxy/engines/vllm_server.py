@@ -31,7 +31,7 @@ from proxy.engines.vllm_launch import EarlyOrders
 from proxy.engines.vllm_log import cause_of_end
 from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
-from proxy.port import usable_port
+from proxy.port import http_url, usable_port
 from proxy.secrecy import inherited, pipe_with
 from proxy.section import Section
 
@@ -131,7 +131,7 @@ class VllmServer:
         self._arguments = ["--model", str(model), "--dtype", dtype, "--seed", str(seed)]
         if served_model_name is not None:
             self._arguments += ["--served-model-name", served_model_name]
-        self._address = EngineAddress(f"http://{host}:{self.port}", key=secrets.token_urlsafe(32))
+        self._address = EngineAddress(http_url(host, self.port), key=secrets.token_urlsafe(32))
         self._process: asyncio.subprocess.Process | EarlyServer | None = None
         self._sockets: Path | None = None
         self._log_begin = 0
@@ -189,18 +189,18 @@ class VllmServer:
         if self.config.nice and vllm_platform.installed().shares_cores:
             self._give_way(self.config.nice)
         self.url_file.touch(mode=0o600)
-        self.url_file.write_text(self.url + "\n")
+        self.url_file.write_text(self.url + "\n", encoding="utf-8")
 
     def _give_way(self, nice: int) -> None:
         """Not before it is healthy, or starting would take longer."""
         assert self._process is not None
         guard = Path(f"/proc/{self._process.pid}/task/{self._process.pid}")
         with contextlib.suppress(OSError):  # it has just ended
-            for server in guard.joinpath("children").read_text().split():
+            for server in guard.joinpath("children").read_text(encoding="utf-8").split():
                 own = os.getpriority(os.PRIO_PROCESS, int(server))  # as that of the agents
                 os.setpriority(os.PRIO_PGRP, int(server), min(own + nice, 19))
                 # Where Linux groups a session's processes, that counts only within the group.
-                Path(f"/proc/{server}/autogroup").write_text(str(nice))
+                Path(f"/proc/{server}/autogroup").write_text(str(nice), encoding="utf-8")
 
     async def _new_process(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         with self.log.open("ab") as log, pipe_with(self._address.key or "") as key_fd:

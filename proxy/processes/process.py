@@ -23,7 +23,7 @@ from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError, StoreError
 from proxy.http_request import app_runner
 from proxy.open_files import calls_that_fit
-from proxy.port import BACKLOG, unusable_port
+from proxy.port import BACKLOG, http_url, unusable_port
 from proxy.processes.workers import serve_workers
 from proxy.serving.forwarding import own_address
 from proxy.siblings import Siblings
@@ -89,7 +89,7 @@ async def listen(
         await app[STORE].announce(reached_at)
         # Another process may have published one when this one did not listen yet.
         await app[CONTROL_PLANE].policies.restore()
-        yield app, (config.public_url or f"http://{host}:{port}").rstrip("/")
+        yield app, (config.public_url or http_url(host, port)).rstrip("/")
     finally:
         await runner.cleanup()
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
-from proxy.port import family, unusable_port
+from proxy.port import family, http_url, unusable_port
 
 WORKER = (sys.executable, "-m", "proxy.processes.worker")
 """The child's command."""
@@ -70,7 +70,7 @@ async def serve_workers(
         try:
             await asyncio.wait([all_ready, *keepers], return_when=asyncio.FIRST_COMPLETED)
             if all_ready.done():
-                url = config.public_url or f"http://{config.host}:{port}"
+                url = config.public_url or http_url(config.host, port)
                 listening(config, url.rstrip("/"))
             await asyncio.gather(*keepers)
         finally:

@@ -274,7 +274,7 @@ def _stop_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in template}

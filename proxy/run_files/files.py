@@ -12,7 +12,7 @@ from typing import Any
 def replace_file(path: Path, text: str) -> None:
     """Writes the file atomically, even if the machine stops meanwhile."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -64,7 +64,7 @@ class TokenSteps:
         try:
             partial.mkdir()
             index = {"trials": trials, "starts": starts}
-            (partial / "trials.json").write_text(json.dumps(index))
+            (partial / "trials.json").write_text(json.dumps(index), encoding="utf-8")
             for name, column in columns.items():
                 np.save(partial / f"{name}.npy", column)
             self._bytes.pop(path, None)

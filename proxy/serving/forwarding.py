@@ -27,6 +27,7 @@ from aiohttp import web
 from proxy.config import ListenConfig
 from proxy.errors import HeldElsewhere, ProxyError
 from proxy.http_request import is_sent, read_body, read_in_time, until_sent
+from proxy.port import http_url
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def own_address(config: ListenConfig, port: int, own_socket: str | None) -> str:
     if config.peer_url is not None:
         return config.peer_url.rstrip("/")
     host = _OUTWARD[config.host]() if config.host in _OUTWARD else config.host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return http_url(host, port)
 
 
 def _outward(family: socket.AddressFamily, anywhere: str, alone: str) -> str:

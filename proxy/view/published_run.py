@@ -173,7 +173,10 @@ class PublishedRun:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Waits for the other requests that write to this run."""
-        with _as_store_error(self._path), (self._path / ".publishing").open("w") as file:
+        with (
+            _as_store_error(self._path),
+            (self._path / ".publishing").open("w", encoding="utf-8") as file,
+        ):
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

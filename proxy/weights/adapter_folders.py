@@ -80,7 +80,7 @@ class AdapterFolders:
         partial.mkdir(parents=True)
         with (partial / ADAPTER_FILE).open("wb") as copy:
             self._files.fetch(path, about, copy)
-        (partial / ADAPTER_CONFIG).write_text(adapter.config)
+        (partial / ADAPTER_CONFIG).write_text(adapter.config, encoding="utf-8")
         partial.rename(folder)
 
     def _keep(self) -> None:
@@ -96,6 +96,9 @@ def _holds(folder: Path, about: File, adapter: Adapter) -> bool:
     try:
         with (folder / ADAPTER_FILE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return digest == about.sha256 and (folder / ADAPTER_CONFIG).read_text() == adapter.config
+        return (
+            digest == about.sha256
+            and (folder / ADAPTER_CONFIG).read_text(encoding="utf-8") == adapter.config
+        )
     except OSError:
         return False

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
+import httpx
 import pytest
 
 from proxy.errors import ConfigurationError
-from proxy.port import free_port, usable_port
+from proxy.port import free_port, http_url, usable_port
 from tests.needs import needs
+from tests.proxy.checkpoint import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
 
 
 def no_ipv6() -> str | None:
@@ -37,3 +46,43 @@ def test_port_0_becomes_a_free_port() -> None:
     assert port > 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port("127.0.0.1")))
+
+
+def test_urls_have_ipv6_addresses_in_brackets() -> None:
+    assert http_url("::1", 8000) == "http://[::1]:8000"
+    assert http_url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert http_url("gpu-0", 8000) == "http://gpu-0:8000"
+
+
+@pytest.mark.parametrize("package", ["proxy", "agent_loop", "trainer", "harbor_sdk"])
+def test_no_other_place_puts_host_and_port_together(package: str) -> None:
+    """In an f-string that a person reads or a client connects to."""
+    joined = re.compile(r"(https?|tcp)://\{[^}]*(host|address|reached|bind)[^}]*\}:\{")
+    owners = {"proxy/port.py", "harbor_sdk/server/serve.py"}
+    for file in (ROOT / package).rglob("*.py"):
+        if str(file.relative_to(ROOT)) not in owners:
+            assert not joined.search(file.read_text("utf-8")), file
+
+
+@needs(no_ipv6())
+@pytest.mark.parametrize("workers", [1, 2])
+def test_printed_url_of_an_ipv6_address_is_reached(tmp_path: Path, workers: int) -> None:
+    serve = [sys.executable, "-m", "proxy", "serve", "--host", "::1", "--port", "0"]
+    serve += ["--model", str(write_checkpoint(tmp_path / "model")), "--workers", str(workers)]
+    serve += ["--engine", "http://[::1]:9", "--store", f"sqlite:///{tmp_path}/s.db"]
+    with subprocess.Popen(
+        serve, cwd=tmp_path, env=_here(), stdout=subprocess.PIPE, text=True
+    ) as ran:
+        assert ran.stdout is not None
+        try:
+            url = next(
+                word.strip(",") for word in ran.stdout.readline().split() if word.startswith("http")
+            )
+            assert url.startswith("http://[::1]:")
+            assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        finally:
+            ran.terminate()
+
+
+def _here() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}

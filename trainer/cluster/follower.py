@@ -25,7 +25,7 @@ from trainer.ranks_config import RanksConfig
 
 def main() -> None:
     hide_memory()
-    config = RanksConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    config = RanksConfig.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     seat = Seat(**json.loads(sys.argv[2]))
     torch.set_num_threads(max(1, torch.get_num_threads() // seat.size))
     sys.stdout.write("joining\n")

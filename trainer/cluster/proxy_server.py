@@ -24,7 +24,7 @@ from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ENVIRONMENT_PREFIX
 from proxy.direct_hosts import with_direct_hosts
 from proxy.engines import guard
-from proxy.port import free_port, usable_port
+from proxy.port import free_port, http_url, usable_port
 from proxy.search.rules import Rules
 from proxy.secrecy import LatePipe
 from trainer.errors import TrainerError
@@ -96,7 +96,7 @@ class ProxyProcess:
     @property
     def url(self) -> str:
         """Known from the first `start` on."""
-        return f"http://{self._config.host}:{self._port}"
+        return http_url(self._config.host, self._port)
 
     @property
     def pid(self) -> int:
@@ -142,7 +142,7 @@ class ProxyProcess:
     def _address(self) -> dict[str, Any]:
         address: dict[str, Any] = {"host": self._config.host, "port": self._port}
         if (reached_by := self._config.llm_proxy_ip) is not None:
-            address["public_url"] = f"http://{reached_by}:{self._port}"
+            address["public_url"] = http_url(reached_by, self._port)
         return address
 
     async def set_engines(self, engines: Sequence[dict[str, str]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import ray
 
 from proxy.engines.vllm_nodes import ServerPart
+from proxy.port import free_port, host_and_port
 from trainer.cluster.local_engine import LocalReplica, MakeServer
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.cluster.rank_zero import RankRequest
@@ -142,11 +142,9 @@ class RankActor:
 
 
 def _free_address() -> str:
-    """The actor's node and a TCP port that is free there: HOST:PORT."""
+    """The actor's node and a TCP port that is free there: HOST:PORT, or [HOST]:PORT."""
     host = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
+    return host_and_port(host, free_port(host))
 
 
 class ActorGoneError(TrainerError):

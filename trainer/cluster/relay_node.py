@@ -100,11 +100,14 @@ def own_folder() -> Iterator[Path]:
     """A new folder for a log and for weights. The weights are removed at the end of the context;
     those of workers that were killed, whose locks are free, are removed now."""
     for lock in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/lock"):
-        with suppress(OSError), lock.open() as held:  # its worker is alive, or another user's
+        with (
+            suppress(OSError),
+            lock.open(encoding="utf-8") as held,
+        ):  # its worker is alive, or another user's
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent / WEIGHTS, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    with (folder / "lock").open("w") as own:
+    with (folder / "lock").open("w", encoding="utf-8") as own:
         fcntl.flock(own, fcntl.LOCK_EX)
         try:
             yield folder

@@ -254,5 +254,5 @@ def _served_alone(engine: EnginesConfig) -> VllmConfig:
 def _write_secret(path: Path, secret: str) -> None:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(secret + "\n")

@@ -215,7 +215,7 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     save_file(held, folder / "adapter_model.safetensors", metadata=FILE_METADATA)
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 class RandomAdapter:

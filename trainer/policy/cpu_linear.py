@@ -38,7 +38,7 @@ def _mkl_is_narrow() -> bool:
         hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and processor.exists()
-        and "AuthenticAMD" in processor.read_text()
+        and "AuthenticAMD" in processor.read_text(encoding="utf-8")
     )
 
 

@@ -130,7 +130,7 @@ class RunFolder:
         file = self.path / "run.id"
         if not file.exists():
             replace_file(file, f"{self.path.name}-{shortuuid.random(8)}")
-        if not (name := file.read_text().strip()):
+        if not (name := file.read_text(encoding="utf-8").strip()):
             raise ConfigError(
                 f"{file}: is empty, so that the policies of this run are not known; write the "
                 "run's name to it (the proxy's answer 409 has it), or delete it to get a new one"
@@ -152,7 +152,7 @@ class RunFolder:
         """`summary.json`, with the status `killed` for a run that wrote `running` and has died."""
         if not self.summary.is_file():
             return {}
-        summary: dict[str, Any] = json.loads(self.summary.read_text())
+        summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
         if summary.get("status") == "running" and not self.is_running:
             summary["status"] = "killed"
         return summary

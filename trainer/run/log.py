@@ -111,7 +111,7 @@ class RunLog:
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
         self.summary.setdefault("warnings", {})
         sinks = _sinks(config, folder, saved_step + 1, tracked, dict(resolved))
-        self._trials = folder.trials_log.open("a", buffering=1)
+        self._trials = folder.trials_log.open("a", buffering=1, encoding="utf-8")
         self._telemetry: RunTelemetry | None = None
         if telemetry is not None and telemetry.endpoint is not None:
             about = run_attributes(folder.path.name, resolved)

@@ -79,7 +79,7 @@ class JsonlSink:
     service = "metrics.jsonl"
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._file.write(line_of(metrics_fields(step, values, time.time())))

@@ -75,7 +75,7 @@ class NowFile:
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         text = json.dumps({**self._now, "groups": groups, "errors": self._errors})
         with self._not_ending_the_run():
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
             temporary.replace(self._path)
 
     @contextmanager

@@ -31,7 +31,7 @@ class PhaseLog:
 
     def __init__(self, path: Path, ended: Callable[[EndedPhase], None] = lambda _: None) -> None:
         """`ended` is called with each phase that has ended."""
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
         self._ended = ended
         self._running: tuple[int, str, float, float] | None = None
         """Step, name, and start by `time.time` and by `time.monotonic`."""

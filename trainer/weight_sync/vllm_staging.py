@@ -129,14 +129,16 @@ def lack_of_memory(size_bytes: int) -> str:
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Memory that this process can still use, on the machine and within its container."""
-    info = (root / "proc/meminfo").read_text()
+    info = (root / "proc/meminfo").read_text(encoding="utf-8")
     available = int(info.partition("MemAvailable:")[2].split()[0]) << 10
     group = root / "sys/fs/cgroup"
     limit = group / "memory.max"
-    if not limit.is_file() or (most := limit.read_text().strip()) == "max":
+    if not limit.is_file() or (most := limit.read_text(encoding="utf-8").strip()) == "max":
         return available
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+    stat = dict(
+        line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+    )
+    used = int((group / "memory.current").read_text(encoding="utf-8")) - int(stat["inactive_file"])
     return min(available, int(most) - used)
 
 

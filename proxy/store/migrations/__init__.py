@@ -57,4 +57,7 @@ def steps(database: Database, layout: int, *, store: str) -> list[Step]:
             f" to {newest}; install the version that wrote it or a later one, or set `store` to"
             " another database"
         )
-    return [Step(number, files[number].read_text()) for number in range(layout + 1, newest + 1)]
+    return [
+        Step(number, files[number].read_text(encoding="utf-8"))
+        for number in range(layout + 1, newest + 1)
+    ]
