@@ -33,7 +33,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference export-packages verifiers openenv phoenix perfetto fla gpu-environment harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup reference agents-census agents-newest agents-day export-packages verifiers openenv phoenix perfetto fla gpu-environment harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -196,6 +196,28 @@ $(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json tests/e2
 	ln -sf ../sdks/node_modules/.bin/pi ../sdks/node_modules/.bin/cline ../sdks/node_modules/.bin/cn $(AGENTS)/bin/
 	ln -sf ../npm/node_modules/codex-0.77/bin/codex.js $(AGENTS)/bin/codex-0.77
 	touch $@
+
+# Agents that only the census runs. Kimi Code needs a newer Node.js than the others, which npm has, too.
+$(AGENTS)/census/.ready: tests/e2e/agents/census/package.json tests/e2e/agents/census/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
+	touch $@
+
+# The vocabulary of Qwen3; the other families' parts are installed already.
+$(RECIPES)/packages/dashscope: $(VENV)/.ready
+	$(BIN)/uv pip install -q --no-deps --target $(RECIPES)/packages dashscope==2.0.2
+	touch $@
+
+CENSUS := $(BIN)/python -m tests.e2e.agents.census
+agents-census: reference agents $(AGENTS)/census/.ready $(RECIPES)/packages/dashscope ## every tool of every agent, for four model families: ARGS="--agents codex --families glm --again"
+	$(CENSUS) --page docs/agents.md $(ARGS)
+
+agents-newest: reference ## what is new in the newest versions of the agents: ARGS="--agents codex"
+	$(CENSUS).newest $(ARGS)
+
+agents-day: reference agents $(RECIPES)/packages/dashscope ## two hours of work, through one Claude Code and one Codex session
+	$(CENSUS).day claude_code codex $(ARGS)
 
 train: setup ## the quickstart: a tool-using agent learns on this machine, in minutes
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)

@@ -94,15 +94,7 @@ def main() -> None:
 def qwen_tokenizer(file: Path) -> Tokenizer:
     """Qwen3's tokenizer, from a file with a line `BASE64 RANK` for each token."""
     lines = (line.split() for line in file.read_bytes().splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    spelled = _letters_of_bytes()
-
-    def spell(token: bytes) -> str:
-        return "".join(spelled[byte] for byte in token)
-
-    vocabulary = {spell(token): rank for token, rank in ranks.items()}
-    merges = [_parts(token, ranks) for token in ranks if len(token) > 1]
-    tokenizer = Tokenizer(BPE(vocabulary, [(spell(one), spell(two)) for one, two in merges]))
+    tokenizer = byte_pairs({base64.b64decode(token): int(rank) for token, rank in lines})
     splits = train_tokenizer([], 512)  # text as Qwen's tokenizers do
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         setattr(tokenizer, part, getattr(splits, part))
@@ -111,6 +103,18 @@ def qwen_tokenizer(file: Path) -> Tokenizer:
         add = tokenizer.add_tokens if word in _TEXT else tokenizer.add_special_tokens
         add([token])
     return tokenizer
+
+
+def byte_pairs(ranks: Mapping[bytes, int]) -> Tokenizer:
+    """A tokenizer without rules for splitting, from the ids of its tokens' bytes."""
+    spelled = _letters_of_bytes()
+
+    def spell(token: bytes) -> str:
+        return "".join(spelled[byte] for byte in token)
+
+    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+    merges = [_parts(token, ranks) for token in ranks if len(token) > 1]
+    return Tokenizer(BPE(vocabulary, [(spell(one), spell(two)) for one, two in merges]))
 
 
 def _letters_of_bytes() -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -29,8 +29,8 @@ from proxy.port import http_url
 
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
 
-Script = Callable[[list[int]], Sequence[int]]
-"""Prompt ids → answer ids, including the stop token."""
+Script = Callable[[list[int]], Sequence[int] | Awaitable[Sequence[int]]]
+"""Prompt ids → answer ids, including the stop token. It may be a coroutine function."""
 
 
 class ScriptedEngine:
@@ -266,7 +266,9 @@ class ScriptedEngine:
         """Samples one token at a time; yields the number of tokens so far, except at the last."""
         await self._resumed.wait()
         script = self.adapters.get(call.model or "", self.script)
-        answer, finish = _bounded(list(script(call.prompt_ids)), call.sampling)
+        sampled = script(call.prompt_ids)
+        ids = await sampled if isinstance(sampled, Awaitable) else sampled
+        answer, finish = _bounded(list(ids), call.sampling)
         if call.breaks:
             answer = answer[: call.fault.after_tokens] if call.fault else []
         elif call.fault is not None and call.fault.kind == "abort":

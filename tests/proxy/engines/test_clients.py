@@ -68,6 +68,16 @@ async def test_client_returns_exactly_what_the_engine_sampled(
     assert (call.cache_salt, call.stream) == ("s", stream)
 
 
+async def test_script_may_be_a_coroutine_function(server: ScriptedEngine, engine: Engine) -> None:
+    async def script(prompt_ids: list[int]) -> list[int]:
+        await asyncio.sleep(0)
+        return [*prompt_ids, *ANSWER]
+
+    server.script = script
+    chunks = await sample(engine, stream=True)
+    assert [i for c in chunks for i in c.ids] == [*PROMPT.tolist(), *ANSWER]
+
+
 async def test_engines_defaults_never_change_the_distribution(
     server: ScriptedEngine, engine: Engine
 ) -> None:

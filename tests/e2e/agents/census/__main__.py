@@ -1,0 +1,91 @@
+"""`make agents-census`: every agent with every family, and the table of docs/agents.md.
+
+    python -m tests.e2e.agents.census --agents codex pi --families qwen3.5
+
+Each result is a file of `.cache/census/results`, so that a census goes on with what it lacks (or,
+with `--again`, measures again); the table is of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.e2e.agents.census.agents import Agent, agents
+from tests.e2e.agents.census.families import CONTEXT_TOKENS, FAMILIES, Writer, write_family
+from tests.e2e.agents.census.report import load_rows, table, write_page
+from tests.e2e.agents.census.run import Row, run_agent
+from tests.e2e.agents.test_agents import AGENTS, ROOT
+from tests.proxy.conftest import starting_proxies
+
+CACHE = ROOT / ".cache/census"
+PACKAGES = ROOT / ".cache/recipes/packages"
+TIMEOUT_S = 900.0
+"""Of a trial; a busy machine takes minutes for what takes seconds on an idle one."""
+
+
+def checkpoint(family: str) -> Path:
+    """The family's checkpoint in the cache."""
+    folder = CACHE / "checkpoints" / family
+    if not (folder / "chat_template.jinja").exists():
+        write_family(FAMILIES[family], folder, PACKAGES)
+    return folder
+
+
+async def census_of(agent: Agent, writer: Writer, folder: Path, keep: Path) -> Row:
+    """One agent with one family. What its trial left stays in `keep` if the row is not good."""
+    async with starting_proxies(folder, writer.rendering, keep) as start:
+        proxy = await start(
+            max_context_tokens=CONTEXT_TOKENS, rendering={"renderer": writer.renderer}
+        )
+        row, *_ = await run_agent(agent, proxy, writer, keep, timeout_s=TIMEOUT_S)
+    if row.good:
+        shutil.rmtree(keep, ignore_errors=True)
+    return row
+
+
+async def census(names: Sequence[str], families: Sequence[str], out: Path, again: bool) -> None:
+    """Writes a row per agent and family into the folder `out`."""
+    known = agents(AGENTS)
+    out.mkdir(parents=True, exist_ok=True)
+    for family in families:
+        todo = [name for name in names if again or not (out / f"{name}-{family}.json").exists()]
+        if not todo:
+            continue
+        folder = checkpoint(family)
+        writer = Writer(FAMILIES[family], folder)
+        for name in todo:
+            keep = Path(tempfile.mkdtemp(prefix=f"census-{name}-{family}-"))
+            row = await census_of(known[name], writer, folder, keep)
+            (out / f"{name}-{family}.json").write_text(json.dumps(asdict(row), indent=1))
+            sys.stderr.write(f"{row.summary()}\n" + ("" if row.good else f"  {keep}\n"))
+            for fault in row.faults():
+                sys.stderr.write(f"  {fault[:900]}\n")
+
+
+def main() -> None:
+    known = list(agents(AGENTS))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", nargs="+", choices=known, default=known)
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--out", type=Path, default=CACHE / "results")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--page", type=Path, help="write the table into this page")
+    given = parser.parse_args()
+    asyncio.run(census(given.agents, given.families, given.out, given.again))
+    rows = load_rows(given.out)
+    print(table(rows))
+    if given.page:
+        write_page(rows, agents(AGENTS).values(), given.page)
+    sys.exit(0 if all(row.good for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

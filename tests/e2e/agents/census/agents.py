@@ -1,0 +1,408 @@
+"""The agents of the census: one entry each, with what its tools need to be called sensibly."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agent_loop.launchers.command import CommandConfig
+from proxy.conversation import Conversation
+from proxy.records import ForkCause, Turn
+from tests.e2e.agents.census.hands import Hands, delegated, later, work
+from tests.e2e.agents.census.policy import REPORT, Call, Step
+from tests.e2e.agents.census.schemas import Arguments as Drawn
+from tests.e2e.agents.test_agents import AGENTS, SCRIPTS, example
+
+_REPORTS = Step(text=REPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """A fork that is the agent's own: `matches` finds it by its cause and its request."""
+
+    name: str
+    matches: Callable[[Turn, Conversation], bool]
+    proof: str
+    """The captured request, or the line of the agent's source, that shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """Example: Agent("codex", npm("@openai/codex"), …)"""
+
+    name: str
+    version: Callable[[Path], str]
+    """The installed version, from the folder in which the agents are installed."""
+    argvs: Sequence[Sequence[str]]
+    """One after the other, in one workspace; `{prompt}` is `Part K: …` in the K-th with it."""
+    env: Mapping[str, str]
+    hands: Hands
+    steps: Sequence[Step] = ()
+    """Steps of its own, for tools that need sensible arguments. `{work}` is the workspace."""
+    last: Step = _REPORTS
+    """How the policy ends a part."""
+    text_only: bool = False
+    """It offers no tools, and `steps` are texts."""
+    designs: Sequence[Design] = ()
+    root: Path = AGENTS
+    """Where it is installed."""
+
+    def command(self) -> CommandConfig:
+        parts, script = 0, []
+        for argv in self.argvs:
+            if "{prompt}" in argv:
+                parts += 1
+            prompt = f"Part {parts}: do what is to be done."
+            words = [prompt if word == "{prompt}" else word for word in argv]
+            script.append(f'{shlex.join(words)} < /dev/null; echo "census: ended $?"')
+        return CommandConfig(argv=("sh", "-c", "\n".join(script)), env=dict(self.env))
+
+    def plan(self, tools: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
+        """The policy's steps in a part: its own ones, and every other tool twice."""
+        if self.text_only:
+            return list(self.steps[part - 1 : part])
+        if part > 1:
+            return later(self.hands, workspace, part)
+        steps = [*work(self.hands, workspace), *(_placed(step, workspace) for step in self.steps)]
+        made = Counter(name for step in steps for name, _ in step.calls)
+        for tool in tools:
+            name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
+            steps += [
+                Step(((name, Drawn(workspace, awkward=awkward).of(parameters)),))
+                for awkward in (False, True)[made[name] :]
+                if name not in dict(self.last.calls)
+            ]
+        return steps
+
+
+def _placed(step: Step, workspace: str) -> Step:
+    return replace(step, calls=json.loads(json.dumps(step.calls).replace("{work}", workspace)))
+
+
+def npm(package: str, folder: str = "npm") -> Callable[[Path], str]:
+    """The version of a package of npm."""
+
+    def version(root: Path) -> str:
+        file = root / folder / "node_modules" / package / "package.json"
+        return str(json.loads(file.read_text())["version"])
+
+    return version
+
+
+def python(package: str, folder: str) -> Callable[[Path], str]:
+    """The version of a package of PyPI."""
+
+    def version(root: Path) -> str:
+        found = next((root / folder).glob(f"lib/*/site-packages/{package}-*.dist-info"))
+        return found.name.removesuffix(".dist-info").rpartition("-")[2]
+
+    return version
+
+
+def _bash(name: str, **more: Any) -> Callable[[str], Call]:
+    return lambda command: (name, {"command": command, **more})
+
+
+def _files(
+    shell: Callable[[str], Call],
+    names: tuple[str, str, str],
+    path: str = "file_path",
+    content: str = "content",
+    old: str = "old_string",
+    new: str = "new_string",
+) -> Hands:
+    """For agents with tools `names` that read, write and replace text."""
+    read, write, edit = names
+    return Hands(
+        shell,
+        lambda file: (read, {path: file}),
+        lambda file, text: (write, {path: file, content: text}),
+        lambda file, before, after: (edit, {path: file, old: before, new: after}),
+    )
+
+
+def _one(name: str, **arguments: Any) -> Step:
+    return Step(((name, arguments),))
+
+
+def _with(argv: Sequence[str], *more: str, without: Sequence[str] = ()) -> tuple[str, ...]:
+    """The command with more words before its last one, which is the prompt."""
+    kept = [word for word in argv if word not in without]
+    return (*kept[:-1], *more, kept[-1])
+
+
+def _sdk(root: Path, name: str, package: str, dialect: str = "chat") -> Agent:
+    argv = (str(root / "python/bin/python"), str(SCRIPTS / f"{name}.py"))
+    short = name.removesuffix("_agent")
+    return Agent(
+        f"{short}_{dialect}" if name in ("openai_sdk", "openai_agents") else short,
+        python(package, "python"),
+        (argv,),
+        {"DIALECT": dialect},
+        Hands.of_shell(_bash("run_command")),
+    )
+
+
+def _opencode(name: str) -> Agent:
+    command = example(name)
+    return Agent(
+        name,
+        npm("opencode-ai"),
+        (command.argv, _with(command.argv, "-c", without=("--title", "trial"))),
+        command.env,
+        _files(
+            _bash("bash"),
+            ("read", "write", "edit"),
+            path="filePath",
+            old="oldString",
+            new="newString",
+        ),
+        (
+            _one("todowrite", todos=[{"content": " a  é", "status": "pending", "priority": "low"}]),
+            *delegated("task", {"description": "a part", "subagent_type": "general"}),
+        ),
+        designs=(
+            Design(
+                "renamed unknown tool",
+                _mentions("invalid", ForkCause.CALLS_CHANGED),
+                "a call of an unknown tool comes back as a call of its tool `invalid` "
+                "(session/llm.ts, experimental_repairToolCall)",
+            ),
+        ),
+    )
+
+
+_CODEX_STEPS = (
+    _one("exec_command", cmd="cat -A", tty=True, yield_time_ms=1000),
+    _one("write_stdin", session_id="{seen:session ID (\\d+)}", chars="hi é 😀\n"),
+    _one("write_stdin", session_id="{seen:session ID (\\d+)}", chars="\u0004\u0004"),
+    _one("view_image", path="{work}/picture.png"),
+    _one("view_image", path="{work}/none.png"),
+)
+
+
+def agents(root: Path = AGENTS) -> dict[str, Agent]:
+    """Every agent by its name; they are installed in `root`."""
+    claude = example("claude_code")
+    claude_argv = tuple(word for word in claude.argv if word != "--bare")
+    codex = example("codex")
+    qwen, pi, cline = example("qwen_code"), example("pi"), example("cline")
+    mini, hands, aider = example("mini_swe_agent"), example("openhands"), example("aider")
+    all_agents = (
+        Agent(
+            "claude_code",
+            npm("@anthropic-ai/claude-code"),
+            (
+                claude_argv,
+                (*claude_argv, "-c"),
+                tuple("/compact" if word == "{prompt}" else word for word in (*claude_argv, "-c")),
+                (*claude_argv, "-c"),
+            ),
+            claude.env,
+            _files(_bash("Bash", description="Runs it"), ("Read", "Write", "Edit")),
+            (
+                *delegated(
+                    "Agent",
+                    {"description": "a part", "subagent_type": "general-purpose"},
+                    {"description": "a part", "run_in_background": False},
+                ),
+                _one("Bash", command="sleep 0.3; echo late", run_in_background=True),
+                _one("TaskOutput", task_id="{seen:with ID: (\\w+)}", block=True, timeout=5000),
+                _one("Bash", command="echo 5", timeout="5000", description=" é  "),
+                _one("Read", file_path="{work}/long.txt", offset="2", limit="3"),
+                _one("TaskCreate", subject="one é", description="  the first\n"),
+                _one("TaskUpdate", taskId="1", status="in_progress"),
+                _one("TaskUpdate", taskId="1", status="completed"),
+            ),
+            designs=(
+                Design(
+                    "web search",
+                    _mentions("Perform a web search for the query", ForkCause.NEW_CONVERSATION),
+                    "WebSearch makes a call of its own, with the system prompt `You are an "
+                    "assistant for performing a web search tool use`",
+                ),
+            ),
+        ),
+        Agent(
+            "codex",
+            npm("@openai/codex"),
+            (codex.argv, (*codex.argv[:2], "resume", "--last", *codex.argv[2:])),
+            codex.env,
+            Hands.of_shell(lambda command: ("exec_command", {"cmd": command})),
+            _CODEX_STEPS,
+        ),
+        Agent(
+            "codex_default",
+            npm("@openai/codex"),
+            tuple(
+                tuple(word for at, word in enumerate(argv) if not _names_model(argv, at))
+                for argv in (codex.argv, (*codex.argv[:2], "resume", "--last", *codex.argv[2:]))
+            ),
+            codex.env,
+            Hands.of_shell(lambda command: ("exec_command", {"cmd": command})),
+            _CODEX_STEPS,
+        ),
+        _opencode("opencode"),
+        _opencode("opencode_responses"),
+        _opencode("opencode_messages"),
+        Agent(
+            "qwen_code",
+            npm("@qwen-code/qwen-code"),
+            (qwen.argv, _with(qwen.argv, "-c")),
+            qwen.env,
+            _files(
+                _bash("run_shell_command", is_background=False, description="Runs it"),
+                ("read_file", "write_file", "edit"),
+            ),
+            (
+                *delegated("agent", {"description": "a part", "subagent_type": "general-purpose"}),
+                _one("run_shell_command", command="sleep 0.3; echo late", is_background=True),
+                _one("todo_write", todos=[{"content": "a  é", "status": "pending", "id": "1"}]),
+            ),
+            designs=(
+                Design(
+                    "memory",
+                    _mentions("Managed memory directory", ForkCause.NEW_CONVERSATION),
+                    "at its end an agent of its own writes its memory, with other tools and the "
+                    "prompt `Managed memory directory: …`",
+                ),
+            ),
+        ),
+        Agent(
+            "gemini_cli",
+            npm("@google/gemini-cli", "census"),
+            (
+                ("gemini", "-y", "--skip-trust", "-m", "{model}", "-p", "{prompt}"),
+                ("gemini", "-y", "--skip-trust", "-m", "{model}", "-r", "latest", "-p", "{prompt}"),
+            ),
+            {
+                "HOME": "{directory}",
+                "GOOGLE_GEMINI_BASE_URL": "{root_url}",
+                "GEMINI_API_KEY": "{api_key}",
+                "GEMINI_TELEMETRY_ENABLED": "false",
+            },
+            _files(_bash("run_shell_command"), ("read_file", "write_file", "replace")),
+        ),
+        Agent(
+            "kimi_code",
+            npm("@moonshot-ai/kimi-code", "census"),
+            (("kimi", "-p", "{prompt}"), ("kimi", "-c", "-p", "{prompt}")),
+            {
+                "HOME": "{directory}",
+                "KIMI_MODEL_NAME": "{model}",
+                "KIMI_MODEL_API_KEY": "{api_key}",
+                "KIMI_MODEL_BASE_URL": "{base_url}",
+                "KIMI_MODEL_MAX_CONTEXT_SIZE": "131072",
+                "KIMI_CODE_NO_AUTO_UPDATE": "1",
+            },
+            _files(_bash("Bash"), ("Read", "Write", "Edit"), path="path"),
+            (
+                _one("ReadMediaFile", path="{work}/picture.png"),
+                *delegated("Agent", {"description": "a part"}),
+                _one("Bash", command="sleep 0.3", run_in_background=True, description="waits"),
+                _one("TaskOutput", task_id="{seen:task_id: (\\S+)}"),
+            ),
+        ),
+        Agent(
+            "cline",
+            npm("cline", "sdks"),
+            (cline.argv,),
+            cline.env,
+            Hands(
+                lambda command: ("run_commands", {"commands": [command]}),
+                lambda path: ("read_files", {"files": [{"path": path}]}),
+                lambda path, text: ("editor", {"path": path, "new_text": text}),
+                lambda path, old, new: ("editor", {"path": path, "old_text": old, "new_text": new}),
+            ),
+            delegated("spawn_agent", {"systemPrompt": "You help."}, prompt="task"),
+        ),
+        Agent(
+            "mini_swe_agent",
+            python("mini_swe_agent", "python"),
+            (mini.argv,),
+            mini.env,
+            Hands.of_shell(_bash("bash")),
+            last=_one("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+            designs=(
+                Design(
+                    "dropped unusable answer",
+                    _mentions("Tool call error", ForkCause.ROLLED_BACK),
+                    "an answer that it cannot use leaves its history; only a prompt `Tool call "
+                    "error` stays (agents/default.py, FormatError)",
+                ),
+            ),
+        ),
+        Agent(
+            "openhands",
+            python("openhands", "openhands"),
+            (hands.argv, (*hands.argv, "--resume", "--last")),
+            hands.env,
+            Hands(
+                _bash("terminal", security_risk="LOW"),
+                lambda path: _editor("view", path),
+                lambda path, text: _editor("create", path, file_text=text),
+                lambda path, old, new: _editor("str_replace", path, old_str=old, new_str=new),
+            ),
+            delegated("task", {"security_risk": "LOW", "description": "a part"}),
+            last=_one("finish", message=REPORT),
+        ),
+        Agent(
+            "pi",
+            npm("@mariozechner/pi-coding-agent", "sdks"),
+            (
+                tuple(word.replace("--no-session ", "") for word in pi.argv),
+                tuple(word.replace("--no-session", "-c") for word in pi.argv),
+            ),
+            pi.env,
+            Hands(
+                _bash("bash"),
+                lambda path: ("read", {"path": path}),
+                lambda path, text: ("write", {"path": path, "content": text}),
+                lambda path, old, new: (
+                    "edit",
+                    {"path": path, "edits": [{"oldText": old, "newText": new}]},
+                ),
+            ),
+        ),
+        Agent(
+            "aider",
+            python("aider_chat", "aider"),
+            (aider.argv, (*aider.argv, "--restore-chat-history")),
+            aider.env,
+            Hands.of_shell(_bash("none")),
+            tuple(Step(text=f"I write it.\n\nout.txt\n```\n  é 😀 {n}\n```") for n in (1, 2)),
+            text_only=True,
+        ),
+        _sdk(root, "openai_sdk", "openai"),
+        _sdk(root, "openai_sdk", "openai", "responses"),
+        _sdk(root, "anthropic_sdk", "anthropic", "messages"),
+        _sdk(root, "openai_agents", "openai_agents", "responses"),
+        _sdk(root, "openai_agents", "openai_agents", "chat"),
+        _sdk(root, "pydantic_ai_agent", "pydantic_ai_slim"),
+        _sdk(root, "langgraph_agent", "langgraph"),
+    )
+    return {agent.name: replace(agent, root=root) for agent in all_agents}
+
+
+def _editor(command: str, path: str, **more: Any) -> Call:
+    return ("file_editor", {"security_risk": "LOW", "command": command, "path": path, **more})
+
+
+def _mentions(words: str, *causes: ForkCause) -> Callable[[Turn, Conversation], bool]:
+    """Forks with one of the causes, and with the words in the last prompt or the last calls."""
+
+    def matches(turn: Turn, conversation: Conversation) -> bool:
+        texts = [m.text for m in conversation.messages if m.role != "tool"]
+        calls = [call.name for m in conversation.messages for call in m.tool_calls]
+        return turn.fork_cause in causes and any(words in t for t in (*texts[-3:], *calls[-2:]))
+
+    return matches
+
+
+def _names_model(argv: Sequence[str], at: int) -> bool:
+    return any(argv[i] == 'model="{model}"' for i in (at, at + 1) if i < len(argv))

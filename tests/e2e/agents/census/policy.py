@@ -1,0 +1,200 @@
+"""The scripted policy: it calls each tool that an agent offers, and does the work of a long day.
+
+It reads the conversation that it answers from the session's own record, and writes its answer in
+the format of the model's family. What it says depends on who asks:
+
+    the main agent    the steps of the part that the last prompt of the user names (`Part 2`)
+    a sub-agent       one command, and a report
+    anyone else       a summary if one is requested, or else a short text
+
+Invariant: a prompt that is sent again gets the same answer, and a prompt that ends in the middle of
+an answer gets the rest of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from proxy.conversation import Conversation, Message, ToolCall
+from proxy.conversation.recorded import load_conversation
+from proxy.engines.scripted import Fault
+from proxy.records import FOLDER
+from tests.e2e.agents.census.families import Writer
+from tests.proxy.conftest import RunningProxy
+
+SUB_TASK = "Sub-task"
+"""What the prompt of every sub-agent begins with."""
+SUMMARY = "<summary>\nEverything so far went well; what is left is in the next message.\n</summary>"
+_ASKED = re.compile(rf"(?s).*(?:\bPart (?P<part>\d+): |{SUB_TASK})")
+"""The last prompt in a text."""
+_ASKS_SUMMARY = re.compile(r"(?i)summar|checkpoint|compact|state_snapshot")
+REPORT = "It is done. 🙂"
+
+Arguments = Mapping[str, Any]
+Call = tuple[str, Arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One answer: calls, or a text if there are none.
+
+    An argument `{seen:PATTERN}` becomes the pattern's first group in the last result that has it.
+
+    Example: Step((("Bash", {"command": "ls"}),), files={"out.txt": "hi\\n"})
+    """
+
+    calls: Sequence[Call] = ()
+    text: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What files of the workspace have to contain once the calls have run."""
+
+
+Plan = Callable[[list[dict[str, Any]], str, int], list[Step]]
+"""The main agent's tools, its workspace, and the number of the part → the steps."""
+
+
+@dataclass(slots=True)
+class Written:
+    """An answer as the policy wrote it."""
+
+    session: str
+    turn: int
+    role: str
+    answer: Message
+
+
+class Policy:
+    """The script of an engine. `written` has every answer."""
+
+    def __init__(
+        self,
+        proxy: RunningProxy,
+        writer: Writer,
+        plan: Plan,
+        shell: Callable[[str], Call],
+        *,
+        last: Step,
+        text_only: bool,
+        dies_at: int | None = None,
+    ) -> None:
+        """`shell`: a command → the call that runs it, for sub-agents. `last` ends a part.
+        `text_only`: the agent offers no tools. `dies_at`: the answer in whose middle the
+        engine's connection breaks."""
+        self._last = last
+        self._text_only = text_only
+        self._dies_at = dies_at
+        self._proxy = proxy
+        self._writer = writer
+        self._plan = plan
+        self._shell = shell
+        self._steps: dict[int, Iterator[Step]] = {}
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+        self.written: list[Written] = []
+        self.errors: list[str] = []
+        self.wrong_files: list[str] = []
+        self._expected: dict[str, str] = {}
+
+    async def __call__(self, prompt_ids: list[int]) -> list[int]:
+        rest = self._rest(prompt_ids)
+        if rest is not None:
+            return rest
+        call = next(c for c in reversed(self._proxy.engine.calls) if c.prompt_ids is prompt_ids)
+        session_id, _, index = call.request_id.rpartition("#")
+        session, turns = await self._proxy.control.get_turns(session_id)
+        found = load_conversation(turns, int(index))
+        if found is None:
+            raise ValueError(f"turn {index} of {session_id} has no conversation")
+        role, answer = self._answer(found.conversation, f"{session.metadata[FOLDER]}/work")
+        self.written.append(Written(session_id, int(index), role, answer))
+        ids = self._writer.ids(answer, found.conversation.tools)
+        self._answers[tuple(prompt_ids)] = ids
+        if len(self.written) == self._dies_at:
+            call.fault = Fault("die", after_tokens=len(ids) // 2)
+        return ids
+
+    def _rest(self, prompt_ids: list[int]) -> list[int] | None:
+        for prompt, answer in self._answers.items():
+            done = len(prompt_ids) - len(prompt)
+            if 0 <= done <= len(answer) and tuple(prompt_ids) == (*prompt, *answer[:done]):
+                return answer[done:]
+        return None
+
+    def _answer(self, conversation: Conversation, workspace: str) -> tuple[str, Message]:
+        tools, last = conversation.tools, conversation.messages[-1]
+        asked = [message.text for message in conversation.messages if message.role != "tool"]
+        if last.role == "user" and _ASKS_SUMMARY.search(last.text) and not _ASKED.search(last.text):
+            return "summary", Message("assistant", SUMMARY, "I sum up.")
+        found = next((m for m in map(_ASKED.search, reversed(asked)) if m), None)
+        if found is None or not (tools or self._text_only):
+            return "side", Message("assistant", REPORT, "Nothing to do.")
+        if found["part"] is None:
+            return "sub-agent", self._sub_agent(conversation)
+        return "main", self._main(conversation, workspace, int(found["part"]))
+
+    def _sub_agent(self, conversation: Conversation) -> Message:
+        if conversation.messages[-1].role == "tool" or not conversation.tools:
+            return Message("assistant", REPORT, "The command has run.")
+        call = self._shell("echo '  from a sub-agent é 😀' >> parts.txt")
+        return _message(Step((call,)), "I do my part.")
+
+    def _main(self, conversation: Conversation, workspace: str, part: int) -> Message:
+        self._check_files(workspace)
+        if part not in self._steps:
+            self._steps[part] = self._one_by_one(self._plan(conversation.tools, workspace, part))
+        step = next(self._steps[part], self._last)
+        self._expected = dict(step.files)
+        results = [m.text for m in reversed(conversation.messages) if m.role == "tool"]
+        return _message(_filled(step, results), "What is next?")
+
+    def _one_by_one(self, steps: Sequence[Step]) -> Iterator[Step]:
+        """The steps, with one call each if an answer of the family has only one."""
+        for step in steps:
+            if self._writer.family.several_calls or len(step.calls) < 2:
+                yield step
+                continue
+            for call in step.calls[:-1]:
+                yield Step((call,))
+            yield Step(step.calls[-1:], files=step.files)
+
+    def _check_files(self, workspace: str) -> None:
+        for name, text in self._expected.items():
+            try:
+                with open(f"{workspace}/{name}", newline="", encoding="utf-8") as file:
+                    found = file.read()
+            except OSError as error:
+                found = str(error)
+            if found != text:
+                self.wrong_files.append(f"{name}: {found!r} instead of {text!r}")
+
+    def counts(self) -> Counter[str]:
+        """Number of calls that the policy made of each tool."""
+        return Counter(call.name for each in self.written for call in each.answer.tool_calls)
+
+
+def _filled(step: Step, results: Sequence[str]) -> Step:
+    return replace(step, calls=[(name, _fill(given, results)) for name, given in step.calls])
+
+
+def _fill(value: Any, results: Sequence[str]) -> Any:
+    if isinstance(value, list):
+        return [_fill(each, results) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _fill(each, results) for name, each in value.items()}
+    if not isinstance(value, str) or not value.startswith("{seen:"):
+        return value
+    found = (re.search(value[len("{seen:") : -1], result) for result in results)
+    seen: str = next((each[1] for each in found if each), "0")
+    return int(seen) if seen.isdigit() else seen
+
+
+def _message(step: Step, thought: str) -> Message:
+    calls = [
+        ToolCall(f"call_{at}", name, json.dumps(arguments, ensure_ascii=False))
+        for at, (name, arguments) in enumerate(step.calls)
+    ]
+    return Message("assistant", step.text, thought, calls)

@@ -1,0 +1,253 @@
+"""One agent works with one family's policy: its trial, and what the record says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent_loop.launchers.command import CommandLauncher
+from agent_loop.records import Rollout, Task
+from agent_loop.remote_agent_loop import RemoteAgentLoop
+from agent_loop.rewards.verifier import Verifier, VerifierConfig
+from agent_loop.trial_config import TrialConfig
+from proxy.conversation.json_values import parsed_arguments
+from proxy.conversation.messages import load_answer
+from proxy.conversation.recorded import load_conversation
+from proxy.records import SessionKind, Turn, TurnStatus
+from tests.e2e.agents.census.agents import Agent
+from tests.e2e.agents.census.families import Writer
+from tests.e2e.agents.census.policy import SUMMARY, Plan, Policy, Written
+from tests.proxy.conftest import RunningProxy
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of one agent with one family: a line of the table."""
+
+    agent: str
+    version: str
+    family: str
+    status: str
+    offered: list[str]
+    driven: list[str]
+    """The offered tools that the policy called at least twice."""
+    turns: int
+    paths: int
+    needless: list[str] = field(default_factory=list)
+    """The cause of each needless fork, with the turn and what the agent sent."""
+    designed: Mapping[str, int] = field(default_factory=dict)
+    """Reason of a fork that is none of ours → number."""
+    refused: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    """Arguments that reached the agent changed, and files with other content than written."""
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not self.faults()
+
+    def faults(self) -> list[str]:
+        return [*self.needless, *self.refused, *self.changed, *self.failed]
+
+    def summary(self) -> str:
+        return (
+            f"{self.agent} {self.version} {self.family}: {len(self.driven)} of "
+            f"{len(self.offered)} tools, {self.turns} turns, {self.paths} paths, "
+            f"{len(self.needless)} needless forks, {len(self.refused)} refused, "
+            f"{len(self.changed)} changed, {len(self.failed)} failed, other {dict(self.designed)}"
+        )
+
+
+async def run_agent(
+    agent: Agent,
+    proxy: RunningProxy,
+    writer: Writer,
+    folder: Path,
+    *,
+    timeout_s: float,
+    plan: Plan | None = None,
+    dies_at: int | None = None,
+) -> tuple[Row, Policy, Rollout, list[Turn]]:
+    """The agent's trial in `folder`. `plan`: instead of the agent's own. `dies_at`: the answer in
+    which the engine's connection breaks."""
+    policy = Policy(
+        proxy,
+        writer,
+        plan or agent.plan,
+        agent.hands.shell,
+        last=agent.last,
+        text_only=agent.text_only,
+        dies_at=dies_at,
+    )
+    proxy.engine.script = policy
+    census = agent.root / "census/node_modules"
+    programs = (agent.root / "bin", census / ".bin", *census.glob("node-linux-*/bin"))
+    path = ":".join([*map(str, programs), os.environ["PATH"]])
+    command = agent.command()
+    loop = RemoteAgentLoop(
+        proxy.control,
+        CommandLauncher(
+            command.model_copy(
+                update={
+                    "argv": ("env", *command.argv),
+                    "env": {"PATH": path, **command.env},
+                    "template": str(write_workspace(folder / "template")),
+                }
+            )
+        ),
+        Verifier(VerifierConfig(argv=("true",))),
+        folder / "trials",
+        trial=TrialConfig(timeout_s=timeout_s, max_retries=0, keep_workspaces=True),
+    )
+    try:
+        rollout = await loop.run(
+            Task("census", {"prompt": "Part 1: do what is to be done."}), kind=SessionKind.TRAIN
+        )
+    finally:
+        await loop.close()
+    _, turns = await proxy.control.get_turns(rollout.trial_id)
+    events = [event async for event in proxy.control.events(rollout.trial_id)]
+    return _row(agent, writer, policy, rollout, turns, events), policy, rollout, turns
+
+
+def write_workspace(folder: Path) -> Path:
+    """What every agent finds: a text, a picture and a document."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "notes.txt").write_text("one\n  two  \n\tthree é 😀\n")
+    (folder / "long.txt").write_text("".join(f"line {n} of a long file\n" for n in range(3000)))
+    (folder / "picture.png").write_bytes(_png())
+    (folder / "paper.pdf").write_bytes(_pdf())
+    return folder
+
+
+def _png() -> bytes:
+    """A picture of 16 × 16 red points."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    size = struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0)
+    points = zlib.compress((b"\0" + b"\xff\0\0" * 16) * 16)
+    start = b"\x89PNG\r\n\x1a\n"
+    return start + chunk(b"IHDR", size) + chunk(b"IDAT", points) + chunk(b"IEND", b"")
+
+
+def _pdf() -> bytes:
+    """A document of one page with one line."""
+    text = b"BT /F1 12 Tf 20 100 Td (One page.) Tj ET"
+    objects = (
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Contents 4 0 R"
+        b"/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(text), text),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    )
+    out, places = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj%s endobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    return out + (
+        b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n"
+        % (table, len(out))
+    )
+
+
+def _row(
+    agent: Agent,
+    writer: Writer,
+    policy: Policy,
+    rollout: Rollout,
+    turns: Sequence[Turn],
+    events: Sequence[Mapping[str, Any]],
+) -> Row:
+    calls = policy.counts()
+    offered = sorted({tool["function"]["name"] for tool in _tools(turns, policy.written)})
+    needless: list[str] = []
+    designed: Counter[str] = Counter()
+    for turn in turns:
+        if turn.fork_cause is not None:
+            reason = fork_reason(agent, turns, turn, policy.written)
+            designed.update([reason] if reason else [])
+            needless += [] if reason else [_fork(turns, turn)]
+    failed = [] if rollout.status == "done" else [f"{rollout.status}: {rollout.error}"]
+    failed += [f"part ended with {code}" for code in _codes(rollout) if code != "0"]
+    failed += [f"turn {t.index} was cut" for t in turns if t.status is TurnStatus.CUT]
+    failed += policy.errors
+    refused = [f"{e.get('status')} {e.get('message')}" for e in events if e["kind"] == "refused"]
+    return Row(
+        agent=agent.name,
+        version=agent.version(agent.root),
+        family=writer.family.name,
+        status=str(rollout.status),
+        offered=offered,
+        driven=[name for name in offered if calls[name] > 1],
+        turns=len(turns),
+        paths=len({turn.index for turn in turns} - {turn.parent for turn in turns}),
+        needless=needless,
+        designed=dict(designed),
+        refused=refused,
+        changed=[*_changed(turns, policy.written), *policy.wrong_files],
+        failed=failed,
+    )
+
+
+def _tools(turns: Sequence[Turn], written: Sequence[Written]) -> list[dict[str, Any]]:
+    """The tools that the main agent offers."""
+    found = (load_conversation(turns, each.turn) for each in written if each.role == "main")
+    return [tool for each in found if each for tool in each.conversation.tools]
+
+
+def _codes(rollout: Rollout) -> list[str]:
+    log = (Path(rollout.logs or os.devnull) / "agent.log").read_text(errors="replace")
+    return [line.split()[-1] for line in log.splitlines() if line.startswith("census: ended ")]
+
+
+def _changed(turns: Sequence[Turn], written: Sequence[Written]) -> list[str]:
+    """The calls that the agent did not get as they were written."""
+    out = []
+    for each in written:
+        turn = turns[each.turn]
+        if turn.status is not TurnStatus.DONE:
+            continue
+        got = [(c.name, parsed_arguments(c.arguments)) for c in load_answer(turn.answer).tool_calls]
+        sent = [(c.name, json.loads(c.arguments)) for c in each.answer.tool_calls]
+        if got != sent:
+            out.append(f"turn {each.turn}: {got!r} instead of {sent!r}")
+    return out
+
+
+def fork_reason(
+    agent: Agent, turns: Sequence[Turn], turn: Turn, written: Sequence[Written]
+) -> str | None:
+    """Why a fork is none of ours; None if it is needless."""
+    found = load_conversation(turns, turn.index)
+    if found is None:
+        return None
+    texts = [message.text for message in found.conversation.messages]
+    if any(SUMMARY.splitlines()[1] in text for text in texts):
+        return "compaction"
+    if any(each.turn == turn.index and each.role == "sub-agent" for each in written):
+        return "sub-agent"
+    return next((d.name for d in agent.designs if d.matches(turn, found.conversation)), None)
+
+
+def _fork(turns: Sequence[Turn], turn: Turn) -> str:
+    """The fork in words, with what it brought: the first request after it shows the cause."""
+    assert turn.fork_cause is not None
+    found = load_conversation(turns, turn.index)
+    messages = found.conversation.messages if found else []
+    tail = "".join(
+        f"\n    {m.role}: {m.text[:160]!r} {[(c.name, c.arguments[:200]) for c in m.tool_calls]}"
+        for m in messages[-3:]
+    )
+    return f"turn {turn.index}, {turn.fork_cause.value} after turn {turn.parent}:{tail}"
