@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -13,7 +14,7 @@ from pydantic import Field, field_validator
 from proxy.engines.vllm_platform import EnginePlatform, version
 from proxy.engines.vllm_server import VllmConfig
 from trainer.errors import ConfigError
-from trainer.policy.model import ModelConfig
+from trainer.policy.model import ModelConfig, load_settings
 from trainer.rounding import EXACT, Limits, rounding_limits
 from trainer.weight_sync.transports import Backend
 
@@ -147,6 +148,11 @@ class EnginesConfig(VllmConfig):
         return model.compute_dtype == self.served_dtype(model) == "float32"
 
 
+def is_latent(model: Path) -> bool:
+    """Whether the checkpoint has multi-head latent attention: keys and values of a low rank."""
+    return getattr(load_settings(model).get_text_config(), "kv_lora_rank", None) is not None
+
+
 def check_platform(
     engine: EnginesConfig, model: ModelConfig, platform: EnginePlatform, *, gpus: bool | None
 ) -> None:
@@ -162,6 +168,11 @@ def check_platform(
             f"model.lora.update=adapter: vLLM on GPUs samples with adapters in "
             f"{' or '.join(platform.adapter_dtypes)} only, and the engines compute in {dtype}; set "
             "model.compute_dtype=bfloat16, or model.lora.update=merged"
+        )
+    if dtype not in platform.latent_dtypes and is_latent(model.path):
+        raise ConfigError(
+            f"model.compute_dtype={dtype}: vLLM on GPUs has multi-head latent attention, which "
+            f"{model.path} needs, in {' or '.join(platform.latent_dtypes)} only; set that"
         )
     if gpus is None or gpus == platform.plans_devices:
         return

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 
 FATAL = ("", "ERROR", "CRITICAL")
 """Levels of lines that may be a cause; empty: the line is not a logger's."""
+SILENT = "one of its processes ended without an error, as if killed (is the memory full?)"
+"""Where the others report only that, each in its own words."""
 MESSAGE_CHARS = 600
 MESSAGE_LINES = 6
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -95,7 +97,7 @@ def cause_of_end(log: str) -> str:
     found = [each for each in _tracebacks(lines) if each.errors and each.fatal]
     causes = [each.text for each in found if not _CONSEQUENCE.search(each.text)]
     killed = filter(None, (_killed(each.text) for each in lines))
-    consequences = [each.text for each in found]
+    consequences = [f"{SILENT}: {each.text}" for each in found]
     written = [each for each in lines if each.text.strip()]
     last = [each.text for each in written if each.level in FATAL] or [each.text for each in written]
     candidates = (*causes, *_crashes(lines), *killed, *consequences[:1], *last[-1:])

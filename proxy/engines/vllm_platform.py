@@ -54,6 +54,8 @@ class EnginePlatform:
     """How new weights can reach the server; the first is the default."""
     adapter_dtypes: tuple[str, ...] = ("bfloat16",)
     """Types in which the server can sample with LoRA adapters."""
+    latent_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    """Types in which the server has multi-head latent attention (DeepSeek-V3)."""
     attention: Mapping[str, str] = field(default_factory=dict)
     """Type → how vLLM computes attention in it. vLLM decides, and this is what it decides: a test
     in the environment of each platform compares them."""
@@ -120,6 +122,7 @@ GPU = EnginePlatform(
     cache_argument="--kv-cache-memory-bytes",
     plans_devices=True,
     transports=("shm", "ipc", "nccl", "gloo"),
+    latent_dtypes=("bfloat16",),
     attention={"float32": "TRITON_ATTN", "bfloat16": "FLASH_ATTN"},
 )
 

@@ -52,6 +52,8 @@ def _of_the_driver(environment: Path) -> set[str]:
         check=False,  # some files are not libraries
     ).stdout
     names = {line.split()[-1].partition("@")[0] for line in listed.splitlines() if line.strip()}
+    for source in (packages / "triton" / "backends" / "nvidia").glob("*.c"):  # compiled when used
+        names |= set(re.findall(r"\bcu[A-Z]\w+(?=\()", source.read_text()))
     return {name for name in names if re.match(r"cu[A-Z]", name) and not OTHERS.match(name)}
 
 

@@ -69,10 +69,24 @@ def test_adapters_in_float32_are_refused_on_gpus(
 ) -> None:
     section = {"path": tmp_path, "compute_dtype": dtype, "lora": {"update": update}}
     model = ModelConfig.model_validate(section)
+    written("qwen3", tmp_path)
     if not refused:
         return check_platform(EnginesConfig(), model, platform, gpus=None)
     with pytest.raises(ConfigError, match=r"compute_dtype=bfloat16, or model\.lora\.update=merged"):
         check_platform(EnginesConfig(), model, platform, gpus=None)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3"])
+def test_latent_attention_in_float32_is_refused_on_gpus(kind: str, tmp_path: Path) -> None:
+    path = written(kind, tmp_path)
+    low = ModelConfig(path=path, compute_dtype="bfloat16")
+    full = ModelConfig(path=path, compute_dtype="float32")
+    check_platform(EnginesConfig(), low, GPU, gpus=None)
+    check_platform(EnginesConfig(), full, CPU, gpus=None)
+    if kind == "qwen3":
+        return check_platform(EnginesConfig(), full, GPU, gpus=None)
+    with pytest.raises(ConfigError, match="latent attention"):
+        check_platform(EnginesConfig(), full, GPU, gpus=None)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +96,7 @@ def test_adapters_in_float32_are_refused_on_gpus(
 def test_build_of_vllm_for_another_machine_is_refused(
     tmp_path: Path, platform: EnginePlatform, gpus: bool, words: str
 ) -> None:
-    model = ModelConfig(path=tmp_path)
+    model = ModelConfig(path=written("qwen3", tmp_path), compute_dtype="bfloat16")
     check_platform(EnginesConfig(), model, platform, gpus=not gpus)
     with pytest.raises(ConfigError, match=words):
         check_platform(EnginesConfig(), model, platform, gpus=gpus)

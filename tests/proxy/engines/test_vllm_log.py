@@ -44,6 +44,36 @@ CAUSES = {
     "group": "PermissionError: [Errno 13] Permission denied: '/dev/shm/x'",
     "no_gpu": "vLLM 0.32.0 is a build for GPUs and finds no GPU that it can use; check nvidia-smi",
     "only_starting": "Resolved architecture: Qwen3ForCausalLM",
+    "real/assertion": "AssertionError at <string>:4",
+    "real/bad_argument": "api_server.py: error: unrecognized arguments: --no-such-flag",
+    "real/bad_value": "api_server.py: error: argument --tensor-parallel-size/-tp: invalid int v",
+    "real/cache_too_small": "ValueError: No available memory for the cache blocks. Try increasing",
+    "real/context_too_long": (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value "
+        "error, User-specified max_model_len (99999999) is greater than the derived max_model_len"
+    ),
+    "real/core_killed_at_start": (
+        "one of its processes ended without an error, as if killed (is the memory full?): "
+        "RuntimeError: Engine core initialization failed."
+    ),
+    "real/core_killed_later": (
+        "one of its processes ended without an error, as if killed (is the memory full?): "
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+    ),
+    "real/cut_weights": (
+        "safetensors._safetensors_rust.SafetensorError: Error while deserializing header: incompl"
+    ),
+    "real/other_shapes": "RuntimeError: start (0) + length (768) exceeds dimension size (384).",
+    "real/port_taken": "OSError: [Errno 98] Address already in use",
+    "real/segfault": "!!!!!!! Segfault encountered !!!!!!!",
+    "real/unknown_architecture": (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value "
+        "error, Model architectures ['NoSuchForCausalLM'] are not supported for now."
+    ),
+    "real/wrong_model": (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value "
+        "error, Invalid repository ID or local directory specified: '/models/wrong'."
+    ),
     "terminate": "terminate called after throwing an instance of 'c10::DistBackendError' what(): ",
     "two_workers_mixed": "RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=IN",
 }

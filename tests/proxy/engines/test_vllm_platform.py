@@ -57,6 +57,7 @@ ROWS = {
     "plan": (False, True),
     "transports": (("shm", "gloo"), ("shm", "ipc", "nccl", "gloo")),
     "types with adapters": (("float32", "bfloat16"), ("bfloat16",)),
+    "types with latent attention": (("float32", "bfloat16"), ("bfloat16",)),
     "attention in float32": ("CPU_ATTN", "TRITON_ATTN"),
     "attention in bfloat16": ("CPU_ATTN", "FLASH_ATTN"),
 }
@@ -81,6 +82,7 @@ def _decided(platform: EnginePlatform) -> dict[str, object]:
         "plan": platform.plans_devices,
         "transports": platform.transports,
         "types with adapters": platform.adapter_dtypes,
+        "types with latent attention": platform.latent_dtypes,
         "attention in float32": platform.attention["float32"],
         "attention in bfloat16": platform.attention["bfloat16"],
     }
