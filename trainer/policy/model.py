@@ -220,9 +220,26 @@ def load_settings(path: Path, key: str = "model.path") -> Any:
         settings = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{key}: {path}: {_one_line(error)}") from error
+    _refuse_quantised(settings, path, key)
     check_settings(settings, path, key)
     _check_tokenizer(path, key, settings.get_text_config().vocab_size)
     return settings
+
+
+def _refuse_quantised(settings: Any, path: Path, key: str) -> None:
+    """Refuses weights in blocks of fewer bits: an export would mix the trained weights with the
+    original blocks, and an engine would quantise again what is sent to it."""
+    for part in (settings, settings.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if (found := getattr(part, name, None)) is None:
+                continue
+            given = found if isinstance(found, dict) else found.to_dict()
+            method = given.get("quant_method") or given.get("quant_library") or "unknown method"
+            raise ConfigError(
+                f"{key}: {path} is quantised ({name}: {getattr(method, 'value', method)}), and "
+                "quantised weights are not trained; give the checkpoint in bfloat16 or float32 "
+                "from which it was made, or its dequantised copy without this key in config.json"
+            )
 
 
 def _check_tokenizer(path: Path, key: str, vocabulary: int) -> None:
