@@ -46,6 +46,12 @@ _NAME = re.compile(r"step-\d{6,}")
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """Patterns of the files of a checkpoint folder that are not weights: configuration, tokenizer, chat
 template, own code of the model and the tokenizer."""
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Names of types in safetensors."""
 _COPIED_FOLDERS = ("additional_chat_templates",)
 
 
@@ -105,7 +111,8 @@ class Checkpoints:
             if not isinstance(learner, Mapping):
                 (partial / "model").mkdir()
                 with closing(learner.weights()) as weights:
-                    _export(with_untrained(weights, model), model, partial / "model")
+                    whole = with_untrained(weights, model)
+                    _export(as_in_source(whole, model), model, partial / "model")
             (partial / "run.json").write_text(
                 json.dumps({**run, "step": step, "format": FORMAT}), encoding="utf-8"
             )
@@ -114,6 +121,11 @@ class Checkpoints:
             partial.rename(final)
             if best:
                 replace_file(self._folder / "best", final.name)
+        except CheckpointError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"{final}: {error}; the earlier checkpoints are unchanged"
+            ) from error
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
@@ -298,6 +310,31 @@ def _export(weights: Iterable[Named], model: Path, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(
             json.dumps(index, indent=2), encoding="utf-8"
         )
+
+
+def as_in_source(weights: Iterable[Named], model: Path) -> Iterator[Named]:
+    """The weights in the types that they have in the checkpoint `model`, which its configuration
+    names. A checkpoint that is not in safetensors has none to compare with.
+
+    Raises:
+        CheckpointError: a weight has another name or shape than all of the checkpoint's.
+    """
+    source: dict[str, tuple[torch.dtype, list[int]]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                part = opened.get_slice(name)
+                source[name] = (_TYPES[part.get_dtype()], part.get_shape())
+    for name, tensor in weights:
+        if not source:
+            yield name, tensor
+            continue
+        if name not in source:
+            raise CheckpointError(f"{name} is not in {model}; the export would not be loadable")
+        dtype, shape = source[name]
+        if list(tensor.shape) != shape:
+            raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, in {model} {shape}")
+        yield name, tensor.to(dtype)
 
 
 def with_untrained(weights: Iterable[Named], model: Path) -> Iterator[Named]:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from trainer.checkpoint import FORMAT, Checkpoints
+from trainer.checkpoint import FORMAT, Checkpoints, as_in_source
 from trainer.errors import CheckpointError
 from trainer.saved_state import check_whole, read_metadata, read_state, write_state
 
@@ -163,3 +164,29 @@ def test_metadata_of_any_bytes_is_read_or_refused(
     (folder / ".metadata").write_bytes(whole[:at] + put + whole[at + 1 :])
     with suppress(CheckpointError):
         check_whole(folder)
+
+
+def test_export_has_the_types_of_its_source(tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(2, dtype=torch.float32)},
+        tmp_path / "model.safetensors",
+    )
+    trained = {"a": torch.ones(2), "n": torch.ones(2)}
+    types = {name: tensor.dtype for name, tensor in as_in_source(trained.items(), tmp_path)}
+    assert types == {"a": torch.bfloat16, "n": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        ({"b": torch.ones(2)}, "b is not in"),
+        ({"a": torch.ones(3)}, r"a has the shape \[3\], in .* \[2\]"),
+        ({"a": torch.ones(2, 1)}, r"a has the shape \[2, 1\]"),
+    ],
+)
+def test_export_with_another_name_or_shape_than_its_source_is_an_error(
+    trained: dict[str, torch.Tensor], said: str, tmp_path: Path
+) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said):
+        list(as_in_source(trained.items(), tmp_path))
