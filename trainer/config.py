@@ -76,7 +76,6 @@ class TrainerConfig(ProcessesConfig):
             self._groups_have_a_baseline(),
             self._teacher_teaches(),
             self._steps_train(),
-            self._schedules_fit(),
             self._policies_are_adapters(),
             self._policies_are_sampled(),
         )
@@ -343,29 +342,32 @@ class TrainerConfig(ProcessesConfig):
                 f"{rollout.group_size}: every group would be replaced; lower it"
             )
 
-    def _schedules_fit(self) -> Iterator[str]:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed, as for a short trial of a long run, and is most often a mistake."""
+        return () if self.sft is not None else tuple(self._schedules_that_do_not_fit())
+
+    def _schedules_that_do_not_fit(self) -> Iterator[str]:
         steps, critic = self.trainer.steps, self.algorithm.critic
-        if steps is None or self.sft is not None:
-            return
         optimizers = {"optimizer": self.optimizer}
         if critic is not None:
             optimizers["algorithm.critic.optimizer"] = critic.optimizer
             if critic.warmup_steps >= steps:
                 yield (
-                    f"algorithm.critic.warmup_steps={critic.warmup_steps}: the policy would never "
-                    f"be trained in trainer.steps={steps}; lower it"
+                    f"algorithm.critic.warmup_steps={critic.warmup_steps}: the policy is never "
+                    f"trained in trainer.steps={steps}"
                 )
         for key, each in optimizers.items():
             if each.warmup_steps >= steps:
                 yield (
-                    f"{key}.warmup_steps={each.warmup_steps}: the learning rate would not reach "
-                    f"its peak in trainer.steps={steps}; lower it"
+                    f"{key}.warmup_steps={each.warmup_steps}: the learning rate does not reach its "
+                    f"peak in trainer.steps={steps}"
                 )
         evaluates = self.eval.every or self.eval.before or self.eval.after
         if self.trainer.stop_at_success is not None and not evaluates:
             yield (
                 "trainer.stop_at_success: the success is that of evaluations, and eval.every, "
-                "eval.before and eval.after are off; set eval.every"
+                "eval.before and eval.after are off"
             )
 
     def _policies_are_adapters(self) -> Iterator[str]:

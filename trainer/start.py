@@ -277,8 +277,10 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
 
 
 def _placement(config: ProcessesConfig) -> Iterator[str]:
-    """Lines about the engines that the run starts, one for each GPU of this machine that it uses,
-    and one for each of its relay workers."""
+    """Warnings of the configuration, lines about the engines that the run starts, one for each GPU
+    of this machine that it uses, and one for each of its relay workers."""
+    if isinstance(config, TrainerConfig):
+        yield from (f"warning: {each}" for each in config.warnings)
     engine = config.engine
     if engine.replicas and not engine.urls:
         yield from vllm_platform.installed().describe(

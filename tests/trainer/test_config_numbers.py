@@ -116,15 +116,6 @@ def yaml_of(tmp_path: Path, text: str) -> Any:
     ("words", "said"),
     [
         (["rollout.min_group_size=9", "rollout.group_size=8"], "rollout.min_group_size=9"),
-        (["trainer.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps=5"),
-        (
-            ["trainer.steps=5", "algorithm.preset=ppo", "algorithm.critic.warmup_steps=5"],
-            "algorithm.critic.warmup_steps=5",
-        ),
-        (
-            ["trainer.stop_at_success=0.9", "eval.before=false", "eval.after=false"],
-            "trainer.stop_at_success",
-        ),
         (["algorithm.reward.scale=0"], "algorithm.reward.scale"),
         (["algorithm.advantage={name: pass_at_k, k: 8}", "rollout.group_size=8"], "advantage.k"),
         (["algorithm.kl={estimator: k1}"], "algorithm.kl.estimator=k1"),
@@ -136,3 +127,25 @@ def test_settings_that_train_nothing_are_refused(
     with pytest.raises(ConfigError) as refused:
         loaded(tmp_path, "", *words)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainer.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps=5"),
+        (
+            ["trainer.steps=5", "algorithm.preset=ppo", "algorithm.critic.warmup_steps=5"],
+            "algorithm.critic.warmup_steps=5",
+        ),
+        (
+            ["trainer.stop_at_success=0.9", "eval.before=false", "eval.after=false"],
+            "trainer.stop_at_success",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit_the_run_are_warned_about(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    (warning,) = loaded(tmp_path, "", *words).warnings
+    assert said in warning
+    assert loaded(tmp_path, "").warnings == ()

@@ -349,7 +349,7 @@ def test_eight_bit_optimizer_steps_like_the_full_one_and_can_be_saved(
 def test_schedules_warm_up_and_decay(checkpoint: Path) -> None:
     def rates(**changes: object) -> list[float]:
         config = OptimizerConfig.model_validate({"lr": 1.0, "warmup_steps": 2} | changes)
-        stepper = Stepper(torch.nn.Linear(2, 2), config, total_steps=6)
+        stepper = Stepper(torch.nn.Linear(2, 2), config, total_steps=7)
         return [stepper.step()["lr"] for _ in range(7)]
 
     assert rates() == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1])
