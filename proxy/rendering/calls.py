@@ -1,7 +1,8 @@
 """Reads the tool calls of an answer, finished or not.
 
 In some families the model writes a call's arguments as JSON, which is passed on unchanged; in
-others it writes one tag per argument, or a notation of its own, which is converted to JSON.
+others in a notation of its own, which is converted to JSON, or with one tag per argument
+(`tagged_calls`).
 Invariant: while an answer grows, the text of a call's arguments only grows, so that it can be
 streamed. A call is recognised as soon as its name and the beginning of its arguments can be read.
 Arguments that turn out not to be JSON, or that a truncated answer leaves unfinished, are sent as
@@ -11,7 +12,7 @@ written, as other providers do.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -47,6 +48,11 @@ class JsonBlock:
     @property
     def arguments(self) -> str:
         return "".join(self._pieces)
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether what follows is part of a string of the arguments."""
+        return self._in_string and not self._ended
 
     def feed(self, text: str) -> str:
         if self._form is None or self._ended:
@@ -141,49 +147,62 @@ def call_name(found: dict[str, str | None], known: str | None = None) -> str:
     return found.get("name") or known or ""
 
 
-def open_calls(
+def joined_blocks(
+    read: Sequence[ParsedToolCall],
     family: Family,
-    ended: Sequence[ParsedToolCall],
-    ended_within: Sequence[ParsedToolCall],
-    tools: list[dict[str, Any]],
-    held_chars: int,
-) -> list[ToolCall]:
-    """The calls of an unfinished block, as if it ended now.
+    closes: int,
+    ids: list[int],
+    decode: Callable[[list[int]], str],
+    *,
+    unfinished: bool,
+) -> list[ParsedToolCall]:
+    """The blocks of JSON in `ids`, which the renderer has `read` up to the first token `closes`,
+    also where it is part of a string.
 
-    `ended` and `ended_within` are parses of the block with each of the family's `call_closes`
-    appended. The last `held_chars` of an unfinished argument are held back.
+    A block goes on to the end of its JSON. If that does not come, the block ends where the renderer
+    ends it, and so do all later ones. In an unfinished answer it may still come, so that nothing
+    after it is certain.
     """
-    if not ended or not ended_within:
-        return []
-    *whole, last = ended
-    calls = [call for attempt in whole if (call := read_call(family, attempt, tools))]
-    within = ended_within[-1].arguments
-    known = last.arguments if isinstance(last.arguments, dict) else {}
-    if last.status not in _READABLE or not last.name or len(calls) < len(whole):
-        return calls
-    text = _object_text(known)
-    if text is None or not isinstance(within, dict) or not (known or within):
-        return calls
-    text = text[:-1]
-    key = next((key for key in within if key not in known), None)
-    if key is not None and _is_text(tools, last.name, key) and isinstance(within[key], str):
-        value = within[key][: len(within[key]) - held_chars or None]
-        value = value.rstrip("\N{REPLACEMENT CHARACTER}").rstrip() if held_chars else value
-        pair = f"{orjson.dumps(key).decode()}:{orjson.dumps(value).decode()[:-1]}"
-        text += ("," if known else "") + pair
-    return [*calls, ToolCall("", last.name, text)]
+    out: list[ParsedToolCall] = []
+    joined_to = 0
+    for at, block in enumerate(read):
+        start, _ = block.token_span or (0, 0)
+        if start < joined_to:
+            continue
+        cut = block.status is ToolCallParseStatus.INVALID_JSON and block.token_span is not None
+        whole, in_string = _joined(family, ids, start, closes, decode) if cut else (None, False)
+        if whole is not None and whole.token_span is not None:
+            joined_to = whole.token_span[1]
+        out.append(whole or block)
+        if in_string:
+            return out if unfinished else [*out, *read[at + 1 :]]
+    return out
 
 
-def _is_text(tools: list[dict[str, Any]], tool: str, key: str) -> bool:
-    """Whether an argument is declared as a string. Any other may turn out to be JSON."""
-    for entry in tools:
-        function = entry["function"]
-        if function["name"] == tool:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            declared = properties.get(key) if isinstance(properties, dict) else None
-            return isinstance(declared, dict) and declared.get("type") in ("string", ["string"])
-    return False
+def _joined(
+    family: Family,
+    ids: list[int],
+    start: int,
+    closes: int,
+    decode: Callable[[list[int]], str],
+) -> tuple[ParsedToolCall | None, bool]:
+    """The block from token `start` to the first token `closes` outside of its strings, if it is
+    JSON; and whether there was one in a string that does not end like that."""
+    json, pieces, at, crossed = JsonBlock(family), list[str](), start + 1, False
+    while (end := next((i for i in range(at, len(ids)) if ids[i] == closes), None)) is not None:
+        pieces.append(decode(ids[at:end]))
+        json.feed(pieces[-1])
+        if not json.is_in_string:
+            text = "".join(pieces).strip()
+            value = parsed_arguments(text) if crossed else None
+            if isinstance(value, dict):
+                span, ok = (start, end + 1), ToolCallParseStatus.OK
+                return ParsedToolCall(raw=text, token_span=span, status=ok), False
+            return None, crossed
+        pieces.append(decode([closes]))
+        json.feed(pieces[-1])
+        at, crossed = end + 1, True
+    return None, crossed
 
 
 def _object_text(arguments: Any) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 from renderers.base import Renderer
 
 from proxy.rendering.gemma_arguments import gemma_arguments
+from proxy.rendering.tagged_calls import CallTags
 from proxy.rendering.tokenizer import Tokenizer
 
 Build = Callable[[Tokenizer, dict[str, Any]], Renderer]
@@ -37,9 +38,10 @@ class Family:
     call_form: re.Pattern[str] | None = None
     """For calls whose arguments are written as JSON: matches what precedes the arguments. If it has
     no group `name` or `quoted`, the renderer reads the tool's name."""
-    call_closes: tuple[str, str] | None = None
-    """For calls with one tag per argument: the text that ends a call after a whole argument, and
-    the text that ends one inside an argument."""
+    tags: CallTags | None = None
+    """For calls with one tag per argument."""
+    json_block: tuple[str, str] | None = None
+    """Single tokens around a call that is written as JSON, which may be part of its strings."""
     arguments_to_json: Callable[..., str] | None = None
     """For calls whose arguments are written in a notation of the family, after `call_form`: takes
     their text and `unfinished`, and returns JSON (see `gemma_arguments`)."""
@@ -72,10 +74,62 @@ _DEEPSEEK = re.compile(
 )
 _KIMI = re.compile(r"(?s).*?<\|tool_call_argument_begin\|>\s*(?=\{)")
 _BARE = re.compile(r"\s*(?=\{)")
-_QWEN_XML = ("</tool_call>", "\n</parameter>\n</function>\n</tool_call>")
-_GLM_XML = ("</tool_call>", "</arg_value></tool_call>")
 _GEMMA = re.compile(r"call:\s*(?P<name>[^{]*?)\s*(?=\{)")
-_INVOKE = f"</{_BAR}DSML{_BAR}invoke>"
+_HERMES = ("<tool_call>", "</tool_call>")
+_FUNCTION = CallTags(
+    call="<tool_call>",
+    name=re.compile(r"\s*<function=(?P<name>[^>\n]{1,256})>"),
+    key=("<parameter=", ">"),
+    value=("",),
+    closes="</parameter>",
+    ends=("</function>", "</tool_call>"),
+    nests="<parameter=",
+    on_lines=True,
+)
+QWEN_TAGS = replace(_FUNCTION, python_words=True)
+"""Qwen3.5's, of which other families and templates differ in nothing but the words for booleans."""
+GLM_TAGS = CallTags(
+    call="<tool_call>",
+    name=re.compile(r"\s*(?P<name>[^<\n]{0,255}[^<\s])"),
+    key=("<arg_key>", "</arg_key>"),
+    value=("<arg_value>",),
+    closes="</arg_value>",
+    ends=("</tool_call>",),
+    nests="<arg_value>",
+)
+GLM_TIGHT_TAGS = replace(GLM_TAGS, between="")
+_HUNYUAN = CallTags(
+    call="<tool_call:opensource>",
+    name=re.compile(r"\s*(?P<name>[^<\n]{0,255}[^<\s])\s*(?:<tool_sep:opensource>)?"),
+    key=("<arg_key:opensource>", "</arg_key:opensource>"),
+    value=("<arg_value:opensource>",),
+    closes="</arg_value:opensource>",
+    ends=("</tool_call:opensource>",),
+    nests="<arg_value:opensource>",
+    around=("<tool_calls:opensource>", "</tool_calls:opensource>"),
+)
+_MINIMAX = CallTags(
+    call="<invoke",
+    name=re.compile(r'\s+name="(?P<name>[^"\n]{1,256})">'),
+    key=('<parameter name="', '">'),
+    value=("",),
+    closes="</parameter>",
+    ends=("</invoke>",),
+    nests="<parameter name=",
+    around=("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+_DSML = f"{_BAR}DSML{_BAR}"
+_DEEPSEEK_V4 = CallTags(
+    call=f"<{_DSML}invoke",
+    name=re.compile(r'\s+name="(?P<name>[^"\n]{1,256})">'),
+    key=(f'<{_DSML}parameter name="', '" string="'),
+    value=('true">', 'false">'),
+    closes=f"</{_DSML}parameter>",
+    ends=(f"</{_DSML}invoke>",),
+    nests=f"<{_DSML}parameter name=",
+    around=tuple(f"<{end}{_DSML}tool_calls>" for end in ("", "/")),
+    in_each_call=_DSML,
+)
 
 
 def _named(names: Iterable[str], family: Family) -> list[Family]:
@@ -85,11 +139,7 @@ def _named(names: Iterable[str], family: Family) -> list[Family]:
 _ALL = (
     Family("deepseek-r1", call_form=_DEEPSEEK),
     Family("deepseek-v3", call_form=_DEEPSEEK),
-    Family(
-        "deepseek-v4",
-        call_closes=(_INVOKE, f"</{_BAR}DSML{_BAR}parameter>\n{_INVOKE}"),
-        call_ends_reasoning=True,
-    ),
+    Family("deepseek-v4", tags=_DEEPSEEK_V4, call_ends_reasoning=True),
     Family(
         "gemma4",
         call_form=_GEMMA,
@@ -97,46 +147,34 @@ _ALL = (
         reasoning_name="thought",
         forgetting=("<|channel>", "<channel|>"),
     ),
+    Family("glm-4.5", tags=replace(GLM_TAGS, text_goes_on=True), call_ends_reasoning=True),
     *_named(
-        ("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),
-        Family("", call_closes=_GLM_XML, call_ends_reasoning=True),
+        ("glm-5", "glm-5.1", "glm-5.3"),
+        Family("", tags=replace(GLM_TIGHT_TAGS, text_goes_on=True), call_ends_reasoning=True),
     ),
     Family("gpt-oss", call_form=_BARE, call_ends_reasoning=True, encodes_text_plainly=True),
-    Family(
-        "hy3",
-        call_closes=(
-            "</tool_call:opensource>",
-            "</arg_value:opensource></tool_call:opensource>",
-        ),
-    ),
+    Family("hy3", tags=_HUNYUAN),
     Family("inkling", call_form=_WRAPPED, call_ends_reasoning=True, named_before_call=True),
     *_named(("kimi-k2", "kimi-k2.5"), Family("", call_form=_KIMI)),
-    *_named(
-        ("laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2"),
-        Family("", call_closes=_GLM_XML),
-    ),
+    *_named(("laguna-m.1", "laguna-xs.2"), Family("", tags=GLM_TAGS)),
+    *_named(("laguna-s-2.1", "laguna-xs-2.1"), Family("", tags=GLM_TIGHT_TAGS)),
     Family("llama-3", call_form=_WRAPPED, call_is_answer=True, forgetting=("<|end_header_id|>",)),
-    Family(
-        "minimax-m2",
-        call_closes=(
-            "</invoke></minimax:tool_call>",
-            "</parameter></invoke></minimax:tool_call>",
-        ),
-    ),
+    Family("minimax-m2", tags=_MINIMAX),
     *_named(
         ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5", "prime-qwen3"),
-        Family("", call_closes=_QWEN_XML),
+        Family("", tags=QWEN_TAGS),
     ),
     Family(
         "qwen3",
         separators=("<think>", "</think>", "<tool_call>", "</tool_call>"),
         call_form=_WRAPPED,
+        json_block=_HERMES,
         takes_stand_ins=True,
     ),
-    Family("qwen3-vl", call_form=_WRAPPED),
-    Family("qwen3.5", call_closes=_QWEN_XML, takes_stand_ins=True),
-    *_named(("qwen3.6", "qwen3.8"), Family("", call_closes=_QWEN_XML)),
-    Family("template", call_form=_WRAPPED),
+    Family("qwen3-vl", call_form=_WRAPPED, json_block=_HERMES),
+    Family("qwen3.5", tags=QWEN_TAGS, takes_stand_ins=True),
+    *_named(("qwen3.6", "qwen3.8"), Family("", tags=_FUNCTION)),
+    Family("template", call_form=_WRAPPED, json_block=_HERMES),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})
 

@@ -71,22 +71,29 @@ class PrefixParser:
             return []
         self._next = len(self._ids) + max(1, len(self._ids) // GROWTH)
         parsed = self._rendering.parsed(self._ids, self._prompt_end, self._tools)
+        calls: list[ToolCall] = []
+        if self._calls and self._are_calls(parsed):
+            calls, another = self._rendering.calls_so_far(parsed, self._ids, self._tools)
+            self._second_call = self._one_call and another
         out: list[Delta] = []
-        reasoning = _stable((parsed.reasoning_content or "").strip())
+        if not self._sent_calls:
+            self._send_said(parsed, out, before_calls=bool(calls))
+        send_calls(self._sent_calls, calls[:1] if self._one_call else calls, out)
+        return out
+
+    def _send_said(self, parsed: ParsedResponse, out: list[Delta], *, before_calls: bool) -> None:
+        """Sends reasoning and text. They are complete before a call; what the model says after one
+        is sent at the end, because a call is sent in one piece with its arguments."""
+        reasoning = (parsed.reasoning_content or "").strip()
+        reasoning = reasoning if before_calls else _stable(reasoning)
         if self._may_send_reasoning(reasoning) and _grew(self._reasoning, reasoning):
             out.append(ReasoningDelta(reasoning[len(self._reasoning) :]))
             self._reasoning = reasoning
-        text = self._before_stop((parsed.content or "").lstrip(), ended=False)
+        text = (parsed.content or "").lstrip()
+        text = self._before_stop(text.rstrip() if before_calls else text, ended=before_calls)
         if self._may_send_text(parsed) and _grew(self._text, text):
             out.append(TextDelta(text[len(self._text) :]))
             self._text = text
-        if self._calls and self._are_calls(parsed):
-            calls = self._rendering.calls_so_far(
-                parsed, self._ids, self._prompt_end, self._tools, held_chars=HELD_CHARS
-            )
-            self._second_call = self._one_call and bool(calls) and len(parsed.tool_calls) > 1
-            send_calls(self._sent_calls, calls[:1] if self._one_call else calls, out)
-        return out
 
     @property
     def ended(self) -> bool:
@@ -100,6 +107,8 @@ class PrefixParser:
         )
         message.text = self._before_stop(message.text, ended=True)
         out: list[Delta] = []
+        if self._sent_calls:
+            send_calls(self._sent_calls, message.tool_calls, out)
         reasoning = message.reasoning or ""
         if _grew(self._reasoning, reasoning):
             out.append(ReasoningDelta(reasoning[len(self._reasoning) :]))

@@ -7,7 +7,7 @@ id by id. Otherwise they return None, and the turn forks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,13 @@ from proxy.conversation.messages import Conversation, Message, ToolCall, own_cal
 from proxy.errors import RequestError
 from proxy.records import Ids
 from proxy.rendering.answer_format import AnswerFormats
-from proxy.rendering.calls import begins_call, open_calls, read_call
+from proxy.rendering.calls import begins_call, joined_blocks, read_call
 from proxy.rendering.control_text import ControlText
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
 from proxy.rendering.system_messages import system_first, wants_system_first
+from proxy.rendering.tagged_calls import tagged_calls
 from proxy.rendering.tokenizer import StandIns, Tokenizer
 
 CONTEXT_TOKENS = 1024
@@ -43,6 +44,10 @@ _USUAL_OPENING = 16
 """Most answers begin less than this number of tokens after the end-of-turn token before them."""
 _OUTSIDERS = ("user", "tool")
 """Whose texts may spell control tokens and must not be able to use them."""
+_OPENING_TOKENS = 12
+"""More than the opening of a call has up to the tool's name, if each character is a token."""
+_DRAFTED_CALLS = 4
+"""Openings of calls in an answer that are tried, because those in its reasoning are no calls."""
 _OTHER_TEXTS = ("A", "B")
 _REFUSED = (
     AssertionError,
@@ -205,13 +210,12 @@ class Rendering:
         parsed = self.parsed(sampled, prompt_end, tools)
         texts = [parsed.content.strip()] if parsed.content else []
         made: list[ToolCall] = []
-        for attempt in parsed.tool_calls:
-            read = self._read(attempt, parsed, sampled, prompt_end, tools) if calls else []
-            made += read
-            if not read:
-                texts.append(self._raw(attempt, sampled))
-            if one_call and made:
-                del made[1:]
+        for item in self._items(parsed, sampled, tools, calls=calls):
+            if isinstance(item, str):
+                texts.append(item)
+                continue
+            made.append(item)
+            if one_call:
                 break
         for index, call in enumerate(made):
             call.id = own_call_id(call.id, made[:index])
@@ -227,6 +231,10 @@ class Rendering:
         `Family.forgetting`).
         """
         read = self._read_whole(sampled, prompt_end, tools)
+        if self.family.tags is not None and self.family.tags.text_goes_on and read.tool_calls:
+            start, _ = read.tool_calls[0].token_span or (0, 0)
+            before = self._read_whole(sampled[:start], prompt_end, tools)
+            read = replace(read, content=before.content)
         late = self._forgets_at(sampled, read) if self._forgetting else None
         if late is not None:
             read = self._read_whole(sampled[:late], prompt_end, tools)
@@ -246,6 +254,29 @@ class Rendering:
     def _read_whole(
         self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
     ) -> ParsedResponse:
+        """The renderer's parse. Where it need not read the calls, it does not."""
+        in_call = self.family.tags.in_each_call if self.family.tags else ""
+        if in_call:
+            for end in self._begun_calls(sampled, in_call):
+                begun = self._read_up_to_here(sampled[:end], prompt_end, tools)
+                if begun.tool_calls:
+                    return begun
+        return self._read_up_to_here(sampled, prompt_end, tools)
+
+    def _begun_calls(self, sampled: list[int], in_call: str) -> Iterator[int]:
+        """After which token the opening of a call is complete, for the first few calls."""
+        token, found = self.tokenizer.fast.token_to_id(in_call), 0
+        for at in (at for at, each in enumerate(sampled) if each == token):
+            text = self.tokenizer.decode(sampled[at : at + _OPENING_TOKENS])
+            if text.startswith(f"{in_call}invoke"):
+                yield at + _OPENING_TOKENS
+                found += 1
+            if found == _DRAFTED_CALLS:
+                return
+
+    def _read_up_to_here(
+        self, sampled: list[int], prompt_end: Ids, tools: list[dict[str, Any]]
+    ) -> ParsedResponse:
         try:
             read = self._renderer.parse_response(
                 sampled, tools=tools or None, prompt_ids=self._answer_opening(prompt_end)
@@ -257,29 +288,30 @@ class Rendering:
         return ParsedResponse(content=self.tokenizer.decode(self.before_stop(sampled)))
 
     def calls_so_far(
-        self,
-        parsed: ParsedResponse,
-        sampled: list[int],
-        prompt_end: Ids,
-        tools: list[dict[str, Any]],
-        *,
-        held_chars: int,
-    ) -> list[ToolCall]:
-        """The tool calls of an unfinished answer.
+        self, parsed: ParsedResponse, sampled: list[int], tools: list[dict[str, Any]]
+    ) -> tuple[list[ToolCall], bool]:
+        """The tool calls of an unfinished answer, as far as no later token can change them, and
+        whether a call after the first has begun.
 
         It stops at the first attempt that is malformed, or whose arguments have not begun (gpt-oss
         would be read as calling without arguments). An incomplete character is held back.
         """
-        calls: list[ToolCall] = []
-        for attempt in parsed.tool_calls:
+        tags = self.family.tags
+        if tags is not None:
+            text = self._from_first_call(parsed, sampled)
+            read = tagged_calls(tags, text, tools, unfinished=True)
+            calls = [item for item in read if isinstance(item, ToolCall)]
+            return calls, len(calls) > 1
+        calls, attempts = [], self._attempts(parsed, sampled, unfinished=True)
+        for attempt in attempts:
             written = replace(attempt, raw=attempt.raw.rstrip("\N{REPLACEMENT CHARACTER}"))
             if not written.raw.strip():
                 break
-            read = self._read(written, parsed, sampled, prompt_end, tools, held_chars)
-            if not read:
+            call = read_call(self.family, written, tools, unfinished=True)
+            if call is None:
                 break
-            calls += read
-        return calls
+            calls.append(call)
+        return calls, bool(calls) and len(attempts) > 1
 
     def least_tokens(self, conversation: Conversation, since: int = 0) -> int:
         """A lower bound on the number of tokens that the messages from index `since` on add.
@@ -366,27 +398,47 @@ class Rendering:
             ) from error
         return ids
 
-    def _read(
+    def _items(
         self,
-        attempt: ParsedToolCall,
         parsed: ParsedResponse,
         sampled: list[int],
-        prompt_end: Ids,
         tools: list[dict[str, Any]],
-        held_chars: int = 0,
-    ) -> list[ToolCall]:
-        call = read_call(self.family, attempt, tools, unfinished=held_chars > 0)
-        if call is not None:
-            return [call]
-        closes = self.family.call_closes
-        if closes is None or attempt.status is not ToolCallParseStatus.UNCLOSED_BLOCK:
+        *,
+        calls: bool,
+    ) -> list[ToolCall | str]:
+        """The calls of a finished answer, and other text from the first call on: malformed calls,
+        and what the model says after a call. Without `calls`, everything is text."""
+        if not parsed.tool_calls:
             return []
-        before, spoken = len(parsed.tool_calls) - 1, self.before_stop(sampled)
-        ended, within = (
-            self.parsed([*spoken, *self.tokenizer.encode(close)], prompt_end, tools).tool_calls
-            for close in closes
+        if self.family.tags is not None:
+            text = self._from_first_call(parsed, sampled)
+            return (
+                tagged_calls(self.family.tags, text, tools, unfinished=False) if calls else [text]
+            )
+        items: list[ToolCall | str] = []
+        for attempt in self._attempts(parsed, sampled, unfinished=False):
+            call = read_call(self.family, attempt, tools) if calls else None
+            items.append(self._raw(attempt, sampled) if call is None else call)
+        return items
+
+    def _attempts(
+        self, parsed: ParsedResponse, sampled: list[int], *, unfinished: bool
+    ) -> list[ParsedToolCall]:
+        """The attempted calls, whose ends the renderer has not found if they are in strings."""
+        block, spoken = self.family.json_block, self.before_stop(sampled)
+        closes = None if block is None else self.tokenizer.fast.token_to_id(block[1])
+        if closes is None:
+            return list(parsed.tool_calls)
+        decode = self.tokenizer.decode
+        return joined_blocks(
+            parsed.tool_calls, self.family, closes, spoken, decode, unfinished=unfinished
         )
-        return open_calls(self.family, ended[before:], within[before:], tools, held_chars)
+
+    def _from_first_call(self, parsed: ParsedResponse, sampled: list[int]) -> str:
+        """The answer's text from its first call on."""
+        spans = [attempt.token_span for attempt in parsed.tool_calls]
+        start = min(span[0] for span in spans if span is not None)
+        return self.tokenizer.decode(self.before_stop(sampled)[start:])
 
     def _raw(self, attempt: ParsedToolCall, sampled: list[int]) -> str:
         if attempt.token_span is None:

@@ -9,6 +9,7 @@ template itself is used, and a turn continues a recorded one only where that can
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from proxy.config import RenderingConfig
 from proxy.errors import ConfigurationError, RequestError
 from proxy.plugins import load_plugin
 from proxy.rendering.chat_template import ChatTemplate
-from proxy.rendering.families import Family, family_of
+from proxy.rendering.families import GLM_TAGS, GLM_TIGHT_TAGS, QWEN_TAGS, Family, family_of
 from proxy.rendering.harmony_vocabulary import harmony_vocabulary
 from proxy.rendering.tokenizer import Tokenizer
 
@@ -51,7 +52,8 @@ def choose_renderer(tokenizer: Tokenizer, config: RenderingConfig) -> tuple[Fami
             renderer = _agreeing(name, tokenizer, template, config.template_kwargs)
             if renderer is not None:
                 return family_of(name), renderer
-    return family_of(TEMPLATE), _template_renderer(tokenizer)
+    renderer = _template_renderer(tokenizer)
+    return _template_family(tokenizer, renderer), renderer
 
 
 def renderer_names() -> list[str]:
@@ -115,6 +117,34 @@ def _template_renderer(tokenizer: Tokenizer) -> Renderer:
         reasoning_parser="think" if "<think>" in source else None,
     )
     return create_renderer(tokenizer, config)
+
+
+def _template_family(tokenizer: Tokenizer, renderer: Renderer) -> Family:
+    """The family of a checkpoint's own template, by the format of its calls."""
+    family, source = family_of(TEMPLATE), tokenizer.chat_template or ""
+    parser = next((name for mark, name in _TOOL_PARSERS if mark in source), None)
+    if parser not in ("glm", "qwen3.5"):
+        return family
+    written = _written_call(tokenizer, renderer)
+    if parser == "glm":
+        tags = GLM_TAGS if "</arg_key>\n<arg_value>" in written else GLM_TIGHT_TAGS
+    else:
+        tags = replace(QWEN_TAGS, python_words="\nTrue\n" in written)
+    return replace(family, call_form=None, json_block=None, tags=tags)
+
+
+def _written_call(tokenizer: Tokenizer, renderer: Renderer) -> str:
+    """What the template writes for a call with a boolean; empty if it refuses."""
+    function = {"name": "look_up", "arguments": {"exact": True}}
+    call = {"id": "call_0", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    try:
+        return tokenizer.decode(renderer.render_ids(messages, tools=[_TOOL]))
+    except (*_UNBUILDABLE, RequestError, ValueError):
+        return ""
 
 
 _TOOL_PARSERS = (

@@ -135,9 +135,11 @@ class AnswerParser:
             text = message.text[: found[0]]
             message.text = text if self._plain else text.rstrip()
         out, self._early = self._early, []
+        self._end_call()
+        if self._sent_calls:  # text between the pieces of a call would end it
+            send_calls(self._sent_calls, message.tool_calls, out)
         message.reasoning = self._rest(self._reasoning, message.reasoning or "", out) or None
         message.text = self._rest(self._text, message.text, out)
-        self._end_call()
         send_calls(self._sent_calls, message.tool_calls, out)
         message.tool_calls = self._sent_calls
         return out, message
@@ -171,7 +173,10 @@ class AnswerParser:
             self._block_start = len(self._ids) - 1
             self._block = JsonBlock(self._rendering.family)
         elif channel is _Channel.TOOL and token == markers.end_tool:
-            self._close_block(out)
+            if self._block.is_in_string:
+                self._channel = _Channel.HELD  # a part of the string, or the end of malformed JSON
+            else:
+                self._close_block(out)
         elif channel is _Channel.TOOL:
             self._grow_call(self._stream.step(token), out)
         elif channel is _Channel.REASONING:

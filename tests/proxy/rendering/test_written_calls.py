@@ -1,0 +1,281 @@
+"""What a model writes for a call is what the agent gets, and what comes back is the same call.
+
+Each family's own template writes calls with drawn values; the sampled ids are read, whole and in
+pieces, and written in each dialect. `CALLS_EXAMPLES=100000` draws more examples over all families.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from renderers.base import MODEL_RENDERER_MAP
+
+from proxy.conversation import Conversation, Message, ToolCall
+from proxy.errors import RequestError
+from proxy.records import FinishReason
+from proxy.rendering.answers import _added
+from proxy.rendering.deltas import Delta
+from proxy.rendering.families import FAMILIES as KNOWN
+from proxy.rendering.prefix_stream import PrefixParser
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.stream import AnswerParser
+from proxy.rendering.tagged_calls import CallTags
+from proxy.rendering.whole import WholeParser
+from proxy.wire.dialect import Outcome, Piece
+from proxy.wire.fields import Fields
+from proxy.wire.registry import open_dialects
+from tests.proxy.rendering.test_families import Family, family_of
+from tests.proxy.rendering.test_stream import put_together, without_ids
+from tests.proxy.rendering.written_calls import Drawn, clean_text, drawn_calls, tagged_text
+
+__all__ = ["family_of"]
+FAMILIES = [*sorted(set(MODEL_RENDERER_MAP.values())), "template"]
+TAGGED = [name for name in FAMILIES if name in KNOWN and KNOWN[name].tags is not None]
+ONE_CALL = ("gpt-oss", "llama-3")
+"""Families that sample one call per answer."""
+THOUGHTLESS = {
+    *("deepseek-r1", "deepseek-v3", "deepseek-v4", "hy3", "kimi-k2", "laguna-m.1", "laguna-xs-2.1"),
+    *("laguna-xs.2", "llama-3", "prime-qwen3", "qwen3-vl", "template"),
+}
+"""Families whose prompt closes the reasoning, or whose template does not write it with a call."""
+SILENT = ("gemma4", "llama-3")
+"""Families whose template writes no text before a call."""
+EXAMPLES = int(os.environ.get("CALLS_EXAMPLES", "0")) // len(FAMILIES) or 12
+ASKED = Message("user", "Go.")
+DIALECTS = open_dialects()
+
+
+def check_settings(examples: int = EXAMPLES) -> Any:
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    return settings(max_examples=examples, deadline=None, suppress_health_check=slow)
+
+
+def asked(drawn: Drawn) -> Conversation:
+    return Conversation([ASKED], [drawn.tool])
+
+
+def answer_of(drawn: Drawn, text: str = "", reasoning: str = "") -> Message:
+    calls = [
+        ToolCall(f"functions.shell:{at}", "shell", json.dumps(arguments, ensure_ascii=False))
+        for at, arguments in enumerate(drawn.calls)
+    ]
+    return Message("assistant", text, reasoning or None, calls)
+
+
+def written(rendering: Rendering, conversation: Conversation, answer: Message) -> list[int]:
+    """The ids that the family's template writes for an answer, up to the end-of-turn token."""
+    before = rendering.full(conversation)
+    results = [Message("tool", "Done.", tool_call_id=call.id) for call in answer.tool_calls]
+    after = [*conversation.messages, answer, *results]
+    added = _added(rendering, before, rendering.full(Conversation(after, conversation.tools)))
+    ends = (at for at, token in enumerate(added) if token in rendering.closes)
+    return added[: next(ends, len(added))]
+
+
+def read_whole(rendering: Rendering, conversation: Conversation, ids: list[int]) -> Message:
+    parser = WholeParser(rendering, rendering.full(conversation), conversation.tools)
+    parser.feed(ids)
+    return parser.finish()[1]
+
+
+def read_in_pieces(
+    rendering: Rendering, conversation: Conversation, ids: list[int], sizes: list[int]
+) -> tuple[list[Delta], Message]:
+    prompt, tools = rendering.full(conversation), conversation.tools
+    parser: PrefixParser | AnswerParser = PrefixParser(rendering, prompt, tools)
+    if rendering.markers is not None:
+        parser = AnswerParser(rendering, prompt, tools, markers=rendering.markers)
+    deltas: list[Delta] = []
+    at = 0
+    while at < len(ids):
+        size = sizes[at % len(sizes)]
+        deltas += parser.feed(ids[at : at + size])
+        at += size
+    rest, message = parser.finish()
+    return deltas + rest, message
+
+
+def values(arguments: str) -> Any:
+    """The arguments by value; True, 1 and 1.0 are different."""
+    return json.dumps(json.loads(arguments), sort_keys=True)
+
+
+def same(calls: list[ToolCall], drawn: Drawn) -> bool:
+    wanted = [json.dumps(arguments, sort_keys=True) for arguments in drawn.calls]
+    return [(call.name, values(call.arguments)) for call in calls] == [
+        ("shell", arguments) for arguments in wanted
+    ]
+
+
+def expected(drawn: Drawn, tags: CallTags | None) -> bool:
+    """Whether no string of the calls is also another value that its schema allows."""
+    words = tags is not None and tags.python_words
+    return tags is None or not any(
+        drawn.is_ambiguous(key, value, python_words=words)
+        for arguments in drawn.calls
+        for key, value in arguments.items()
+    )
+
+
+def rendered(rendering: Rendering, conversation: Conversation, answer: Message) -> list[int] | None:
+    try:
+        return written(rendering, conversation, answer)
+    except RequestError:
+        return None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_call_that_is_written_is_the_call_that_is_read(name: str, family_of: Any) -> None:
+    family: Family = family_of(name)
+    rendering = family.rendering
+    text, most = clean_text, 1 if name in ONE_CALL else 3
+
+    @check_settings()
+    @given(
+        drawn_calls(text, most),
+        st.sampled_from(["", "Let me look.", "é 😀\n\nThen."]),
+        st.sampled_from(["", "I wonder.", "Is it <a>?\n\n- 1"]),
+        st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    )
+    def check(drawn: Drawn, said: str, thought: str, sizes: list[int]) -> None:
+        assume(expected(drawn, rendering.family.tags))
+        thought = "" if name in THOUGHTLESS else thought
+        said = "" if name in SILENT else said
+        answer = answer_of(drawn, said, thought)
+        ids = rendered(rendering, asked(drawn), answer)
+        assume(ids is not None)
+        assert ids is not None
+        message = read_whole(rendering, asked(drawn), ids)
+        assert same(message.tool_calls, drawn)
+        assert message.text == said
+        assert message.reasoning == (thought or None)
+        for split in (sizes, [1]):
+            deltas, streamed = read_in_pieces(rendering, asked(drawn), ids, split)
+            assert without_ids(streamed.tool_calls) == without_ids(message.tool_calls)
+            together = put_together(deltas)
+            assert together[0] == message.text == streamed.text
+            assert without_ids(together[2]) == without_ids(message.tool_calls)
+            in_all_dialects(drawn, deltas, streamed)
+
+    check()
+
+
+def in_all_dialects(drawn: Drawn, deltas: list[Delta], message: Message) -> None:
+    outcome = Outcome(message, FinishReason.TOOL_CALLS, 1, 0, 1)
+    for dialect, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "Go."}]}),
+        ("messages", {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 9}),
+        ("responses", {"input": "Go."}),
+    ):
+        kind = DIALECTS[dialect]
+        for stream in (False, True):
+            call = kind.parse(Fields({**body, "model": "m", "stream": stream}), {})
+            call.extra.setdefault("id", "resp_0_a")
+            if stream:
+                writer = kind.writer(call, "a")
+                pieces = [writer.piece(Piece(0, (delta,))) for delta in deltas]
+                data = b"".join([writer.start(1, 0), *pieces, writer.end([outcome])])
+                got = _STREAMED[dialect](_events(data))
+            else:
+                got = _WHOLE[dialect](json.loads(kind.whole(call, "a", [outcome])))
+            assert got == drawn.calls, (dialect, stream)
+
+
+def _events(data: bytes) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in data.decode().split("\n") if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def _chat_pieces(events: list[dict[str, Any]]) -> list[Any]:
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            for call in choice["delta"].get("tool_calls", []):
+                index = call["index"]
+                texts[index] = texts.get(index, "") + call["function"].get("arguments", "")
+    return [json.loads(text) for text in texts.values()]
+
+
+def _messages_pieces(events: list[dict[str, Any]]) -> list[Any]:
+    texts: dict[int, str] = {}
+    for event in events:
+        if event.get("content_block", {}).get("type") == "tool_use":
+            texts[event["index"]] = ""
+        if event.get("delta", {}).get("type") == "input_json_delta":
+            texts[event["index"]] += event["delta"]["partial_json"]
+    return [json.loads(text) for text in texts.values()]
+
+
+def _responses_pieces(events: list[dict[str, Any]]) -> list[Any]:
+    sent: dict[str, str] = {}
+    for event in events:
+        if event["type"] == "response.function_call_arguments.delta":
+            sent[event["item_id"]] = sent.get(event["item_id"], "") + event["delta"]
+    assert list(sent.values()) == [
+        event["arguments"]
+        for event in events
+        if event["type"] == "response.function_call_arguments.done"
+    ]
+    return [json.loads(text) for text in sent.values()]
+
+
+_STREAMED: dict[str, Any] = {
+    "chat/completions": _chat_pieces,
+    "messages": _messages_pieces,
+    "responses": _responses_pieces,
+}
+_WHOLE: dict[str, Any] = {
+    "chat/completions": lambda body: [
+        json.loads(call["function"]["arguments"])
+        for call in body["choices"][0]["message"]["tool_calls"]
+    ],
+    "messages": lambda body: [
+        block["input"] for block in body["content"] if block["type"] == "tool_use"
+    ],
+    "responses": lambda body: [
+        json.loads(item["arguments"]) for item in body["output"] if item["type"] == "function_call"
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_value_with_a_familys_own_tags_is_whole_or_visibly_broken(
+    name: str, family_of: Any
+) -> None:
+    """The call is read as written; or its arguments are no JSON, or it is text; or the template
+    writes the call that is read in the same way, so that nobody can tell them apart."""
+    family: Family = family_of(name)
+    rendering = family.rendering
+
+    @check_settings()
+    @given(drawn_calls(tagged_text, 1 if name in ONE_CALL else 2))
+    def check(drawn: Drawn) -> None:
+        assume(expected(drawn, rendering.family.tags))
+        ids = rendered(rendering, asked(drawn), answer_of(drawn))
+        assume(ids is not None)
+        assert ids is not None
+        message = read_whole(rendering, asked(drawn), ids)
+        deltas, streamed = read_in_pieces(rendering, asked(drawn), ids, [1, 5, 2])
+        assert without_ids(streamed.tool_calls) == without_ids(message.tool_calls)
+        assert without_ids(put_together(deltas)[2]) == without_ids(message.tool_calls)
+        calls = message.tool_calls
+        if any(_is_broken(call) for call in calls) or message.text or same(calls, drawn):
+            return
+        if "<think>" in str(drawn.calls) or "</think>" in str(drawn.calls):
+            return
+        again = rendered(rendering, asked(drawn), Message("assistant", tool_calls=calls))
+        assert again == ids
+
+    check()
+
+
+def _is_broken(call: ToolCall) -> bool:
+    try:
+        return not isinstance(json.loads(call.arguments), dict)
+    except ValueError:
+        return True
