@@ -45,7 +45,7 @@ THOUGHTLESS = {
 """Families whose prompt closes the reasoning, or whose template does not write it with a call."""
 SILENT = ("gemma4", "llama-3")
 """Families whose template writes no text before a call."""
-EXAMPLES = int(os.environ.get("CALLS_EXAMPLES", "0")) // len(FAMILIES) or 12
+EXAMPLES = int(os.environ.get("CALLS_EXAMPLES", "0")) // len(FAMILIES) or 8
 ASKED = Message("user", "Go.")
 DIALECTS = open_dialects()
 
