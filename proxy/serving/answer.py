@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from proxy.alternatives import CollectedAlternatives
+from proxy.conversation.free_form import with_free_calls
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
@@ -151,6 +152,7 @@ class LiveAnswer:
         rest, message = self._parser.finish()
         if self._continued is not None:
             message = structs.replace(self._continued.message, tool_calls=message.tool_calls)
+        message = with_free_calls(message, self._asked.request.free_form)
         if self._finish is FinishReason.LENGTH and self._parser.ended:
             self._finish = FinishReason.STOP  # at the last token that the engine may sample
         cut, size = self._finish is FinishReason.CUT, len(self._ids)

@@ -89,6 +89,8 @@ class Call(msgspec.Struct):
     """Whether the call should be keyed and rendered in a thread instead of the event loop."""
     unknown: tuple[str, ...] = ()
     """The names of the request's fields that nobody knows (`known_fields`)."""
+    free_form: frozenset[str] = frozenset()
+    """The names of tools that take one text instead of arguments."""
     extra: dict[str, Any] = {}
     """Values that only the dialect itself uses, when it writes the answer."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from proxy.conversation.free_form import free_arguments
 from proxy.conversation.messages import Conversation, Message, Role, ToolCall
 from proxy.conversation.references import AnswerPart, ReferringConversation
 from proxy.errors import ProxyError, RequestError
@@ -63,6 +64,7 @@ class ResponsesDialect:
             conversation=conversation,
             options=_options(fields),
             stream=fields.flag("stream"),
+            free_form=frozenset(name for name, kind in kinds.items() if kind == "custom"),
             extra={"kinds": kinds, "previous": previous, "created": int(time.time())},
             unknown=unknown_fields(fields, self.name),
         )
@@ -133,7 +135,7 @@ def _parse_item(item: Fields) -> Message | AnswerPart:
         )
         return Message("assistant", tool_calls=[call])
     if kind == "custom_tool_call":
-        arguments = orjson.dumps({"input": item.text("input", "")}).decode()
+        arguments = free_arguments(item.text("input", ""))
         call = ToolCall(item.text("call_id", ""), item.text("name"), arguments)
         return Message("assistant", tool_calls=[call])
     if kind in ("function_call_output", "custom_tool_call_output"):

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import orjson
 
-from proxy.conversation import ToolCall, parsed_arguments
+from proxy.conversation import ToolCall
+from proxy.conversation.free_form import free_text
 from proxy.conversation.references import AnswerPart, unknown_item
 from proxy.errors import ProxyError
 from proxy.records import FinishReason
@@ -100,9 +101,8 @@ def call_item(call: Call, tool_call: ToolCall, turn: int, position: int) -> Item
     call_id = tool_call.id
     head = {"id": f"fc_{turn}_{position}_{call_id}", "call_id": call_id, "status": "completed"}
     if kind == "custom":
-        arguments = parsed_arguments(tool_call.arguments)
-        text = arguments.get("input", "") if isinstance(arguments, dict) else str(arguments)
-        return {**head, "type": "custom_tool_call", "name": tool_call.name, "input": str(text)}
+        text = free_text(tool_call.arguments)
+        return {**head, "type": "custom_tool_call", "name": tool_call.name, "input": text}
     item = {
         **head,
         "type": "function_call",

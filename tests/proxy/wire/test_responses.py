@@ -80,6 +80,45 @@ async def test_returned_items_of_all_kinds_form_one_path(
     assert turns[1].shared_tokens == turns[0].path_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** Begin\\n  x \\n"}', "*** Begin\n  x \n"),
+        ('{"input": ""}', ""),
+        ('{"input": "{\\"patch\\": 1}"}', '{"patch": 1}'),
+        ('{"input": "a", "why": "b"}', "a"),
+        ('{"patch": "*** Begin"}', '{"patch": "*** Begin"}'),
+        ('{"input": null}', '{"input": null}'),
+        ('{"input": {"a": [1, true]}}', '{"input": {"a": [1, true]}}'),
+        ('{"input": 5}', '{"input": 5}'),
+        ("{}", "{}"),
+        ('{"input": "a" b}', '{"input": "a" b}'),
+    ],
+)
+async def test_free_form_call_has_one_text_and_comes_back_as_the_same_call(
+    proxy: RunningProxy, client: openai.AsyncOpenAI, arguments: str, text: str, stream: bool
+) -> None:
+    proxy.answers(call("apply_patch", arguments))
+    history: list[Any] = [{"role": "user", "content": "Patch."}]
+    answer: Any = await client.responses.create(
+        model="m", input=history, tools=TOOLS, stream=stream
+    )
+    if stream:
+        events = [event async for event in answer]
+        sent = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
+        assert "".join(sent) == text
+        answer = events[-1].response
+    (item,) = answer.output
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", text)
+    history.append(item.model_dump(exclude_none=True))
+    history.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": "ok"})
+    await client.responses.create(model="m", input=history, tools=TOOLS)
+    turns = await turns_of(proxy, client)
+    assert [turn.fork_cause for turn in turns] == [None, None]
+    assert turns[1].shared_tokens == turns[0].path_tokens
+
+
 async def test_text_after_a_streamed_call_continues_the_path(
     proxy: RunningProxy, client: openai.AsyncOpenAI
 ) -> None:
