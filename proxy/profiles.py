@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib import resources
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from proxy.errors import RequestError
+
+
+class Rewrite(NamedTuple):
+    """Example: Rewrite(re.compile("cd [^ ]+ && "), "")"""
+
+    match: re.Pattern[str]
+    text: str
 
 
 class AgentProfile(BaseModel):
@@ -24,6 +31,11 @@ class AgentProfile(BaseModel):
     """Matches are removed from system messages because they change with every request."""
     agents: tuple[str, ...] = ()
     """Names of request headers that identify the sub-agent."""
+    rewrites: tuple[Rewrite, ...] = ()
+    """What the agent's client replaces in the strings of a call before it runs it, where no schema
+    says so (`conversation.tidied`)."""
+    stand_ins: tuple[str, ...] = ()
+    """Names of tools under which the agent quotes a call that it could not make."""
     tolerate: Mapping[str, tuple[re.Pattern[str], ...]] = {}
     """Name → what may differ, in a branch, between a request and the recorded one. The name is a
     Python identifier."""

@@ -1,4 +1,4 @@
-"""Calls of free-form tools, which take one text instead of arguments (Responses: `custom`).
+"""Calls of free-form tools, which take one text instead of arguments (`custom`).
 
 The model is offered such a tool as a function with one string, `input`. Invariant: every call that
 it makes has one text, which the agent gets and sends back, and is recorded as the call with that
@@ -8,12 +8,20 @@ text, so that what comes back is the same call.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import orjson
 from msgspec.structs import replace
 
 from proxy.conversation.json_values import parsed_arguments
 from proxy.conversation.messages import Message
+
+FREE_FORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+"""The schema of a free-form tool's arguments."""
 
 
 def free_text(arguments: str) -> str:

@@ -38,7 +38,7 @@ def parsed_arguments(text: str) -> Any:
     if text.count(",") + text.count("{") + text.count("[") > MAX_ARGUMENT_VALUES:
         return text
     try:
-        value = orjson.loads(text)
+        value = loads(text)
     except orjson.JSONDecodeError:
         return text
     if text.count("{") + text.count("[") > MAX_ARGUMENT_DEPTH and is_deeper(
@@ -46,6 +46,47 @@ def parsed_arguments(text: str) -> Any:
     ):
         return text
     return value
+
+
+def loads(data: str | bytes) -> Any:
+    """What is written as JSON. Half a surrogate pair, which JavaScript can write and UTF-8 cannot,
+    and bytes that are not UTF-8 become U+FFFD; a byte order mark is skipped.
+
+    Raises orjson.JSONDecodeError.
+    """
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        mended = _mended(data)
+        if mended == data:
+            raise
+        return orjson.loads(mended)
+
+
+def _mended(data: str | bytes) -> str | bytes:
+    if isinstance(data, bytes):
+        if b"\\u" not in data and data.isascii():
+            return data
+        data = _SURROGATES.sub(_as_utf8, data).decode("utf-8", "replace")
+    text = data.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
+    return _ESCAPE.sub(lambda found: "\\ufffd" if found["half"] else found[0], text)
+
+
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
+)
+"""An escape, or two that are a surrogate pair."""
+_SURROGATES = re.compile(
+    rb"\xed[\xa0-\xaf][\x80-\xbf]\xed[\xb0-\xbf][\x80-\xbf]|\xed[\xa0-\xbf][\x80-\xbf]"
+)
+"""Surrogates that were written as if they were characters: a pair, or half of one."""
+
+
+def _as_utf8(found: re.Match[bytes]) -> bytes:
+    pair = found[0].decode("utf-8", "surrogatepass")
+    return pair.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
 
 
 def canonical_arguments(text: str) -> bytes:
@@ -57,6 +98,11 @@ def canonical_arguments(text: str) -> bytes:
     if len(text) <= MAX_ARGUMENT_CHARS and _SPELT_NUMBER.search(text):
         value = _canonical(value)
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def canonical_json(value: Any) -> bytes:
+    """The same bytes for equal values of JSON."""
+    return orjson.dumps(_canonical(value), option=orjson.OPT_SORT_KEYS)
 
 
 def is_deeper(value: Any, levels: int) -> bool:

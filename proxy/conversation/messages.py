@@ -42,6 +42,8 @@ class Message(msgspec.Struct, gc=False):
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
     """For a tool result: the id of its call."""
+    compacted: bool = False
+    """Whether it stands for an earlier part of the conversation."""
 
 
 class Conversation(msgspec.Struct):
@@ -50,12 +52,20 @@ class Conversation(msgspec.Struct):
     messages: list[Message]
     tools: list[dict[str, Any]] = []
     """In the form of Chat Completions: `{"type": "function", "function": {"name", …}}`."""
+    deferred: list[dict[str, Any]] = []
+    """Tools that can be called and that are not in the prompt: the model learns of them from a tool
+    result."""
     continues: int | None = None
     """The turn that `messages` follow, if the agent names it instead of repeating its history."""
     prefill: str | None = None
     """Text by the agent that the answer begins with and the model continues."""
     raw: str | list[int] | None = None
     """A prompt without messages, as text or ids (Completions)."""
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools whose calls are read: those of the prompt, and the deferred ones."""
+        return [*self.tools, *self.deferred] if self.deferred else self.tools
 
 
 def message_chars(message: Message) -> int:
@@ -184,4 +194,6 @@ def _joined(first: Message, second: Message) -> Message:
     if len(reasoning) == 2 and _is_only_reasoning(first):
         reasoning = reasoning[1:]
     calls = [*first.tool_calls, *second.tool_calls]
-    return Message("assistant", "\n".join(texts), "\n".join(reasoning) or None, calls)
+    compacted = first.compacted or second.compacted
+    reasoned = "\n".join(reasoning) or None
+    return Message("assistant", "\n".join(texts), reasoned, calls, compacted=compacted)

@@ -61,7 +61,7 @@ def reads_as(
 ) -> bool:
     """Whether the renderer reads these ids as this answer. A template that has no place for
     reasoning may leave it out."""
-    read = rendering.parse(sampled, prompt, conversation.tools, calls=True)
+    read = rendering.parse(sampled, prompt, conversation.callable_tools, calls=True)
     (thought, said), (reasoning, text) = split_reasoning(read), split_reasoning(answer)
     same_calls = canonical_calls(read) == canonical_calls(answer)
     return same_calls and said == text and thought in (reasoning, "")

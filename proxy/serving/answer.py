@@ -266,7 +266,7 @@ class LiveAnswer:
             "opening": opening,
             "given_chars": self._begun_chars,
         }
-        tools = self._asked.request.conversation.tools
+        tools = self._asked.request.conversation.callable_tools
         rendering = self._call.backend.rendering
         if not plain and not self._streamed:
             return WholeParser(rendering, before, tools, **common)
@@ -386,7 +386,7 @@ def _stop_string(call: LiveCall, turn: Turn, prompt: Ids) -> str | None:
     parser = WholeParser(
         call.backend.rendering,
         _before(prompt, len(opening)),
-        conversation.tools,
+        conversation.callable_tools,
         stop=options.stop,
         calls=options.tool_calls,
         one_call=not options.parallel_calls,

@@ -7,6 +7,7 @@ import msgspec
 from proxy.branching.prefix import Recognised
 from proxy.conversation.message_keys import Key
 from proxy.records import Ids
+from proxy.serving.returned_calls import Recovered
 from proxy.wire.dialect import Call
 
 
@@ -35,6 +36,8 @@ class Asked(msgspec.Struct, frozen=True):
     """The answer's first tokens, which are not sampled: a forced call's opening, or a prefill."""
     policy: str = ""
     """The policy that the session maps the requested model name to."""
+    tidied: tuple[Recovered, ...] = ()
+    """The recorded calls of the history that the agent's client has tidied."""
     recognised: Recognised | None = None
     """In a branch: how much of the request is recorded."""
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -295,6 +295,9 @@ class LiveCall:
             request=live.tree.new_messages(asked.request.conversation, asked.keys),
         )
         await self._record_intent(turn, asked.request_key)
+        if asked.tidied or asked.request.notes:
+            with self._uninterrupted(), suppress(StoreError):
+                await live.note(backend.store, turn.index, asked)
         given = None if live.branch is None else live.branch.given_answer(turn.index)
         return LiveAnswer(self, choice, turn, placement.prompt, sampling, asked, said, given)
 

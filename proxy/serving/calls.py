@@ -27,6 +27,7 @@ from proxy.serving.backend import Backend
 from proxy.serving.call import LiveCall
 from proxy.serving.forced_call import call_or_answer
 from proxy.serving.prompt_bounds import refuse_too_many_chars
+from proxy.serving.returned_calls import Recovered
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.body import scrub
 from proxy.wire.dialect import Call
@@ -63,11 +64,19 @@ class Calls:
         if request.conversation.continues is not None:
             named = await self._answered(live, request.conversation.continues)
             request.conversation.continues = named
-        recognised = await self._recognised(live, request.conversation, large=request.is_large)
+        conversation, large = request.conversation, request.is_large
+        tidied = live.returned.recover(conversation)
+        recognised = await self._recognised(live, conversation, large=large)
         keys = await self._keys(live, request)
+        if found := await self._compare_calls(live, conversation, keys):
+            tidied += found
+            recognised = await self._recognised(live, conversation, large=large)
+            keys = await self._keys(live, request)
         policy = live.session.policy_of(request.model)
         request_key = _request_key(keys[-1], request, policy)
-        asked = Asked(request, caller, keys, request_key, opening, policy, recognised)
+        asked = Asked(
+            request, caller, keys, request_key, opening, policy, tuple(tidied), recognised
+        )
         joined = live.retries.joinable(asked)
         if joined is not None:
             return joined
@@ -84,6 +93,11 @@ class Calls:
     async def count_tokens(self, live: LiveSession, conversation: Conversation) -> int:
         """Number of tokens of a prompt. Raises RequestError."""
         await self._recognised(live, conversation, large=True)
+        live.returned.recover(conversation)
+        if conversation.messages:
+            make_keys = partial(live.known_keys.keys, with_reasoning=live.tree.follows)
+            keys = await asyncio.to_thread(make_keys, conversation)
+            await self._compare_calls(live, conversation, [*keys])
         rendering, prefill = self._backend.rendering, conversation.prefill
         refuse_too_many_chars(conversation, 0, self._backend.room)
         ids = await asyncio.to_thread(rendering.full, conversation)
@@ -122,6 +136,34 @@ class Calls:
         return (
             await asyncio.to_thread(recognise, conversation) if large else recognise(conversation)
         )
+
+    async def _compare_calls(
+        self, live: LiveSession, conversation: Conversation, keys: list[Key]
+    ) -> list[Recovered]:
+        """Replaces the calls of the history that the agent's client has tidied and that were not
+        compared with the recorded ones before. Returns them."""
+        if conversation.raw is not None or conversation.continues is not None:
+            return []
+        since = live.tree.match(keys).answered + 1
+        found = [
+            (call, turns)
+            for call in live.returned.unknown(conversation.messages[since:])
+            if (turns := live.tree.turns_of_call(call.id))
+        ]
+        if not found:
+            return []
+        wanted = sorted({index for _, turns in found for index in turns})
+        session_id = live.session.session_id
+        recorded = await self._backend.store.get_turns(
+            session_id, since=wanted[0], until=wanted[-1] + 1
+        )
+        answers = {t.index: load_answer(t.answer).tool_calls for t in recorded if t.answer}
+        tidied = []
+        for call, turns in found:
+            same = [(i, each) for i in turns for each in answers.get(i, []) if each.id == call.id]
+            tools = conversation.callable_tools
+            tidied.append(live.returned.compare(call, same, tools, live.profile))
+        return [each for each in tidied if each is not None]
 
     async def _resolve(self, live: LiveSession, referring: ReferringConversation) -> None:
         """Resolves references. Raises RequestError (404) for one that is not in the record."""
@@ -180,7 +222,7 @@ class Calls:
         forced, prefill = request.options.forced, request.conversation.prefill
         if forced is None:
             return EMPTY_IDS if prefill is None else rendering.prefill(prefill)
-        offered = [tool["function"]["name"] for tool in request.conversation.tools]
+        offered = [tool["function"]["name"] for tool in request.conversation.callable_tools]
         if not offered or forced.name not in (None, *offered):
             raise RequestError(
                 f"tool_choice: {forced.name or 'a call'!r} is required, but the tools are "

@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,10 @@ from proxy.records import (
     Turn,
     TurnStatus,
 )
+from proxy.serving.asked import Asked
 from proxy.serving.branch import LiveBranch, open_branch
 from proxy.serving.retries import RetryBook
+from proxy.serving.returned_calls import ReturnedCalls
 from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree import TokenTree
 
@@ -48,6 +50,10 @@ MAX_ID_CHARS = 256
 MAX_REFUSALS = 100
 """Number of refused calls per session that are recorded as events; the metrics count all."""
 MAX_UNKNOWN_FIELDS = 100
+MAX_PARTS = 20
+"""Parts of a request that an event names; it counts all."""
+MAX_NOTED = 2000
+"""Parts of histories per session about which an event tells."""
 CLOSING = ""
 """Wakes the listeners of a session that has ended. It is not sent to them as an event."""
 _SEGMENT = re.compile(r"[A-Za-z0-9._~@:+=,-]+")
@@ -74,6 +80,10 @@ class LiveSession:
     tree: TokenTree = field(init=False)
     retries: RetryBook = field(default_factory=RetryBook)
     known_keys: KnownKeys = field(default_factory=KnownKeys)
+    returned: ReturnedCalls = field(default_factory=ReturnedCalls)
+    noted: set[int] = field(default_factory=set)
+    """Hashes of what events have already told about the agent's history, which each call repeats;
+    at most MAX_NOTED."""
     running: set[LiveCall] = field(default_factory=set)
     """Calls that have not ended, or whose answer is still on its way."""
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -122,6 +132,32 @@ class LiveSession:
         """Stores an event and sends it to all listeners."""
         seq = await store.add_event(self.session.session_id, kind, data)
         self.publish(kind, seq=seq, **data)
+
+    async def note(self, store: Store, index: int, asked: Asked) -> None:
+        """Records events for what turn `index` is the first one to have in its request: calls that
+        the agent's client has tidied, and parts that the model sees as text."""
+        calls = [
+            {"turn": each.turn, "id": each.call.id, "name": each.call.name, "changes": each.changes}
+            for each in asked.tidied
+            if self._is_new((each.call.id, each.changes))
+        ]
+        if calls:
+            await self.record(store, "tidied", index=index, calls=calls)
+        new = [note for note in asked.request.notes if self._is_new(note)]
+        for kind in dict.fromkeys(note.kind for note in new):
+            parts = [
+                {"type": each.name, "at": each.place, "text": each.text}
+                for each in new
+                if each.kind == kind
+            ]
+            await self.record(store, kind, index=index, count=len(parts), parts=parts[:MAX_PARTS])
+
+    def _is_new(self, what: Hashable) -> bool:
+        """Whether no event has told this; remembers it."""
+        if len(self.noted) >= MAX_NOTED or hash(what) in self.noted:
+            return False
+        self.noted.add(hash(what))
+        return True
 
     @property
     def being_sent(self) -> set[int]:

@@ -67,7 +67,9 @@ def fork_cause(
 
     `keys` has one key per message.
     """
-    known = next((i for i in reversed(range(len(keys))) if tree.knows_messages(keys[i])), -1)
+    known = _last_known(tree, keys)
+    if any(message.compacted for message in messages[known + 1 :]):
+        return ForkCause.COMPACTION
     if known >= 0 and known + 1 < len(messages):
         asked = tree.same_requests(keys[known])
         return _cause_after(tree, messages[known + 1], asked, match)
@@ -81,6 +83,22 @@ def fork_cause(
     if is_quoted(messages, set(tree.quotes[-QUOTED_TURNS:])):
         return ForkCause.COMPACTION
     return ForkCause.NEW_CONVERSATION
+
+
+def foreign_cause(tree: TokenTree, messages: list[Message], keys: Sequence[Key]) -> ForkCause:
+    """Why a conversation follows a recorded answer with an assistant message that is not one: how
+    that message differs from the answer in whose place it stands, if there is one."""
+    known = _last_known(tree, keys)
+    message = messages[known + 1] if 0 <= known < len(messages) - 1 else None
+    if message is None or message.role != "assistant":
+        return ForkCause.FOREIGN_ASSISTANT
+    answers = [node.marks for node in tree.same_requests(keys[known]) if node.marks is not None]
+    return cause_of(message, answers, follows=tree.follows)
+
+
+def _last_known(tree: TokenTree, keys: Sequence[Key]) -> int:
+    """Index of the last message up to which the conversation was recorded; -1 if none is."""
+    return next((i for i in reversed(range(len(keys))) if tree.knows_messages(keys[i])), -1)
 
 
 def _cause_at(

@@ -24,12 +24,15 @@ from proxy.conversation.recorded import dump_request, dump_same_request
 from proxy.errors import RequestError
 from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
-from proxy.token_tree.fork_cause import AnswerMarks, fork_cause
+from proxy.token_tree.fork_cause import AnswerMarks, foreign_cause, fork_cause
 from proxy.token_tree.paths import common_prefix, path, prefix
 
 FORK_CANDIDATES = 16
 """Number of paths that are compared with a prompt token by token to find where it forks: the most
 likely ones and the latest ones."""
+
+MAX_SAME_IDS = 8
+"""Turns that are looked at for a call whose id the model wrote, and may have written again."""
 
 
 class Node(msgspec.Struct, gc=False):
@@ -107,6 +110,7 @@ class TokenTree:
         """Answers with calls under the key that they have without their text; None for two answers
         that differ only in their text. Empty with `follows`."""
         self._by_request: dict[bytes, list[int]] = {}
+        self._by_call_id: dict[str, list[int]] = {}
         self._by_body: dict[bytes, int] = {}
         self._raw_lengths: set[int] = set()
         for turn in turns:
@@ -179,6 +183,10 @@ class TokenTree:
             node.marks = AnswerMarks.of(answer)
             self.quotes[turn.index] = node.marks.quote
             self._remember_calls(node, answer)
+            for call in answer.tool_calls:
+                turns = self._by_call_id.setdefault(call.id, [])
+                if turn.index not in turns:
+                    turns.append(turn.index)
 
     def _remember_calls(self, node: Node, answer: Message) -> None:
         """Some agents drop the text of an answer that has calls. The prompt keeps it."""
@@ -190,6 +198,11 @@ class TokenTree:
             other = self._by_calls.get(chain, node.index)
             same = other is not None and self.nodes[other].answer_key == node.answer_key
             self._by_calls[chain] = node.index if same else None
+
+    def turns_of_call(self, call_id: str) -> list[int]:
+        """The latest turns whose answer has a call with this id, of which there is one, unless
+        the model wrote the id."""
+        return self._by_call_id.get(call_id, [])[-MAX_SAME_IDS:]
 
     def _remember_body(self, key: Key, index: int) -> None:
         if isinstance(key, ConversationKey):
@@ -248,7 +261,7 @@ class TokenTree:
             return self._place_raw(conversation.raw, rendering)
         match = self.match(keys)
         if match.node is not None:
-            extended = self._extend(conversation, match, rendering)
+            extended = self._extend(conversation, keys, match, rendering)
             if extended is not None:
                 return extended
         return self._fork(conversation, keys, match, rendering)
@@ -261,7 +274,7 @@ class TokenTree:
         return Placement(parent, shared, EMPTY_IDS, prompt, ForkCause.SIBLING)
 
     def _extend(
-        self, conversation: Conversation, match: Match, rendering: Rendering
+        self, conversation: Conversation, keys: Sequence[Key], match: Match, rendering: Rendering
     ) -> Placement | None:
         node = self.nodes[match.node or 0]
         new = conversation.messages[match.answered + 1 :]
@@ -277,7 +290,7 @@ class TokenTree:
             suffix = rendering.suffix_after(conversation, match.answered, int(last))
         if suffix is None:
             return None
-        cause = ForkCause.FOREIGN_ASSISTANT if foreign else None
+        cause = foreign_cause(self, conversation.messages, keys) if foreign else None
         if cause is None and node.children:
             cause = ForkCause.ROLLED_BACK
         prompt = prefix(self.nodes, node.index, node.path_tokens, suffix)

@@ -14,7 +14,7 @@ import orjson
 from msgspec.structs import replace
 
 from proxy.conversation import Conversation
-from proxy.conversation.json_values import is_deeper
+from proxy.conversation.json_values import is_deeper, loads
 from proxy.errors import RequestError
 from proxy.profiles import AgentProfile
 from proxy.wire.dialect import Call, Dialect, Headers
@@ -72,7 +72,9 @@ class Body:
 def parse_call(dialect: Dialect, body: Body, headers: Headers, profile: AgentProfile) -> Call:
     """The call as the model is to see it. Raises RequestError for a body that the dialect cannot
     honour."""
-    call = dialect.parse(parse_body(body), headers)
+    fields = parse_body(body)
+    call = dialect.parse(fields, headers)
+    call.notes = fields.notes
     scrub(call.conversation, profile)
     refers = call.referring is not None or call.conversation.continues is not None
     call.is_small = len(body.data) <= SMALL_BYTES and not refers
@@ -101,7 +103,7 @@ def parse_body(body: Body) -> Fields:
     """Raises RequestError for a body that is not a JSON object within the bounds above."""
     _refuse_size(body)
     try:
-        data = orjson.loads(body.data)
+        data = loads(body.data)
     except orjson.JSONDecodeError as error:
         _refuse_depth(body.data)
         raise RequestError(f"the body is not JSON: {error}") from error

@@ -8,11 +8,12 @@ would change the sampling and that the proxy does not support.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from proxy.conversation.free_form import FREE_FORM, free_arguments, free_text
 from proxy.conversation.messages import Conversation, Message, Role, ToolCall, normalised
 from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
@@ -28,8 +29,9 @@ from proxy.wire.dialect import (
     error_type,
     read_sampling,
 )
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, only_provider_tools
 from proxy.wire.known_fields import unknown_fields
+from proxy.wire.shown import block_text, joined
 
 MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
@@ -50,7 +52,7 @@ class ChatDialect:
     route = "chat/completions"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
-        tools = [parse_tool(tool) for tool in fields.objects("tools")]
+        tools, kinds = parse_tools(fields)
         messages = normalised(parse_messages(fields))
         if not messages:
             raise fields.refuse("messages", "at least one message")
@@ -61,9 +63,11 @@ class ChatDialect:
             options=parse_options(fields),
             n=fields.integer("n", 1, MAX_CHOICES) or 1,
             stream=fields.flag("stream"),
+            free_form=frozenset(kinds),
             extra={
                 "usage": stream_options.flag("include_usage"),
                 "token_ids": fields.flag("return_token_ids"),
+                "kinds": kinds,
             },
             unknown=unknown_fields(fields, self.name),
         )
@@ -101,6 +105,10 @@ class ChatWriter:
             "model": call.model,
         }
         self._begin = b"data: " + orjson.dumps(head)[:-1]
+        self._kinds: Mapping[str, str] = call.extra.get("kinds", {})
+        self._held: dict[tuple[int, int], ToolCall] = {}
+        """Free-form calls whose arguments are not complete, by choice and index. Their input is a
+        value inside the arguments."""
 
     def start(self, prompt_tokens: int, turn: int) -> bytes:
         role = {"role": "assistant", "content": ""}
@@ -114,11 +122,15 @@ class ChatWriter:
             chunks.append(self._chunk(piece.choice, {"content": ""}, logprobs=logprobs))
         for at, delta in enumerate(piece.deltas):
             said = logprobs if texts and at == texts[-1] else None
-            chunks.append(self._chunk(piece.choice, _delta(delta), logprobs=said))
+            chunks += [
+                self._chunk(piece.choice, each, logprobs=said)
+                for each in self._deltas(piece.choice, delta)
+            ]
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
-        chunks = [
+        chunks = list(self._held_chunks()) if self._held else []
+        chunks += [
             self._chunk(i, {}, finish_reason=outcome.finish_reason)
             for i, outcome in enumerate(outcomes)
         ]
@@ -128,6 +140,27 @@ class ChatWriter:
 
     def error(self, error: ProxyError) -> bytes:
         return b"data: " + openai_error(error) + b"\n\n"
+
+    def _deltas(self, choice: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        if isinstance(delta, TextDelta):
+            yield {"content": delta.text}
+        elif isinstance(delta, ReasoningDelta):
+            yield {"reasoning_content": delta.text}
+        elif isinstance(delta, ToolCallStart):
+            call = ToolCall(delta.id, delta.name, "")
+            if delta.name in self._kinds:
+                self._held[choice, delta.index] = call
+            else:
+                yield {"tool_calls": [{"index": delta.index, **_call(call, {})}]}
+        elif (held := self._held.get((choice, delta.index))) is not None:
+            held.arguments += delta.text
+        else:
+            yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+
+    def _held_chunks(self) -> Iterator[bytes]:
+        for (choice, index), call in self._held.items():
+            calls = [{"index": index, **_call(call, self._kinds)}]
+            yield self._chunk(choice, {"tool_calls": calls})
 
     def _chunk(
         self,
@@ -171,10 +204,10 @@ def parse_message(fields: Fields) -> Message:
     role = _ROLES.get(name)
     if role is None:
         raise fields.refuse("role", f"one of {', '.join(_ROLES)}")
-    message = Message(role, parse_content(fields, "content"))
     if role == "assistant":
+        message = _parse_assistant(fields)
         reasoning = fields.get("reasoning_content") or fields.get("reasoning")
-        message.reasoning = reasoning if isinstance(reasoning, str) else None
+        message.reasoning = reasoning if isinstance(reasoning, str) else message.reasoning
         message.tool_calls = [_parse_call(call) for call in fields.objects("tool_calls")]
         legacy = fields.get("function_call")
         if legacy is not None:
@@ -182,32 +215,70 @@ def parse_message(fields: Fields) -> Message:
             message.tool_calls.append(_function(function, function.text("name", "")))
         refused = fields.optional_text("refusal")
         message.text = message.text or refused or ""
-    elif role == "tool":
+        return message
+    message = Message(role, parse_content(fields, "content"))
+    if role == "tool":
         message.tool_call_id = fields.optional_text("tool_call_id") or fields.optional_text("name")
     return message
 
 
+def _parse_assistant(fields: Fields) -> Message:
+    """Text and reasoning of an assistant's content. Some agents send Anthropic's blocks here."""
+    if not isinstance(fields.get("content"), list):
+        return Message("assistant", parse_content(fields, "content"))
+    texts, thoughts = [], []
+    for at, block in enumerate(fields.items("content")):
+        held = Fields(
+            {"type": "text", "text": block} if isinstance(block, str) else block,
+            fields,
+            "content",
+            at,
+        )
+        kind = held.text("type", "text")
+        if kind in ("thinking", "reasoning"):
+            thoughts.append(held.text("thinking" if kind == "thinking" else "text", ""))
+        elif kind not in ("redacted_thinking", "tool_use"):
+            texts.append(block_text(held))
+    return Message("assistant", "\n".join(texts), "\n".join(thoughts) or None)
+
+
 def parse_content(fields: Fields, name: str) -> str:
-    """Text from a string or from text blocks. Images, sound and files are refused."""
-    content = fields.get(name)
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for block in fields.objects(name):
-        kind = block.text("type", "text")
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise block.refuse("type", "text (images, sound and files are not supported)")
-        texts.append(block.text("refusal" if kind == "refusal" else "text", ""))
-    return "\n".join(texts)
+    """Text from a string or from blocks; see `shown` for those that are not text."""
+    return joined(fields, name)
 
 
-def parse_tool(fields: Fields) -> dict[str, Any]:
-    if fields.text("type", "function") != "function":
-        raise fields.refuse("type", '"function" (this proxy cannot run tools of the provider)')
-    function = fields.child("function")
-    function.text("name")
-    kept = {key: value for key, value in function.data.items() if key != "cache_control"}
-    return {"type": "function", "function": kept}
+def parse_tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The functions for the model, and `custom` by name for those that are free-form on the wire.
+
+    With `tool_choice.allowed_tools` only these are offered. Raises RequestError if there are only
+    tools that nobody runs here."""
+    tools: list[dict[str, Any]] = []
+    kinds: dict[str, str] = {}
+    for tool in fields.objects("tools"):
+        kind = tool.text("type", "function")
+        if kind not in ("function", "custom"):
+            tool.note("tools_left_out", kind)
+            continue
+        function = tool.child(kind)
+        name = function.text("name")
+        kept = {key: value for key, value in function.data.items() if key != "cache_control"}
+        if kind == "custom":
+            kinds[name] = kind
+            words = {"description": kept["description"]} if "description" in kept else {}
+            kept = {"name": name, **words, "parameters": FREE_FORM}
+        tools.append({"type": "function", "function": kept})
+    if fields.items("tools") and not tools:
+        raise only_provider_tools(fields)
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = _allowed(fields)
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+    return tools, kinds
+
+
+def _allowed(fields: Fields) -> set[str]:
+    named = fields.child("tool_choice").child("allowed_tools").objects("tools")
+    return {each.child(each.text("type", "function")).text("name") for each in named}
 
 
 def parse_options(fields: Fields) -> Options:
@@ -218,7 +289,7 @@ def parse_options(fields: Fields) -> Options:
     options.max_tokens = max_tokens or options.max_tokens
     options.logprobs, options.top_logprobs = logprobs, top if logprobs else 0
     options.every_token = fields.flag("return_token_ids")
-    options.tool_calls = fields.get("tool_choice") != "none"
+    options.tool_calls = _choice_kind(fields) != "none"
     options.forced = _forced(fields)
     options.parallel_calls = fields.flag("parallel_tool_calls", True)
     return options
@@ -266,18 +337,6 @@ def sse(data: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
-    if isinstance(delta, TextDelta):
-        return {"content": delta.text}
-    if isinstance(delta, ReasoningDelta):
-        return {"reasoning_content": delta.text}
-    if isinstance(delta, ToolCallStart):
-        call = _call(ToolCall(delta.id, delta.name, ""))
-    else:
-        call = {"function": {"arguments": delta.text}}
-    return {"tool_calls": [{"index": delta.index, **call}]}
-
-
 def _choice(index: int, outcome: Outcome, call: Call) -> dict[str, Any]:
     message = outcome.message
     entry: dict[str, Any] = {"role": "assistant", "content": message.text or None}
@@ -286,7 +345,8 @@ def _choice(index: int, outcome: Outcome, call: Call) -> dict[str, Any]:
     if message.reasoning:
         entry["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        entry["tool_calls"] = [_call(tool_call) for tool_call in message.tool_calls]
+        kinds = call.extra.get("kinds", {})
+        entry["tool_calls"] = [_call(tool_call, kinds) for tool_call in message.tool_calls]
     return {
         "index": index,
         "message": entry,
@@ -303,7 +363,10 @@ def _add_token_ids(body: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
             choice["token_ids"] = outcome.sampled_ids.tolist()
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall, kinds: Mapping[str, str]) -> dict[str, Any]:
+    if call.name in kinds:
+        custom = {"name": call.name, "input": free_text(call.arguments)}
+        return {"id": call.id, "type": "custom", "custom": custom}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -324,8 +387,11 @@ def _scored(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _parse_call(fields: Fields) -> ToolCall:
-    function = fields.child("function" if fields.get("function") is not None else "custom")
-    return _function(function, fields.text("id", ""))
+    if fields.get("function") is not None:
+        return _function(fields.child("function"), fields.text("id", ""))
+    custom = fields.child("custom")
+    arguments = free_arguments(custom.text("input", ""))
+    return ToolCall(fields.text("id", ""), custom.text("name", ""), arguments)
 
 
 def _function(function: Fields, call_id: str) -> ToolCall:
@@ -368,12 +434,26 @@ def _prefill(fields: Fields, messages: list[Message]) -> str | None:
     return messages.pop().text
 
 
-def _forced(fields: Fields) -> ForcedCall | None:
+def _choice_kind(fields: Fields) -> str:
+    """`tool_choice` as a word; for an object its type, as other APIs send it."""
     choice = fields.get("tool_choice")
-    if choice in (None, "auto", "none"):
+    if isinstance(choice, dict):
+        kind = fields.child("tool_choice").text("type")
+        if kind != "allowed_tools":
+            return kind
+        return fields.child("tool_choice").child("allowed_tools").text("mode", "auto")
+    return fields.text("tool_choice", "auto")
+
+
+def _forced(fields: Fields) -> ForcedCall | None:
+    kind = _choice_kind(fields)
+    if kind in ("auto", "none"):
         return None
-    if choice == "required":
+    if kind in ("required", "any"):
         return ForcedCall()
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        raise fields.refuse("tool_choice", "auto, none, required or a function's name")
-    return ForcedCall(fields.child("tool_choice").child("function").text("name"))
+    choice = fields.get("tool_choice")
+    if kind in ("function", "custom", "tool") and isinstance(choice, dict):
+        named = fields.child("tool_choice")
+        held = named.get(kind)
+        return ForcedCall((named.child(kind) if isinstance(held, dict) else named).text("name"))
+    raise fields.refuse("tool_choice", "auto, none, required or a function's name")

@@ -17,7 +17,7 @@ from proxy.conversation.references import ReferringConversation
 from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.deltas import Delta
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, Note
 
 Headers = Mapping[str, str]
 
@@ -91,6 +91,8 @@ class Call(msgspec.Struct):
     """The names of the request's fields that nobody knows (`known_fields`)."""
     free_form: frozenset[str] = frozenset()
     """The names of tools that take one text instead of arguments."""
+    notes: list[Note] = []
+    """What of the request is not taken as it is."""
     extra: dict[str, Any] = {}
     """Values that only the dialect itself uses, when it writes the answer."""
 

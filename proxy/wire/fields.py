@@ -6,7 +6,7 @@ RequestError with the field's path, its value (shortened) and what was expected.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -19,6 +19,21 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 
 
+class Note(NamedTuple):
+    """A part of a request that is not taken as it is.
+
+    Example: Note("shown_as_text", "image", "messages[4].content[0]", "[image/png, 12 kB]")
+    """
+
+    kind: str
+    """The kind of the event: `shown_as_text` or `tools_left_out`."""
+    name: str
+    """The type of the item, block or tool."""
+    place: str
+    text: str = ""
+    """What the model sees in its place."""
+
+
 class Fields:
     """One JSON object of a request. Example: Fields(body).integer("max_tokens", 1, 2**31)
 
@@ -26,12 +41,14 @@ class Fields:
     The constructor raises RequestError for data that is not an object.
     """
 
-    __slots__ = ("_index", "_name", "_parent", "data")
+    __slots__ = ("_index", "_name", "_parent", "data", "notes")
 
     def __init__(
         self, data: Any, parent: Fields | None = None, name: str = "", index: int | None = None
     ) -> None:
         self._parent, self._name, self._index = parent, name, index
+        self.notes: list[Note] = [] if parent is None else parent.notes
+        """Of the whole request."""
         if not isinstance(data, dict):
             raise refusal(self._own_path() or "body", data, "an object")
         self.data: dict[str, Any] = data
@@ -46,6 +63,10 @@ class Fields:
             return ""
         path = self._parent.path(self._name)
         return path if self._index is None else f"{path}[{self._index}]"
+
+    def note(self, kind: str, name: str, text: str = "") -> None:
+        """Notes that this object is not taken as it is."""
+        self.notes.append(Note(kind, name, self._own_path(), text))
 
     def get(self, name: str) -> Any:
         return self.data.get(name)
@@ -120,6 +141,17 @@ class Fields:
             if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARS:
                 raise self.refuse(name, f"strings of 1 to {MAX_STOP_CHARS} characters")
         return tuple(strings)
+
+
+def only_provider_tools(fields: Fields) -> RequestError:
+    """The error for a request all of whose tools are run by a provider, such as a web search."""
+    kinds = [tool.get("type") for tool in fields.items("tools") if isinstance(tool, dict)]
+    named = ", ".join(str(kind)[:MAX_SHOWN_CHARS] for kind in kinds[:5])
+    return RequestError(
+        f"tools: {named} would be run by the model's provider, which this proxy has none of; offer "
+        "the model a tool that the agent runs",
+        param="tools",
+    )
 
 
 def refusal(path: str, value: Any, expected: str) -> RequestError:

@@ -7,7 +7,7 @@ results and text in one user message. `thinking`, `context_management`, `metadat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -22,6 +22,7 @@ from proxy.conversation.messages import (
 from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
+from proxy.wire.client_tools import family, messages_function
 from proxy.wire.dialect import (
     Call,
     ForcedCall,
@@ -31,8 +32,9 @@ from proxy.wire.dialect import (
     Piece,
     read_sampling,
 )
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, only_provider_tools
 from proxy.wire.known_fields import unknown_fields
+from proxy.wire.shown import block_text, joined
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -178,14 +180,15 @@ def parse_conversation(fields: Fields) -> Conversation:
     system = _texts(fields, "system")
     if system:
         messages.append(Message("system", system))
+    referable = {tool.get("name"): tool for tool in fields.items("tools") if isinstance(tool, dict)}
     for item in fields.objects("messages"):
-        messages += _parse_message(item)
+        messages += _parse_message(item, referable)
     if not messages:
         raise fields.refuse("messages", "at least one message")
     messages = normalised(messages)
-    tools = [_parse_tool(tool) for tool in fields.objects("tools")]
-    known = [tool for tool in tools if tool is not None]
-    return Conversation(messages, known, prefill=_prefill(fields, messages))
+    tools, deferred = parse_tools(fields)
+    prefill = _prefill(fields, messages)
+    return Conversation(messages, tools, deferred=deferred, prefill=prefill)
 
 
 def _prefill(fields: Fields, messages: list[Message]) -> str | None:
@@ -202,7 +205,7 @@ def _prefill(fields: Fields, messages: list[Message]) -> str | None:
     return messages.pop().text or None
 
 
-def _parse_message(fields: Fields) -> list[Message]:
+def _parse_message(fields: Fields, tools: Mapping[Any, dict[str, Any]]) -> list[Message]:
     role = fields.text("role")
     if role == "assistant":
         return [_parse_assistant(fields)]
@@ -216,9 +219,9 @@ def _parse_message(fields: Fields) -> list[Message]:
     for block in fields.objects("content"):
         if block.text("type") == "tool_result":
             call_id = block.text("tool_use_id", "")
-            results.append(Message("tool", _texts(block, "content"), tool_call_id=call_id))
+            results.append(Message("tool", _result(block, tools), tool_call_id=call_id))
         else:
-            texts.append(_block_text(block))
+            texts.append(block_text(block))
     if texts or not results:
         results.append(Message("user", "\n".join(texts)))
     return results
@@ -237,36 +240,77 @@ def _parse_assistant(fields: Fields) -> Message:
             message.tool_calls.append(call)
         elif kind == "thinking":
             thoughts.append(block.text("thinking", ""))
+        elif kind == "compaction":
+            message.compacted = True
+            texts.append(block.optional_text("content") or block_text(block))
         elif kind != "redacted_thinking":
-            texts.append(_block_text(block))
+            texts.append(block_text(block))
     message.text = "\n".join(text for text in texts if text)
     message.reasoning = "\n".join(thoughts) or None
     return message
 
 
+def _result(fields: Fields, tools: Mapping[Any, dict[str, Any]]) -> str:
+    """The text of a tool's result. A reference to a tool, which a tool search has found, is shown
+    as the tool's definition."""
+    if not isinstance(fields.get("content"), list):
+        return _texts(fields, "content")
+    texts = []
+    for block in fields.objects("content"):
+        found = tools.get(block.get("tool_name")) if _is_reference(block) else None
+        if found is not None:
+            shown = {name: found[name] for name in _SHOWN_OF_TOOL if name in found}
+            texts.append(orjson.dumps(shown).decode())
+        elif _is_reference(block):
+            texts.append(f"[tool: {block.text('tool_name', '')[:200]}]")
+        else:
+            texts.append(block_text(block))
+    return "\n".join(texts)
+
+
+_SHOWN_OF_TOOL = ("name", "description", "input_schema")
+
+
+def _is_reference(block: Fields) -> bool:
+    return bool(block.get("type") == "tool_reference")
+
+
 def _texts(fields: Fields, name: str) -> str:
-    """Text from a string or from text blocks."""
-    content = fields.get(name)
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(_block_text(block) for block in fields.objects(name))
+    """Text from a string or from blocks."""
+    return joined(fields, name)
 
 
-def _block_text(block: Fields) -> str:
-    if block.text("type") != "text":
-        raise block.refuse("type", "text (images, documents and search results are not supported)")
-    return block.text("text", "")
+def parse_tools(fields: Fields) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The functions for the model: those of its prompt, and those that it learns of by a tool
+    search (`defer_loading`). Raises RequestError if there are only tools that nobody runs here."""
+    offered: list[dict[str, Any]] = []
+    deferred: list[dict[str, Any]] = []
+    for tool in fields.objects("tools"):
+        function = _function(tool)
+        if function is not None:
+            late = tool.get("defer_loading") is True
+            (deferred if late else offered).append({"type": "function", "function": function})
+    if fields.items("tools") and not offered and not deferred:
+        raise only_provider_tools(fields)
+    return offered, deferred
 
 
-def _parse_tool(fields: Fields) -> dict[str, Any] | None:
-    """None for a tool that the provider itself would run; the model does not see it."""
-    if fields.text("type", "custom") != "custom":
-        return None
-    function: dict[str, Any] = {"name": fields.text("name")}
-    if fields.get("description") is not None:
-        function["description"] = fields.text("description")
-    function["parameters"] = fields.child("input_schema").data
-    return {"type": "function", "function": function}
+def _function(tool: Fields) -> dict[str, Any] | None:
+    """None for a tool that the client does not run; the model does not see it."""
+    kind = tool.text("type", "custom")
+    if kind != "custom":
+        name = tool.get("name")
+        function = messages_function(
+            kind, name if isinstance(name, str) else family(kind), tool.data
+        )
+        if function is None:
+            tool.note("tools_left_out", kind)
+        return function
+    function = {"name": tool.text("name")}
+    if tool.get("description") is not None:
+        function["description"] = tool.text("description")
+    function["parameters"] = tool.child("input_schema").data
+    return function
 
 
 def _options(fields: Fields) -> Options:

@@ -12,6 +12,7 @@ DIALECTS = {
     "completions": "proxy.wire.completions:CompletionsDialect",
     "messages": "proxy.wire.messages:MessagesDialect",
     "responses": "proxy.wire.responses:ResponsesDialect",
+    "responses_compact": "proxy.wire.responses:CompactDialect",
 }
 
 

@@ -3,26 +3,35 @@
 Input items become messages; the reasoning, text and calls of one turn become one assistant message.
 Tools become functions: those of a namespace are named `namespace.name`, a free-form tool takes one
 string `input`, and tools that the provider itself would run are left out. `previous_response_id`
-names the recorded turn that the new input continues.
+names the recorded turn that the new input continues. For a compaction the model writes a summary,
+which later requests bring back in an item of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from proxy.conversation.free_form import free_arguments
+from proxy.conversation.free_form import FREE_FORM, free_arguments
 from proxy.conversation.messages import Conversation, Message, Role, ToolCall
 from proxy.conversation.references import AnswerPart, ReferringConversation
 from proxy.errors import ProxyError, RequestError
 from proxy.wire.chat import MAX_TOP_LOGPROBS, json_object, openai_error, parse_content
+from proxy.wire.client_tools import CLIENT_ITEMS, item_arguments, responses_function
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, read_sampling
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, only_provider_tools
 from proxy.wire.known_fields import unknown_fields
-from proxy.wire.responses_stream import ResponsesWriter, answer_part, output_items, response_object
+from proxy.wire.responses_stream import (
+    SUMMARY_MARK,
+    ResponsesWriter,
+    answer_part,
+    output_items,
+    response_object,
+)
+from proxy.wire.shown import block_text, shown
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -30,11 +39,21 @@ _ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
 }
-_FREE_FORM = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-}
+SUMMARY_HEAD = "Summary of the earlier part of this conversation:\n"
+COMPACT = (
+    "Summarise the conversation so far for yourself: you will go on with the task with this "
+    "summary alone. Say what was asked, what was done and found, and what remains to be done."
+)
+"""What the model is asked for a compaction, if the agent gives no instructions of its own."""
+READING_CALLS = frozenset(
+    (
+        *("file_search_call", "web_search_call", "code_interpreter_call", "image_generation_call"),
+        *("mcp_list_tools", "mcp_approval_request", "mcp_call", "program"),
+    )
+)
+"""Items of what the provider's tools have done in an answer: shown as the assistant's text."""
+OTHER_ITEMS = frozenset(("program_output", "mcp_approval_response", "configuration_update"))
+"""Items that are shown as the user's text, like those of unknown types."""
 
 
 class ResponsesDialect:
@@ -44,28 +63,37 @@ class ResponsesDialect:
     route = "responses"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
-        tools, kinds = parse_tools(fields.objects("tools"))
+        tools, deferred, kinds = offered_tools(fields)
         items = parse_input(fields)
+        compacting = _takes_trigger(fields)
         instructions = fields.optional_text("instructions")
         if instructions:
             items.insert(0, Message("system", instructions))
         if not items:
             raise fields.refuse("input", "at least one item")
-        conversation = Conversation([], tools)
+        conversation = Conversation([], tools, deferred=deferred)
         previous = fields.optional_text("previous_response_id")
         if previous is not None:
             conversation.continues = turn_of(previous)
         referring = ReferringConversation(conversation, items)
         if not referring.turns:
             referring.resolve({})
+        options = _options(fields, kinds)
+        if compacting:
+            options.tool_calls, options.forced = False, None
         return Call(
             referring=referring if referring.turns else None,
             model=fields.text("model", ""),
             conversation=conversation,
-            options=_options(fields),
+            options=options,
             stream=fields.flag("stream"),
-            free_form=frozenset(name for name, kind in kinds.items() if kind == "custom"),
-            extra={"kinds": kinds, "previous": previous, "created": int(time.time())},
+            free_form=frozenset(n for n, kind in kinds.items() if kind.startswith("custom")),
+            extra={
+                "kinds": kinds,
+                "previous": previous,
+                "created": int(time.time()),
+                "compacting": compacting,
+            },
             unknown=unknown_fields(fields, self.name),
         )
 
@@ -80,32 +108,113 @@ class ResponsesDialect:
         return openai_error(error)
 
 
+class CompactDialect(ResponsesDialect):
+    """The dialect of `/v1/responses/compact`: the same, and the answer is a summary."""
+
+    name = "responses"
+    route = "responses/compact"
+
+    def parse(self, fields: Fields, headers: Headers) -> Call:
+        if isinstance(fields.get("input"), str):
+            fields.data["input"] = [{"role": "user", "content": fields.text("input")}]
+        items = fields.items("input")
+        fields.data["input"] = [*items, {"type": "compaction_trigger"}]
+        call = super().parse(fields, headers)
+        call.stream = False
+        call.extra["kept"] = [item for item in items if _is_user_message(item)]
+        return call
+
+    def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
+        items = [*call.extra["kept"], *output_items(call, answer_id, outcomes[0])]
+        response = response_object(call, outcomes[0], items)
+        kept = {name: response[name] for name in ("id", "created_at", "output", "usage")}
+        return orjson.dumps({**kept, "object": "response.compaction"})
+
+
+def _is_user_message(item: Any) -> bool:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    return kind == "message" and item.get("role") == "user"
+
+
 def parse_input(fields: Fields) -> list[Message | AnswerPart]:
-    """Raises RequestError for items that cannot be rendered for the model."""
+    """The messages of the input. An item that the model cannot take is shown as text."""
     if isinstance(fields.get("input"), str):
         return [Message("user", fields.text("input"))]
-    return [_parse_item(item) for item in fields.objects("input")]
+    found = (_parse_item(item) for item in fields.objects("input"))
+    return [message for message in found if message is not None]
+
+
+def _takes_trigger(fields: Fields) -> bool:
+    items = fields.get("input")
+    last = items[-1] if isinstance(items, list) and items else None
+    return isinstance(last, dict) and last.get("type") == "compaction_trigger"
+
+
+def offered_tools(
+    fields: Fields,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, str]]:
+    """See `parse_tools`: the tools of the request and of its items, those that a tool search has
+    found, and the kinds of all. With `tool_choice.allowed_tools` only these are offered.
+
+    Raises RequestError if there are only tools that nobody runs here."""
+    tools, found = fields.objects("tools"), list[Fields]()
+    for at, item in enumerate(fields.items("input") if _is_list(fields.get("input")) else ()):
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind in ("additional_tools", "tool_search_output"):
+            inner = Fields(item, fields, "input", at).objects("tools")
+            (tools if kind == "additional_tools" else found).extend(inner)
+    functions, kinds = parse_tools(tools)
+    deferred, more = parse_tools(found)
+    kinds = {**more, **kinds}
+    if tools and not functions:
+        raise only_provider_tools(fields)
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        named = fields.child("tool_choice").objects("tools")
+        allowed = {each.get("name") or each.get("type") for each in named}
+        functions = [each for each in functions if each["function"]["name"] in allowed]
+    return functions, deferred, kinds
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def parse_tools(tools: list[Fields]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The functions for the model, and, by name, the kind of those that are not plain functions on
-    the wire: `custom` or `namespace:NAME`."""
-    functions: list[dict[str, Any]] = []
+    the wire: `custom`, `namespace:NAME`, or one of `CLIENT_TOOLS`. Of several tools with one name
+    the first one counts."""
+    functions: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
     for tool in tools:
         kind = tool.text("type", "function")
         if kind == "namespace":
-            inner, _ = parse_tools(tool.objects("tools"))
             space = tool.text("name")
+            inner, inner_kinds = parse_tools(tool.objects("tools"))
             for entry in inner:
-                entry["function"]["name"] = f"{space}.{entry['function']['name']}"
-                kinds[entry["function"]["name"]] = f"namespace:{space}"
-            functions += inner
+                own = entry["function"]["name"]
+                name = f"{space}.{own}"
+                if name not in functions:
+                    entry["function"]["name"] = name
+                    functions[name] = entry
+                    kinds[name] = f"namespace:{space}"
+                    if inner_kinds.get(own) == "custom":
+                        kinds[name] = f"custom:{space}"
         elif kind in ("function", "custom"):
-            functions.append(_function(tool, free_form=kind == "custom"))
-            if kind == "custom":
-                kinds[tool.text("name")] = "custom"
-    return functions, kinds
+            entry = _function(tool, free_form=kind == "custom")
+            name = entry["function"]["name"]
+            if name not in functions:
+                functions[name] = entry
+                if kind == "custom":
+                    kinds[name] = "custom"
+        elif (known := responses_function(kind, tool.data)) is not None:
+            name, function = known
+            if name not in functions:
+                functions[name] = {"type": "function", "function": function}
+                kinds[name] = name
+        else:
+            tool.note("tools_left_out", kind)
+    return list(functions.values()), kinds
 
 
 def turn_of(response_id: str) -> int:
@@ -121,34 +230,75 @@ def turn_of(response_id: str) -> int:
     return int(index)
 
 
-def _parse_item(item: Fields) -> Message | AnswerPart:
+def _parse_item(item: Fields) -> Message | AnswerPart | None:
+    """None for an item that says nothing to the model."""
     kind = item.text("type", "item_reference" if item.data.keys() == {"id"} else "message")
     if kind == "message":
         role = _ROLES.get(item.text("role"))
         if role is None:
             raise item.refuse("role", f"one of {', '.join(_ROLES)}")
         return Message(role, parse_content(item, "content"))
-    if kind == "function_call":
+    if kind in ("function_call", "custom_tool_call"):
         name, space = item.text("name"), item.optional_text("namespace")
-        call = ToolCall(
-            item.text("call_id", ""), f"{space}.{name}" if space else name, _json_text(item)
-        )
+        name = f"{space}.{name}" if space else name
+        is_free_form = kind == "custom_tool_call"
+        text = free_arguments(item.text("input", "")) if is_free_form else _json_text(item)
+        return Message("assistant", tool_calls=[ToolCall(item.text("call_id", ""), name, text)])
+    if kind in CLIENT_ITEMS:
+        name = CLIENT_ITEMS[kind]
+        call_id = item.optional_text("call_id") or item.text("id", "")
+        call = ToolCall(call_id, name, item_arguments(name, item.data))
         return Message("assistant", tool_calls=[call])
-    if kind == "custom_tool_call":
-        arguments = free_arguments(item.text("input", ""))
-        call = ToolCall(item.text("call_id", ""), item.text("name"), arguments)
-        return Message("assistant", tool_calls=[call])
-    if kind in ("function_call_output", "custom_tool_call_output"):
-        return Message("tool", _output(item), tool_call_id=item.text("call_id", ""))
+    if kind in _OUTPUTS:
+        call_id = item.optional_text("call_id") or item.text("id", "")
+        return Message("tool", _output(item), tool_call_id=call_id)
     if kind == "reasoning":
         return Message("assistant", reasoning=_reasoning(item) or None)
     if kind == "item_reference":
         return answer_part(item.text("id"))
-    raise item.refuse(
-        "type",
-        "message, reasoning, function_call, function_call_output, custom_tool_call, "
-        "custom_tool_call_output or item_reference",
+    if kind == "compaction_trigger":
+        return Message("user", COMPACT)
+    if kind in ("compaction", "compaction_summary", "context_compaction"):
+        return _compacted(item, kind)
+    if kind == "agent_message":
+        return Message("user", _agent_message(item))
+    if kind in ("additional_tools", "ghost_snapshot"):
+        return None
+    text = shown(kind, item.data)
+    item.note("shown_as_text", kind, text)
+    return Message("assistant" if kind in READING_CALLS else "user", text)
+
+
+_OUTPUTS = frozenset(
+    (
+        "function_call_output",
+        "custom_tool_call_output",
+        *(f"{item}_output" for item in CLIENT_ITEMS if item != "tool_search_call"),
+        "tool_search_output",
     )
+)
+
+
+def _compacted(item: Fields, kind: str) -> Message:
+    """What stands for an earlier part of the conversation: our own summary, or a note that another
+    provider's cannot be read."""
+    content = item.get("encrypted_content")
+    if isinstance(content, str) and content.startswith(SUMMARY_MARK):
+        text = SUMMARY_HEAD + content.removeprefix(SUMMARY_MARK)
+    else:
+        text = f"[{kind}: an earlier part of the conversation, which cannot be read here]"
+        item.note("shown_as_text", kind, text)
+    return Message("user", text, compacted=True)
+
+
+def _agent_message(item: Fields) -> str:
+    """A message of another agent. What was to be encrypted is what this proxy has sent as text."""
+    texts = []
+    for part in item.objects("content"):
+        is_secret = part.get("type") == "encrypted_content"
+        texts.append(part.text("encrypted_content", "") if is_secret else block_text(part))
+    author = item.optional_text("author")
+    return (f"Message from {author}:\n" if author else "") + "\n".join(texts)
 
 
 def _json_text(item: Fields) -> str:
@@ -157,10 +307,28 @@ def _json_text(item: Fields) -> str:
 
 
 def _output(item: Fields) -> str:
+    """The text of a tool's output, which is text, content, or JSON of a tool's own form."""
+    if item.get("type") == "tool_search_output":
+        found, _ = parse_tools(item.objects("tools"))
+        return "\n".join(orjson.dumps(tool["function"]).decode() for tool in found)
     output = item.get("output")
+    if isinstance(output, dict) and isinstance(output.get("type"), str):
+        return block_text(item.child("output"))
     if isinstance(output, dict | int | float | bool):
         return orjson.dumps(output).decode()
-    return parse_content(item, "output")
+    if item.get("type") == "shell_call_output" and isinstance(output, list):
+        return "\n".join(map(_shell_output, item.objects("output")))
+    text = parse_content(item, "output")
+    failed = item.get("type") == "apply_patch_call_output" and not text
+    return item.text("status", "") if failed else text
+
+
+def _shell_output(part: Fields) -> str:
+    outcome = part.child("outcome")
+    code = outcome.get("exit_code")
+    end = f"exit code {code}" if isinstance(code, int) else outcome.text("type", "")
+    texts = [part.text("stdout", ""), part.text("stderr", ""), f"[{end}]" if end else ""]
+    return "\n".join(text for text in texts if text)
 
 
 def _reasoning(item: Fields) -> str:
@@ -172,34 +340,45 @@ def _function(tool: Fields, *, free_form: bool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.text("name")}
     if tool.get("description") is not None:
         function["description"] = tool.text("description")
-    function["parameters"] = _FREE_FORM if free_form else tool.child("parameters").data
+    function["parameters"] = FREE_FORM if free_form else tool.child("parameters").data
     return {"type": "function", "function": function}
 
 
-def _options(fields: Fields) -> Options:
+def _options(fields: Fields, kinds: Mapping[str, str]) -> Options:
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     wants = "message.output_text.logprobs" in fields.items("include")
-    choice = fields.get("tool_choice")
     options = read_sampling(fields)
     options.max_tokens = fields.integer("max_output_tokens", 1, 2**31)
     options.stop = fields.stops("stop")
     options.logprobs, options.top_logprobs = wants, top if wants else 0
     options.structured = _structured(fields.child("text").child("format"))
-    options.tool_calls = choice != "none"
-    options.forced = _forced(fields, choice)
+    options.tool_calls = _choice(fields) != "none"
+    options.forced = _forced(fields, kinds)
     options.parallel_calls = fields.flag("parallel_tool_calls", True)
     return options
 
 
-def _forced(fields: Fields, choice: Any) -> ForcedCall | None:
-    if choice in (None, "auto", "none"):
-        return None
-    if choice == "required":
-        return ForcedCall()
+def _choice(fields: Fields) -> str:
+    """`tool_choice` as a word: of an object its type, or the mode of a list of allowed tools."""
+    choice = fields.get("tool_choice")
+    if not isinstance(choice, dict):
+        return fields.text("tool_choice", "auto")
     named = fields.child("tool_choice")
-    if named.text("type") in ("function", "custom"):
-        return ForcedCall(named.text("name"))
-    raise fields.refuse("tool_choice", "auto, none, required or a function's name")
+    kind = named.text("type")
+    return named.text("mode", "auto") if kind == "allowed_tools" else kind
+
+
+def _forced(fields: Fields, kinds: Mapping[str, str]) -> ForcedCall | None:
+    kind = _choice(fields)
+    if kind in ("auto", "none"):
+        return None
+    if kind in ("required", "any"):
+        return ForcedCall()
+    if kind in ("function", "custom"):
+        return ForcedCall(fields.child("tool_choice").text("name"))
+    if kind in kinds:  # a tool that is named by its type
+        return ForcedCall(kind)
+    raise fields.refuse("tool_choice", "auto, none, required or a tool that the agent runs")
 
 
 def _structured(fields: Fields) -> dict[str, Any] | None:

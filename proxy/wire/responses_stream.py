@@ -18,9 +18,12 @@ from proxy.errors import ProxyError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.chat import openai_error
+from proxy.wire.client_tools import CLIENT_TOOLS, client_item
 from proxy.wire.dialect import Call, Outcome, Piece, SampledToken
 
 Item = dict[str, Any]
+SUMMARY_MARK = "agentic-proxy:"
+"""Begins the content of the compaction items that this proxy has made."""
 
 
 def response_id(answer_id: str, turn: int) -> str:
@@ -82,6 +85,8 @@ def response_object(call: Call, outcome: Outcome | None, output: list[Item]) -> 
 def output_items(call: Call, answer_id: str, outcome: Outcome) -> list[Item]:
     call.extra["id"] = response_id(answer_id, outcome.turn)
     message = outcome.message
+    if call.extra.get("compacting"):
+        return [_compaction_item(answer_id, outcome)]
     items = []
     if message.reasoning:
         items.append(_reasoning_item(item_id("rs", answer_id, outcome.turn), message.reasoning))
@@ -100,9 +105,16 @@ def call_item(call: Call, tool_call: ToolCall, turn: int, position: int) -> Item
     kind = call.extra["kinds"].get(tool_call.name, "")
     call_id = tool_call.id
     head = {"id": f"fc_{turn}_{position}_{call_id}", "call_id": call_id, "status": "completed"}
-    if kind == "custom":
+    if kind in CLIENT_TOOLS:
+        own = client_item(kind, tool_call)
+        if own is not None:
+            return {**head, **own}
+    if kind.partition(":")[0] == "custom":
+        space = kind.partition(":")[2]
+        named = {"name": tool_call.name.removeprefix(f"{space}.") if space else tool_call.name}
+        named |= {"namespace": space} if space else {}
         text = free_text(tool_call.arguments)
-        return {**head, "type": "custom_tool_call", "name": tool_call.name, "input": text}
+        return {**head, "type": "custom_tool_call", **named, "input": text}
     item = {
         **head,
         "type": "function_call",
@@ -143,6 +155,8 @@ class ResponsesWriter:
     def piece(self, piece: Piece) -> bytes:
         self._tokens += piece.tokens
         self._turn = piece.turn
+        if self._call.extra.get("compacting"):  # its one item is sent when it is complete
+            return b""
         texts = [at for at, delta in enumerate(piece.deltas) if isinstance(delta, TextDelta)]
         events: list[bytes] = []
         if piece.tokens and not texts:
@@ -156,7 +170,11 @@ class ResponsesWriter:
         outcome = outcomes[0]
         self._call.extra["id"] = response_id(self._id, outcome.turn)
         events = []
-        if not outcome.message.text and not outcome.message.tool_calls:
+        if self._call.extra.get("compacting"):
+            (item,) = output_items(self._call, self._id, outcome)
+            events += [self._event("response.output_item.added", output_index=0, item=item)]
+            events += [self._done(item)]
+        elif not outcome.message.text and not outcome.message.tool_calls:
             events += list(self._enter(_message_item(self._item_id("msg"), "", [])))
         events += list(self._close())
         response = response_object(self._call, outcome, self._output)
@@ -187,9 +205,9 @@ class ResponsesWriter:
         elif isinstance(delta, ToolCallStart):
             yield from self._close()
             yield from self._enter_call(ToolCall(delta.id, delta.name, ""))
-        elif self._open is not None:
+        elif self._call_open is not None:
             self._text += delta.text
-            if self._open["type"] == "function_call":
+            if self._open is not None and self._open["type"] == "function_call":
                 yield self._call_event("arguments.delta", delta=delta.text)
 
     def _enter(self, item: Item) -> Iterator[bytes]:
@@ -202,8 +220,10 @@ class ResponsesWriter:
         yield self._part("response.content_part.added", part=item["content"][0])
 
     def _enter_call(self, call: ToolCall) -> Iterator[bytes]:
-        self._open = call_item(self._call, call, self._turn, self._calls)
         self._call_open, self._text = call, ""
+        if self._call.extra["kinds"].get(call.name) in CLIENT_TOOLS:
+            return  # the form of its item depends on the arguments
+        self._open = call_item(self._call, call, self._turn, self._calls)
         begun = {**self._open, "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=self._at, item=begun)
 
@@ -233,10 +253,14 @@ class ResponsesWriter:
         call.arguments = self._text
         item = call_item(self._call, call, self._turn, self._calls)
         self._calls += 1
+        if self._open is None:
+            self._open = item
+            begun = {**item, "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=self._at, item=begun)
         if item["type"] == "custom_tool_call":
             yield self._call_event("input.delta", delta=item["input"])
             yield self._call_event("input.done", input=item["input"])
-        else:
+        elif item["type"] == "function_call":
             yield self._call_event("arguments.done", arguments=item["arguments"])
         yield self._done(item)
         self._open = self._call_open = None
@@ -294,6 +318,16 @@ def _scored(tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
         }
         for token in tokens
     ]
+
+
+def _compaction_item(answer_id: str, outcome: Outcome) -> Item:
+    """What an agent keeps of a compacted conversation. Its content is the model's summary."""
+    content = SUMMARY_MARK + outcome.message.text
+    return {
+        "id": item_id("cmp", answer_id, outcome.turn),
+        "type": "compaction",
+        "encrypted_content": content,
+    }
 
 
 def _reasoning_item(item_id: str, text: str) -> Item:

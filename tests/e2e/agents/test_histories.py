@@ -1,0 +1,127 @@
+"""Histories of real agents that their clients rewrite: edits with defaults, trimmed and coerced
+arguments, pictures and documents. None of it forks, and nothing is refused."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.records import Rollout, RolloutStatus
+from tests.e2e.agents.model import DONE, call
+from tests.e2e.agents.test_agents import example, pytestmark, trial
+from tests.e2e.agents.test_hard_cases import plays
+from tests.proxy.conftest import RunningProxy, StartProxy
+
+__all__ = ["pytestmark"]
+
+
+@pytest.fixture
+async def proxy(start_proxy: StartProxy) -> RunningProxy:
+    return await start_proxy(max_context_tokens=131_072)
+
+
+Step = str | Callable[[str], str]
+
+
+def in_order(*steps: Step) -> Callable[[str], str]:
+    """A policy that makes one step per prompt, by the number of tool results in it."""
+
+    def play(prompt: str) -> str:
+        done = prompt.count("<tool_response>\n")
+        if done >= len(steps):
+            return DONE
+        step = steps[done]
+        return step if isinstance(step, str) else step(prompt)
+
+    return play
+
+
+async def events(proxy: RunningProxy, rollout: Rollout, kind: str) -> list[dict[str, Any]]:
+    found = [each async for each in proxy.control.events(rollout.trial_id)]
+    return [each for each in found if each["kind"] == kind]
+
+
+async def assert_one_path(proxy: RunningProxy, rollout: Rollout, folder: Path, turns: int) -> None:
+    log = (Path(rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
+    assert rollout.status is RolloutStatus.DONE, f"{rollout.error}\n{log}"
+    refused = await events(proxy, rollout, "refused")
+    assert not refused, refused
+    assert rollout.reward == 1.0, log
+    assert (rollout.forks, rollout.num_turns) == ({}, turns), log
+
+
+def png(width: int = 3, height: int = 2) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        whole = kind + data
+        return struct.pack(">I", len(data)) + whole + struct.pack(">I", zlib.crc32(whole))
+
+    rows = b"".join(b"\0" + b"\xff\x80\0" * width for _ in range(height))
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = [chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+PDF = (
+    b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\n2 0 obj<</Type/Pages/Kids[3 0 R]"
+    b"/Count 1>>endobj\n3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 72 72]>>endobj\n"
+    b"trailer<</Root 1 0 R>>\n%%EOF\n"
+)
+
+
+def writes_file(name: str, data: bytes) -> str:
+    return f"echo {base64.b64encode(data).decode()} | base64 -d > {name}"
+
+
+def bash(command: str, **more: Any) -> str:
+    return call("Bash", {"command": command, **more})
+
+
+def folder_of(prompt: str) -> str:
+    """The folder in which the agent works, as its prompt or a result of `pwd` names it."""
+    found = re.findall(r"(?:[Ww]orking directory|CWD|cwd)[^/\n]*(/[^\s<\"]+)", prompt)
+    return str(found[-1]).rstrip(".")
+
+
+def edit(number: int, **more: Any) -> Callable[[str], str]:
+    def step(prompt: str) -> str:
+        arguments = {
+            "file_path": f"{folder_of(prompt)}/out.txt",
+            "old_string": f"line {number}\n",
+            "new_string": f"Line {number}  \n",  # the client trims it
+        }
+        return call("Edit", {**arguments, **more})
+
+    return step
+
+
+async def test_edits_of_claude_code_do_not_fork(proxy: RunningProxy, tmp_path: Path) -> None:
+    steps: list[Step] = [
+        bash("for i in 1 2 3 4 5 6 7 8 9; do echo line $i; done > out.txt", timeout="60000"),
+        lambda prompt: call(
+            "Read", {"file_path": f"{folder_of(prompt)}/out.txt", "offset": "2", "limit": "3"}
+        ),
+        lambda prompt: call("Read", {"file_path": f"{folder_of(prompt)}/out.txt"}),
+        *map(edit, range(1, 9)),
+        lambda prompt: bash(f"cd {folder_of(prompt)} && find . -name out.txt -exec ls {{}} \\\\;"),
+        bash("grep -q 'Line 8' out.txt && echo hi > out.txt"),
+    ]
+    plays(proxy, in_order(*steps))
+    rollout = await trial(proxy, example("claude_code"), tmp_path)
+    await assert_one_path(proxy, rollout, tmp_path, len(steps) + 1)
+    changes = Counter(
+        change
+        for event in await events(proxy, rollout, "tidied")
+        for each in event["calls"]
+        for change in each["changes"]
+    )
+    assert changes["replace_all: default added"] == 8
+    assert changes["new_string: blanks trimmed"] == 8
+    assert changes["offset: text became a number"] == 1
