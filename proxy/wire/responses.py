@@ -121,7 +121,7 @@ class CompactDialect(ResponsesDialect):
         fields.data["input"] = [*items, {"type": "compaction_trigger"}]
         call = super().parse(fields, headers)
         call.stream = False
-        call.extra["kept"] = [item for item in items if _is_user_message(item)]
+        call.extra["kept"] = [{"type": "message", **it} for it in items if _is_user_message(it)]
         return call
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:

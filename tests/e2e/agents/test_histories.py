@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agent_loop.records import Rollout, RolloutStatus
-from tests.e2e.agents.model import DONE, call
+from tests.e2e.agents.model import DONE, call, offered_tools
 from tests.e2e.agents.test_agents import example, pytestmark, trial
 from tests.e2e.agents.test_hard_cases import plays
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -125,3 +125,71 @@ async def test_edits_of_claude_code_do_not_fork(proxy: RunningProxy, tmp_path: P
     assert changes["replace_all: default added"] == 8
     assert changes["new_string: blanks trimmed"] == 8
     assert changes["offset: text became a number"] == 1
+
+
+def codex(tool: str, **arguments: Any) -> str:
+    return call(tool, arguments)
+
+
+def exec_command(command: str) -> str:
+    return call("exec_command", {"cmd": command, "yield_time_ms": 30_000})
+
+
+def patch(*lines: str) -> str:
+    text = "\n".join(["*** Begin Patch", *lines, "*** End Patch"]) + "\n"
+    return call("apply_patch", {"input": text})
+
+
+async def test_pictures_and_documents_do_not_end_claude_code(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    steps: list[Step] = [
+        bash(f"{writes_file('a.png', png())} && {writes_file('a.pdf', PDF)}"),
+        lambda prompt: call("Read", {"file_path": f"{folder_of(prompt)}/a.png"}),
+        lambda prompt: call("Read", {"file_path": f"{folder_of(prompt)}/a.pdf"}),
+        '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls \\x"}}\n</tool_call>',
+        bash("echo hi > out.txt"),
+    ]
+    plays(proxy, in_order(*steps))
+    rollout = await trial(proxy, example("claude_code"), tmp_path)
+    shown = [
+        part["type"]
+        for event in await events(proxy, rollout, "shown_as_text")
+        for part in event["parts"]
+    ]
+    assert "image" in shown
+    await assert_one_path(proxy, rollout, tmp_path, len(steps) + 1)
+
+
+async def test_patches_and_pictures_of_codex_do_not_fork(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    steps: list[Step] = [
+        exec_command(writes_file("a.png", png())),
+        codex("view_image", path="a.png"),
+        patch("*** Add File: out.txt", "+one", "+two"),
+        patch("*** Update File: out.txt", "@@", "-one", "+hi", " two"),
+        patch("*** Update File: out.txt", "@@", " hi", "-two"),
+        patch("*** Update File: none.txt", "@@", "-x", "+y"),
+        exec_command("cat out.txt"),
+    ]
+    plays(proxy, in_order(*steps))
+    rollout = await trial(proxy, example("codex"), tmp_path)
+    prompt = proxy.rendering.tokenizer.decode(proxy.engine.calls[-1].prompt_ids)
+    (tmp_path / "prompt.txt").write_text(prompt)
+    assert "input_image: image/png" in prompt
+    await assert_one_path(proxy, rollout, tmp_path, len(steps) + 1)
+
+
+async def test_codex_with_its_own_model_is_served(proxy: RunningProxy, tmp_path: Path) -> None:
+    """It sends its tools as an item of the input."""
+    command = example("codex")
+    argv = [part for part in command.argv if part != 'model="{model}"']
+    at = next(i for i, part in enumerate(argv) if part == "-c" and argv[i + 1] == "-c")
+    command = command.model_copy(update={"argv": tuple(argv[:at] + argv[at + 1 :])})
+    plays(proxy, lambda prompt: DONE)
+    rollout = await trial(proxy, command, tmp_path, check=("true",))
+    prompt = proxy.rendering.tokenizer.decode(proxy.engine.calls[-1].prompt_ids)
+    (tmp_path / "prompt.txt").write_text(prompt)
+    assert offered_tools(prompt)
+    await assert_one_path(proxy, rollout, tmp_path, 1)
